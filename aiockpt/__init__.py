@@ -1,4 +1,4 @@
-"""aiockpt: an asyncio checkpoint engine for PyTorch training. The public names, and nothing else.
+"""aiockpt: an asyncio checkpoint engine for PyTorch training. Only the public names.
 
 A name is imported when it is first used, so that ``aiockpt --help`` and the pure layers need not import torch.
 """

@@ -1,4 +1,4 @@
-"""What can go wrong, grouped by what the handler will do about it.
+"""The exceptions, grouped by what a handler will do about them.
 
     CheckpointError
     ├── UsageError(ValueError)                       fix the call
@@ -10,21 +10,21 @@
     │   └── BlockingCallError(RuntimeError)            a blocking wait where it would stop an event loop
     ├── StepNotFoundError(FileNotFoundError)         there is no such step
     ├── CorruptionError                              the bytes are not those that were saved
-    │   ├── ManifestError                              a manifest or receipt that no reader may believe
-    │   │   └── NewerFormatError                         it is whole, and a newer aiockpt wrote it
+    │   ├── ManifestError                              a manifest or receipt that cannot be trusted
+    │   │   └── NewerFormatError                         it is whole, but a newer aiockpt wrote it
     │   └── NoValidCheckpointError                     steps exist and none is valid
     ├── CommitError                                  the save did not become visible
     │   ├── CommitConflictError                        someone else committed this generation first
-    │   ├── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    │   ├── CommitTimeoutError(TimeoutError)           outcome unknown: the next read of the storage decides
     │   └── ReplicasDifferError                        ranks have other values of what all should have alike
-    ├── RankError                                    the ranks of the job did not act together; all of them hear of it
+    ├── RankError                                    the ranks of the job did not act together; raised on all of them
     │   ├── RankFailedError                            another rank failed
-    │   ├── RankTimeoutError(TimeoutError)             nothing was heard from some ranks before the deadline
+    │   ├── RankTimeoutError(TimeoutError)             some ranks sent nothing before the deadline
     │   └── RanksDisagreeError                         they mean different steps, states or worlds
-    ├── SaveCancelledError                           somebody called .cancel()
+    ├── SaveCancelledError                           .cancel() was called
     ├── SaveSkippedError                             the policy for too many saves in flight said skip
     ├── TornSnapshotError                            the state changed while it was copied; nothing was published
-    ├── WriterLostError                              the process that writes has died; the storage knows how far it got
+    ├── WriterLostError                              the writer process has died; the storage holds what it wrote
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
     └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help,
         │                                            `damaged` that this one object is bad, whatever the rest is
@@ -159,7 +159,7 @@ class CommitConflictError(CommitError):
 
 
 class CommitTimeoutError(CommitError, TimeoutError):
-    """The commit did not finish before its deadline. Its outcome is unknown: look at the storage.
+    """The commit did not finish before its deadline. Its outcome is unknown: check the storage.
 
     Attributes:
         missing_ranks: the ranks whose receipts were not there.
@@ -200,7 +200,7 @@ class RankFailedError(RankError):
     """Another rank failed, so this operation was given up on all ranks; the message holds its error.
 
     Attributes:
-        seen_here: whether this rank has seen for itself that the others are gone; else it was told.
+        seen_here: whether this rank has seen for itself that the others are gone; else another rank reported it.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), *, seen_here: bool = False) -> None:
@@ -209,7 +209,7 @@ class RankFailedError(RankError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Nothing was heard from some ranks before the deadline: they are dead, stuck, or never made this call."""
+    """Some ranks sent nothing before the deadline: they are dead, stuck, or never made this call."""
 
 
 class RanksDisagreeError(RankError):
@@ -369,7 +369,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def is_damage(error: OSError) -> bool:
-    """Say whether *error*, of a system call, means that the one object is bad."""
+    """Return whether *error*, of a system call, means that the one object is bad."""
     return error.errno in _DAMAGED
 
 

@@ -1,4 +1,4 @@
-"""What happened? Frozen event structs, and the protocol of whoever watches.
+"""Event structs (frozen), and the protocol of their observers.
 
 Events are emitted on the engine's loop thread, in the order in which things happened to one save. An observer must be
 quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save. One with work to
@@ -26,7 +26,7 @@ class Opened(Event, frozen=True, tag=True):
     Attributes:
         time_ns: the wall clock at *at_ns*, so that the events of several processes can be laid side by side.
         urls: of its places, the nearest first, without credentials.
-        mesh: the rank's coordinates in the named dimensions of a mesh, such as dp, tp and pp, where `TraceFile` was told.
+        mesh: the rank's coordinates in the named dimensions of a mesh (dp, tp, pp, …), where `TraceFile` was given them.
         process: random, the same for all checkpointers of a process: containers give the same *pid* again.
     """
 
@@ -41,11 +41,11 @@ class Opened(Event, frozen=True, tag=True):
 
 
 class Closed(Event, frozen=True, tag=True):
-    """The checkpointer was closed, also by an exception or at interpreter exit; its last event. Who is killed tells none."""
+    """The checkpointer was closed, also by an exception or at interpreter exit; its last event. Not emitted on a kill."""
 
 
 class Alive(Event, frozen=True, tag=True):
-    """Nothing was told for a while, and the process lives: `aiockpt.monitor.TraceFile` of the first rank writes it."""
+    """No event came for a while, and the process lives: `aiockpt.monitor.TraceFile` of the first rank writes it."""
 
 
 class SaveStarted(Event, frozen=True, tag=True):
@@ -62,7 +62,7 @@ class SnapshotTaken(Event, frozen=True, tag=True):
     Attributes:
         bytes: of tensors.
         snapshot: how it was taken: "eager", "lazy" or "device".
-        reason: why it was not taken as it was asked for; empty when it was.
+        reason: why it was not made as requested; empty when it was.
         pause_s: how long the call held its caller.
         copy_s: how long the copy took, on whatever thread.
         copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it; of one
@@ -162,7 +162,7 @@ class Loaded(Event, frozen=True, tag=True):
     """The state was filled: *bytes* of tensors, *read_bytes* from storage, in *seconds*.
 
     Attributes:
-        saved_ns: when the step was saved, by the wall clock of who saved it; 0 where that is not known.
+        saved_ns: when the step was saved, by the wall clock of the process that saved it; 0 where that is not known.
     """
 
     bytes: int
@@ -190,7 +190,7 @@ class StepDeleted(Event, frozen=True, tag=True):
 
 
 class GarbageDeleted(Event, frozen=True, tag=True):
-    """An attempt that nobody committed, or an older generation, was removed."""
+    """An attempt that was never committed, or an older generation, was removed."""
 
     key: str
 
@@ -210,7 +210,7 @@ class StepRepaired(Event, frozen=True, tag=True):
 
 
 class StepDamaged(Event, frozen=True, tag=True):
-    """A step in the place *url* is not what was saved, and no copy has what is bad; it is marked, and loads pass it over."""
+    """A step in the place *url* is not what was saved, and no copy has what is bad; it is marked, and loads skip it."""
 
     url: str
     problem: str
@@ -249,7 +249,7 @@ class StorageRetried(Event, frozen=True, tag=True):
 
 
 class StragglerFound(Event, frozen=True, tag=True):
-    """A rank is slower than its peers, from *step* on; told by the `aiockpt.monitor.Heartbeat` of rank 0.
+    """A rank is slower than its peers, from *step* on; emitted by the `aiockpt.monitor.Heartbeat` of rank 0.
 
     Attributes:
         factor: how many times as long as the median of all ranks it takes for *stage*, in the median of *steps* steps.
@@ -285,12 +285,12 @@ class BackgroundTask(Observer, Protocol):
         """Work until `aclose`; a task from when the checkpointer is made, so before the first event."""
 
     async def aclose(self) -> None:
-        """Hear that no event will come any more: `run` ends soon. The checkpointer waits a minute for it, no longer."""
+        """End: no event will come any more, and `run` ends soon. The checkpointer waits a minute for it, no longer."""
 
 
 @runtime_checkable
 class EventSource(Protocol):
-    """An observer that finds something out: what it tells, all observers of the checkpointer hear."""
+    """An observer that emits events of its own; all observers of the checkpointer receive them."""
 
     def tell_through(self, emit: Callable[[Event], object]) -> None:
         """Take what shows an event to all observers, to be called on the loop thread; before the first event."""

@@ -1,8 +1,8 @@
-"""What callers hold: futures of saves, loads and other operations, and the results that they give.
+"""Futures of saves, loads and other operations, and their results.
 
 Each can be awaited from any event loop (asyncio, trio), waited for with ``.result(timeout)``, given callbacks, or ignored.
 Waiting never owns the work: a wait that is cancelled or timed out leaves the save running; only ``.cancel()`` cancels. The
-side that settles them is `aiockpt.runtime.promise`.
+side that resolves them is `aiockpt.runtime.promise`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LoadResult(msgspec.Struct, frozen=True):
         bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it, *received_bytes* came from
             other ranks of the ``load_group``, which had read them.
         seconds: from the call to the last verified block.
-        skipped: (step id, reason) of newer steps that were not taken.
+        skipped: (step id, reason) of newer steps that were skipped.
         url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
-        missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
+        missing, unexpected: names that the checkpoint lacks, and that were not wanted (``strict=False``).
         differences: in words, what the load removed (plain values that only the state had) or replaced because it could
             not be filled; and with ``strict=False`` all that did not fit and was left as it was.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
@@ -66,7 +66,7 @@ class Stage(Generic[T]):
         self._promise = promise
 
     def done(self) -> bool:
-        """Say whether the point was reached or the work has failed."""
+        """Return whether the point was reached or the work has failed."""
         done = self._promise.is_settled
         if done:
             self._promise.look_again()
@@ -130,7 +130,7 @@ class Future(Stage[T]):
         return not self.done() and self._promise.cancel()
 
     def cancelled(self) -> bool:
-        """Say whether the work ended because of ``cancel()``."""
+        """Return whether the work ended because of ``cancel()``."""
         return self.done() and isinstance(self._promise.error, SaveCancelledError | asyncio.CancelledError)
 
 
@@ -180,18 +180,18 @@ class SaveFuture(Future[SaveResult]):
 
     @property
     def delivered(self) -> bool:
-        """Whether somebody has taken the outcome, or was told of the failure by a stage; then nobody is told again."""
+        """Whether the outcome was retrieved, or a stage has raised the failure; then it is not reported again."""
         return self._save.delivered
 
     @property
     def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
         """How far it is."""
         if not self.done() and not self._save.written.is_settled:
-            self.snapshotted().done()  # who hears of that may change the state
+            self.snapshotted().done()  # the caller may change the state after that
         return self._stage()
 
     def _stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
-        """The same for people, who change nothing."""
+        """The same, for display: it changes nothing."""
         if self._save.is_settled:
             return "committed" if self._save.error is None else "failed"
         if self._save.written.is_settled:
@@ -203,15 +203,15 @@ class SaveFuture(Future[SaveResult]):
 
 
 def promise_of(save: SaveFuture) -> SavePromise:
-    """Return what the engine settles, for what looks on beside the caller: it takes nothing from the future."""
+    """Return the promise of the engine, for observers beside the caller: it does not retrieve the outcome."""
     return save._save  # noqa: SLF001  both are of this module
 
 
 class LoadFuture(Future[T]):
-    """One load. Worker threads fill the tensors; objects are filled by whoever waits first, on that very thread.
+    """One load. Worker threads fill the tensors; objects are filled by the first wait, on its own thread.
 
     (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
-    not change under its feet.) Until somebody waits, the load is not complete: the engine's next call says so.
+    not change under its feet.) Without a wait the load is not complete: the engine's next call says so.
     """
 
     def __init__(self, promise: LoadPromise[T]) -> None:

@@ -1,4 +1,4 @@
-"""What can be chosen? Frozen option structs, each field with its unit, default and the reason for the default.
+"""Option structs (frozen), each field with its unit, default and the reason for the default.
 
 The readers of environment variables are here too (`launched_world_size`, `announced_end_s`).
 """
@@ -19,9 +19,8 @@ from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.redaction import redact
 from aiockpt.units import parse_seconds
 
-# What if an option is misspelt, or what is given for it cannot be meant? The error names it, and what to write.
-#
-# A misspelt keyword is answered by the one that may be meant, a value by the option, what was given, and what can be.
+# Checks of options: an error names a misspelt keyword with the one that may be meant, and a wrong value with its option
+# and what is allowed.
 
 
 P = ParamSpec("P")
@@ -86,7 +85,7 @@ CALLED_ELSEWHERE = {
 
 
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UsageError when a keyword of the call *what* is none of the *known* ones; say which may be meant."""
+    """Raise UsageError when a keyword of the call *what* is not one of the *known* ones; say which may be meant."""
     known = [name for name in known if name != "self"]
     for name in given:
         if name not in known:
@@ -181,7 +180,7 @@ Mode = Literal["min", "max"]
 
 
 def check_choice(name: str, value: object, words: object, call: str = "") -> None:
-    """Raise UsageError when *value*, of an option of *call*, is none of the *words* of a Literal."""
+    """Raise UsageError when *value*, of an option of *call*, is not one of the *words* of a Literal."""
     if not isinstance(value, str) or value not in get_args(words):
         refuse_value(call, name, value, f"one of {', '.join(map(repr, get_args(words)))}")
 
@@ -223,8 +222,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
             or of unknown age. Without *last* the newest step is the only one that stays besides. None adds none.
         optimizer: of the steps that are kept, the newest *optimizer* are kept in full, and so is the newest verified one;
             of the others, the weights alone, which nothing is resumed from. None keeps all of them in full.
-        grace_s: seconds, by the storage's clock, before an attempt that nobody committed counts as garbage. A day, so
-            that no slow save of another job is ever taken for a dead one.
+        grace_s: seconds, by the storage's clock, before an uncommitted attempt counts as garbage. A day, so
+            that a slow save of another job never counts as a dead one.
     """
 
     last: int | None = None
@@ -258,11 +257,11 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
 
     A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
-    It is *committed* in the first durable tier that takes all of it.
+    It is *committed* in the first durable tier that accepts all of it.
 
     Attributes:
         url: a path, a URL, or a backend.
-        every: takes the steps that are multiples of it; None takes each.
+        every: accepts the steps that are multiples of it; None accepts each.
         keep: what stays there: so many of the newest steps, or rules; None keeps all, and in a memory tier before a
             durable one the newest.
         deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
@@ -307,15 +306,15 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
         return self.content == "full"
 
     def takes(self, step: int) -> bool:
-        """Say whether *step* is one of those that go there."""
+        """Return whether *step* is one of those that go there."""
         return self.every is None or step % self.every == 0
 
 
 def check_tiers(tiers: Sequence[Tier]) -> None:
-    """Return when each tier can get the steps that it takes, from the first one on.
+    """Return when each tier can get the steps that it accepts, from the first one on.
 
     Raises:
-        UsageError: a tier of weights takes steps that no nearer tier has in full.
+        UsageError: a tier of weights accepts steps that no nearer tier has in full.
     """
     for number, tier in enumerate(tiers):
         nearer = [other for other in tiers[:number] if other.full]
@@ -391,7 +390,7 @@ class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMean
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """Seconds before a wait gives up and says what it waited for. None of them stops a transfer that moves.
+    """Seconds before a wait gives up and says what it waited for. No deadline stops a transfer that moves.
 
     Attributes:
         slab_s: for a free slab while a snapshot is taken. Long: it is the disk that is slow then, not the engine.

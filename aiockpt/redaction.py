@@ -1,4 +1,4 @@
-"""What people may read of a URL, an error or the environment: everything but the credentials in it.
+"""Redaction of credentials in URLs, errors and the environment, for all that people read.
 
 Guarantees:
 
@@ -102,7 +102,7 @@ def _hide(url: str) -> None:
 
 
 def _looks_like_token(user: str) -> bool:
-    """Say whether what stands alone in front of the ``@`` may be a token: a user's name is a word of many sentences."""
+    """Return whether what stands alone in front of the ``@`` may be a token: a user's name is a word of many sentences."""
     return len(user) >= 12 and any(letter.isdigit() for letter in user)
 
 
@@ -161,7 +161,7 @@ def _user(found: re.Match[str]) -> str:
 
 
 def _shows_user(found: re.Match[str]) -> bool:
-    """Say whether what stands in front of the ``@`` has no password, and names a user or a container."""
+    """Return whether what stands in front of the ``@`` has no password, and names a user or a container."""
     return found[1].lower() in _NAMED and ":" not in _user(found)
 
 

@@ -1,4 +1,4 @@
-"""Amounts, speeds and counts as people read them: binary units, the same ones in every log line and at every command."""
+"""Text forms of amounts, speeds and counts: binary units, the same in every log line and at every command."""
 
 from __future__ import annotations
 

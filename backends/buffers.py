@@ -1,4 +1,4 @@
-"""How do bytes that a client library hands over get into the caller's buffers? Copied once, and shown where they land."""
+"""The caller's buffers as the target of bytes from a client library: copied once, passed to `seen` where they land."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Buffers:
         self.left_bytes = sum(view.nbytes for view in self._views)
 
     def fill(self, data: memoryview, seen: Seen | None) -> None:
-        """Copy *data*, which fits, and show *seen* each run where it arrived. Blocking; large runs without the GIL."""
+        """Copy *data*, which fits, and pass each run to *seen* where it arrived. Blocking; large runs without the GIL."""
         done = 0
         while done < data.nbytes:
             view = self._views.pop()
@@ -46,5 +46,5 @@ def check_range(key: str, offset: int, wanted_bytes: int, size_bytes: int) -> No
 
 
 def ends_early(key: str, size_bytes: int) -> StorageError:
-    """Say that the object *key* ends after *size_bytes*, before the buffers are full."""
+    """Return the error that the object *key* ends after *size_bytes*, before the buffers are full."""
     return StorageError(f"{key!r} ends at byte {size_bytes}, and more was asked for: it is truncated", key=key)

@@ -1,4 +1,4 @@
-"""How are bytes kept in Google Cloud Storage and Azure? Through obstore, whose Rust client speaks to all object stores.
+"""The backend for Google Cloud Storage and Azure, on obstore, whose Rust client supports all object stores.
 
 Guarantees, besides those of the contract:
 
@@ -8,12 +8,12 @@ Guarantees, besides those of the contract:
 - ``create`` claims its key by creating a small object; the data replace it when the upload is finished, at once. So
   one of several creators wins here as well, and a crash leaves a small object that no receipt names.
 - No call is sent twice by the client, so that retries are made in one place (`aiockpt.storage`). The one exception are
-  the parts of an upload: obstore takes a stream, which cannot be sent again from outside.
+  the parts of an upload: obstore accepts a stream, which cannot be sent again from outside.
 
 Not kept: ``delete`` removes keys in batches, and within a batch in any order.
 
-Memory: besides the caller's, an upload holds the parts under way (`cloud_upload.PARTS` of 16 MiB), since obstore keeps
-references to what it is given and does not say when it lets go.
+Memory: besides the caller's, an upload holds the parts in flight (`cloud_upload.PARTS` of 16 MiB), since obstore keeps
+references to what it is given and does not report when it releases them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BLOCK_READS = 4
 _PIECE_BYTES = 16 << 20
 _INLINE_BYTES = 1 << 16  # a thread hop costs more than copying and hashing this
 _COPIES = 4
-_DELETE_BATCH = 256  # what Azure takes in one request
+_DELETE_BATCH = 256  # what Azure accepts in one request
 _NO_RETRY: RetryConfig = {"max_retries": 0}
 _PART_RETRY: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 _CLIENT: ClientConfig = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "5min"}
@@ -157,7 +157,7 @@ class CloudBackend:
         return Space(None, None)
 
     async def close(self) -> None:
-        """Do nothing: connections belong to the client, which drops them with this object."""
+        """Does nothing: connections belong to the client, which drops them with this object."""
 
     def __repr__(self) -> str:
         proven = {None: "untried", True: "yes", False: "no"}[self._exclusive]
@@ -167,13 +167,15 @@ class CloudBackend:
         with cloud_errors("deleting", keys[0]):
             try:
                 await obstore.delete_async(self._store, keys)
-            except FileNotFoundError:  # some stores say so; which of the others they had removed by then is not known
+            except (
+                FileNotFoundError
+            ):  # some stores report it; which of the others they had removed by then is not known
                 for key in keys:
                     with suppress(FileNotFoundError):
                         await obstore.delete_async(self._store, key)
 
     async def _claim(self, key: str) -> None:
-        """Create the object that claims *key*; when cancelled meanwhile, wait for the answer and take the claim back."""
+        """Create the object that claims *key*; when cancelled meanwhile, wait for the answer and remove the claim."""
         claiming = asyncio.ensure_future(obstore.put_async(self._store, key, self._claim_mark, mode="create"))
         try:
             await asyncio.wait([claiming])
@@ -193,7 +195,7 @@ class CloudBackend:
         self._unanswered.discard(key)
 
     async def _proven(self) -> bool:
-        """Return whether the store creates exclusively; try it out where its kind does not say.
+        """Return whether the store creates exclusively; test it where that is not known of its kind.
 
         Raises:
             StorageError: it does not, and that was not allowed.

@@ -1,8 +1,8 @@
-"""What does an error of obstore mean? Ours, classified by the HTTP status or the transport error inside it.
+"""Errors of obstore as ours, classified by the HTTP status or the transport error inside them.
 
-obstore gives the conditions that object stores agree on classes of their own; the rest is one class whose text ends in
-the fields of the Rust error. Those fields are what is read here, and tests/backends/test_cloud_errors.py makes each of
-them by a real response, so that a release that words them differently turns a test red.
+obstore has a class for each condition that object stores agree on; the rest is one class whose text ends in the fields
+of the Rust error. Those fields are what is read here, and tests/backends/test_cloud_errors.py makes each of them by a
+real response, so that a release that words them differently turns a test red.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CUT_SHORT = {"Interrupted", "Decode"}
 
 @contextmanager
 def cloud_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn an error of obstore into ours, said to have come up while *doing* something to *key*."""
+    """Turn an error of obstore into ours, raised while *doing* something to *key*."""
     try:
         yield
     except StorageError:

@@ -1,4 +1,4 @@
-"""How does a data file stream into an object store through obstore? Part by part, several of them under way.
+"""The upload of a data file through obstore: a stream, part by part, with several parts in flight.
 
 Guarantees:
 
@@ -79,17 +79,17 @@ class CloudStream:
 
 
 class PartMemory:
-    """Memory for the parts under way, used again once the client has let go of it.
+    """Memory for the parts in flight, reused once the client has released it.
 
-    The client keeps a reference to what it is given and does not say when it drops it; but a view that somebody refers
-    to cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
+    The client keeps a reference to what it is given and does not report when it drops it; but a view that is still
+    referenced cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
     """
 
     def __init__(self) -> None:
         self._lent: list[tuple[memoryview, memoryview]] = []
 
     def lend(self, size_bytes: int) -> memoryview:
-        """Return *size_bytes* that nobody refers to any more."""
+        """Return *size_bytes* without any other reference to them."""
         memory = self._take_back(size_bytes) or np.empty(size_bytes, np.uint8).data
         view = memory[:size_bytes]
         self._lent.append((memory, view))
@@ -108,7 +108,7 @@ class PartMemory:
 
 @contextmanager
 def _lost(doing: str, key: str) -> Iterator[None]:
-    """Turn an error of obstore into one of ours that nobody tries again: the stream is lost with it."""
+    """Turn an error of obstore into one of ours that is not retryable: the stream is lost with it."""
     try:
         with cloud_errors(doing, key):
             yield

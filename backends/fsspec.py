@@ -1,19 +1,19 @@
-"""Where do checkpoints go when nothing else here knows the place? Through fsspec, to whatever has a file system for it.
+"""The backend for places that no other backend supports: any file system of fsspec.
 
 Guarantees, and where this last resort is weaker than the contract:
 
-- ``put_new`` has one winner where the file system can create exclusively. That is not asked but tried: before the
-  first create several threads race for one name, and exactly one must win. Else the place is refused, unless
-  *unsafe_commit* is given. It cannot be proved by trying; of two methods that fsspec has for it, those that are known
-  to look first and write then are not considered.
+- ``put_new`` has one winner where the file system can create exclusively. That is tested: before the first create
+  several threads race for one name, and exactly one must win. Else the place is refused, unless *unsafe_commit* is
+  given. The test is no proof; of the two methods that fsspec has for it, those that are known to check first and write
+  then are not considered.
 - ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a
-  crash may see a part of a small object; its digest tells, and it counts as bad (docs/format.md#commit-on-posix).
+  crash may see a part of a small object; its digest shows it, and it counts as bad (docs/format.md#commit-on-posix).
 - ``durable`` means that the far side has acknowledged the bytes; whether it has flushed them, fsspec does not know.
-- Symbolic links are the far side's business.
+- Symbolic links are handled by the far side.
 
 All calls run on worker threads, also those of asynchronous file systems, which then use fsspec's own loop: each of them
-has its own idea of sessions and loops, and this way there is one path for all. fsspec owns its file systems and keeps
-them for the next user, so `close` leaves them alone.
+has its own handling of sessions and loops, and this way there is one path for all. fsspec owns its file systems and
+keeps them for the next user, so `close` does not close them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FsspecBackend:
         self._options = dict(storage_options or {})
         self._unsafe_commit = unsafe_commit
         self._token = (world or World()).token
-        # Files of fsspec's memory are one object for all who open them, with one position: one call at a time.
+        # A file of fsspec's memory is one object for all that open it, with one position: one call at a time.
         self._calls = Limiter("fsspec calls", 1 if self._protocol == "memory" else _CALLS)
         self._preparing = anyio.Lock()
         self._found: FsspecPlace | None = None
@@ -156,7 +156,7 @@ class FsspecBackend:
         return Space(None, None)
 
     async def close(self) -> None:
-        """Do nothing: file systems belong to fsspec."""
+        """Does nothing: file systems belong to fsspec."""
 
     def __repr__(self) -> str:
         create = "untried" if self._create is None else self._create.__name__
@@ -174,11 +174,11 @@ class FsspecBackend:
         fs, root = fsspec.core.url_to_fs(self._true_url, **self._options)
         remove_folder = fs.rmdir
         if self._kind.rmdir is fsspec.AbstractFileSystem.rmdir and hasattr(fs, "_rmdir"):
-            remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # fsspec's list of verbs to wrap forgot it
+            remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # missing in fsspec's list of methods to wrap
         return FsspecPlace(fs, root, remove_folder)
 
     async def _exclusive_create(self) -> Create:
-        """Return what creates files here; find it out first, once: luck in a second race would prove nothing.
+        """Return what creates files here; test it first, once: luck in a second race would prove nothing.
 
         Raises:
             StorageError: nothing creates exclusively, and that was not allowed.
@@ -198,7 +198,7 @@ class FsspecBackend:
     async def _find_create(self, place: FsspecPlace) -> Create | None:
         """Return what creates files exclusively, or what is allowed instead, if anything."""
         ways = [create_by_open]
-        if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one looks first and writes then
+        if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one checks first and writes then
             ways.append(create_by_pipe)
         for way in ways:
             if await self._is_exclusive(place, way):

@@ -1,4 +1,4 @@
-"""How do data files move through the open files of fsspec? One after the other, on worker threads."""
+"""Upload and reading of data files through the open files of fsspec, on worker threads."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _discard(file: FsspecFile) -> None:
 
 @contextmanager
 def _lost(doing: str, key: str) -> Iterator[None]:
-    """Turn an error of a file system into one of ours that nobody tries again: the stream is lost with it."""
+    """Turn an error of a file system into one of ours that is not retryable: the stream is lost with it."""
     try:
         with fsspec_errors(doing, key):
             yield

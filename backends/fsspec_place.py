@@ -1,9 +1,9 @@
-"""What do the verbs of a backend mean on a file system of fsspec? One blocking function each, for worker threads.
+"""The operations of a backend on a file system of fsspec: one blocking function each, for worker threads.
 
-fsspec's file systems agree on names more than on behaviour, so nothing is taken for granted here:
+fsspec's file systems agree on names more than on behaviour, so nothing is assumed here:
 
-- what is removed is looked at first (some remove folders with all that is in them), and so is what is opened;
-- listings are asked for anew (some keep them);
+- what is removed is checked first (some remove folders with all that is in them), and so is what is opened;
+- listings are requested anew (some are cached);
 - an exclusive create that fails for any reason counts as a conflict when the key is there afterwards (SFTP knows no
   error of that kind).
 """
@@ -53,7 +53,7 @@ Create = Callable[[FileSystem, str, bytes], None]
 
 @contextmanager
 def fsspec_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn any error of a file system into ours, said to have come up while *doing* something to *key*."""
+    """Turn any error of a file system into ours, raised while *doing* something to *key*."""
     try:
         yield
     except CheckpointError:
@@ -136,7 +136,7 @@ class FsspecPlace:
         return self.fs.open(self.path(key), "rb", cache_type="none")
 
     def info(self, key: str) -> Mapping[str, Any]:
-        """Return what the file system says of the object *key*.
+        """Return the file system's description of the object *key*.
 
         Raises:
             FileNotFoundError: there is none, or it is a folder.
@@ -175,7 +175,7 @@ class FsspecPlace:
                 self._prune(folder)
 
     def _in_folder(self, key: str, work: Callable[[], object]) -> None:
-        """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
+        """Run *work* in the folder of *key*; once more when the empty folder is removed under it."""
         folder = key.rpartition("/")[0]
         for _ in range(_ATTEMPTS):
             try:
@@ -212,7 +212,7 @@ class FsspecPlace:
         return ()
 
     def _prune(self, folder: str) -> None:
-        """Remove *folder* and those above it while they are empty, where folders are things of their own."""
+        """Remove *folder* and those above it while they are empty, where folders exist by themselves."""
         while folder and not self._entries(folder):
             self._made.clear()
             try:
@@ -221,7 +221,7 @@ class FsspecPlace:
             except ObjectNotFoundError:
                 pass
             except StorageError:
-                return  # somebody has put something there
+                return  # it was filled meanwhile
             folder = folder.rpartition("/")[0]
 
 
@@ -230,7 +230,7 @@ def _stat(key: str, found: Mapping[str, Any]) -> Stat:
 
 
 def modified_ns(found: Mapping[str, Any]) -> int:
-    """Return when the file system says that a file was last written, under whatever name and type; 0 when it does not."""
+    """Return the time of a file's last write, under whatever name and type the file system has; 0 where it has none."""
     for name in _MODIFIED:
         said = found.get(name)
         if isinstance(said, str):

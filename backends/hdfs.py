@@ -1,4 +1,4 @@
-"""How are checkpoints kept in HDFS? The backend for ``hdfs://namenode:port/path``, on hdfs-native.
+"""The backend for HDFS, ``hdfs://namenode:port/path``, on hdfs-native.
 
 Guarantees, besides those of the contract:
 
@@ -11,9 +11,9 @@ Guarantees, besides those of the contract:
   set ``dfs.datanode.synconclose=true`` for that.
 - No call to a server runs on the event loop (see `hdfs_client`).
 
-A file is closed when a DataNode has told the NameNode of its last block; the client looks again after 0.5 s when it was
-not told yet, so a small object often costs that long. ``dfs.namenode.file.close.num-committed-allowed=1`` (Hadoop 2.9)
-does away with it.
+A file is closed when a DataNode has reported its last block to the NameNode; the client polls again after 0.5 s when that
+is missing, so a small object often costs that long. ``dfs.namenode.file.close.num-committed-allowed=1`` (Hadoop 2.9)
+avoids it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HdfsStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         webhdfs: the server that joins parts; None while, or where, data files are written as one stream.
-        limiters: who runs and waits, by kind of work.
+        limiters: threads that run and wait, by kind of work.
     """
 
     webhdfs: str | None
@@ -65,11 +65,11 @@ class HdfsBackend:
 
     Args:
         url: ``hdfs://namenode:port/path``; ``hdfs://nameservice/path`` and ``hdfs:///path`` read ``HADOOP_CONF_DIR``.
-            ``?webhdfs=…`` at its end says what *webhdfs_url* would.
+            ``?webhdfs=…`` at its end is another way to pass *webhdfs_url*.
         world: the seam to the random source.
         webhdfs_url: ``http://host:port`` of the NameNode's WebHDFS, or of a gateway, which joins files that are written
             in parallel parts; "off" for one stream a file. None tries port 9870 of the NameNode. A server that does not
-            see the same files, or asks for Kerberos, is not used.
+            see the same files, or requires Kerberos, is not used.
         config: Hadoop settings for the client, above those of the configuration files.
     """
 
@@ -147,11 +147,11 @@ class HdfsBackend:
         await run_blocking(self._small, self._delete, tuple(keys))
 
     async def space(self) -> Space:
-        """Say nothing: the client has no verb for it; a full cluster or quota is a `StorageFullError` of the write."""
+        """Return unknown space: the client has no call for it; a full cluster or quota shows in `StorageFullError`."""
         return Space(None, None)
 
     async def close(self) -> None:
-        """Do nothing: connections are the library's, which closes them with the last user of the client."""
+        """Does nothing: connections are the library's, which closes them with the last user of the client."""
 
     def statistics(self) -> HdfsStatistics:
         """Return the counts of this instant."""
@@ -176,7 +176,7 @@ class HdfsBackend:
             return None
         self._joining = webhdfs.sees(path, modified_ms, owner)
         if not self._joining and self._webhdfs_is_guessed:
-            self._webhdfs = None  # a port that answers nobody may take its time to say so: ask once
+            self._webhdfs = None  # a port without an answer may take long to fail: ask once
         return webhdfs if self._joining else None
 
     def _publish(self, key: str, data: bytes, overwrite: bool) -> None:
@@ -221,11 +221,11 @@ class HdfsBackend:
         return path
 
     def _remove_temporary(self, path: str) -> None:
-        with suppress(OSError, RuntimeError):  # it stays as a leftover, which is swept later
+        with suppress(OSError, RuntimeError):  # it stays as a leftover, which is removed later
             self._client.delete(path)
 
     def _sweep_leftovers(self, now_ms: int) -> None:
-        """Remove, once, what writers that were killed left behind a day ago or earlier."""
+        """Remove, once, what killed writers left behind a day ago or earlier."""
         if self._swept:
             return
         self._swept = True
@@ -301,7 +301,7 @@ class HdfsBackend:
 
 
 def _choose_webhdfs(url: str, given: str | None) -> WebHdfs | None:
-    """Return the server to try for joining: what was given, what *url* says, or the usual port of its NameNode."""
+    """Return the server to try for joining: the given one, that of *url*, or the usual port of its NameNode."""
     place = urlsplit(url)
     query = dict(parse_qsl(place.query))
     if unknown := query.keys() - {"webhdfs"}:

@@ -1,15 +1,15 @@
-"""What does hdfs-native say, and what do we make of it? The connection, its errors in our words, and flushed writing.
+"""The client of HDFS (hdfs-native): the connection, its errors as ours, and flushed writing.
 
 Guarantees:
 
 - Every exception of the library, a Rust panic too, becomes one of `aiockpt.errors`, with the Java stack left off.
-- The library's own retries are off where a URL names one NameNode; for a nameservice it goes round the NameNodes once.
+- The library's own retries are off where a URL names one NameNode; for a nameservice it tries each NameNode once.
 - `FlushedWriter.close` returns when every byte was flushed to the disks of all replicas: ``hsync`` at the end of each
   block, because it reaches the block that is being written and no earlier one.
 
 Why the blocking client on worker threads, and not `hdfs_native.AsyncClient`: the coroutines of the latter compute on the
 event loop's own thread (up to 0.7 s without a turn for a read of 16 MiB), cost twice the CPU, and panic when a NameNode
-does not answer, because their back-off asks for a runtime which that thread does not have (0.14.7).
+does not answer, because their back-off needs a runtime which that thread does not have (0.14.7).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
 
 PIECE_BYTES = 1 << 20
-"""One call to the library takes so much: more costs more CPU (new memory), less more turns of the GIL [measured]."""
+"""Bytes of one call to the library: more costs more CPU (new memory), less more turns of the GIL [measured]."""
 
 _ONE_NAMENODE = {"dfs.client.failover.max.attempts": "0"}
 _NAMESERVICE = {"dfs.client.failover.max.attempts": "3"}
@@ -78,7 +78,7 @@ def connect(url: str, config: Mapping[str, str] | None = None) -> Client:
     Args:
         url: ``hdfs://host:port/…``, ``hdfs://nameservice/…``, or ``hdfs:///…`` for ``fs.defaultFS``; the last two need
             ``HADOOP_CONF_DIR``.
-        config: Hadoop settings that are to hold besides, and above, those of the files.
+        config: Hadoop settings in addition to, and above, those of the files.
 
     Raises:
         UsageError: it names none.
@@ -105,7 +105,7 @@ def create_file(client: Client, path: str, *, overwrite: bool = False) -> RawFil
 
 @contextmanager
 def hdfs_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn what the library raises into ours, said to have come up while *doing* something to *key*."""
+    """Turn what the library raises into ours, raised while *doing* something to *key*."""
     try:
         yield
     except CheckpointError:
@@ -179,7 +179,7 @@ class FlushedWriter:
         self.size = 0
 
     def write(self, data: memoryview) -> None:
-        """Append *data*: in pieces of ``bytes``, because the library takes those whole and a memoryview byte by byte."""
+        """Append *data*: in pieces of ``bytes``, because the library reads those whole and a memoryview byte by byte."""
         start = 0
         while start < data.nbytes:
             room = self._block_bytes - self.size % self._block_bytes
@@ -192,7 +192,7 @@ class FlushedWriter:
                 self._flush()
 
     def close(self) -> None:
-        """Flush what is not, and make the file whole."""
+        """Flush the rest, and complete the file."""
         self._flush()
         self._writer.close()
 

@@ -1,6 +1,6 @@
-"""Can files be joined without moving a byte? WebHDFS CONCAT, the one verb that the HDFS client lacks. Blocking.
+"""WebHDFS CONCAT: files joined without moving a byte, the one operation that the HDFS client lacks. Blocking.
 
-The NameNode gives the blocks of some files to another one of the same folder: metadata alone (the split upload of
+The NameNode moves the blocks of some files to another one of the same folder: metadata alone (the split upload of
 ByteCheckpoint, NSDI'25, §5.1). Hadoop 2.7 and later; earlier ones refuse short blocks in the middle.
 """
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 10.0
 """The first request of its life takes a NameNode some seconds."""
 _SOURCES_BYTES = 6000
-"""Servers and gateways take request lines of 8 KiB; longer lists are sent in turns."""
+"""Servers and gateways take request lines of 8 KiB; longer lists are sent in batches."""
 
 
 class WebHdfs(msgspec.Struct, frozen=True):
@@ -32,9 +32,9 @@ class WebHdfs(msgspec.Struct, frozen=True):
     url: str
 
     def sees(self, path: str, modified_ms: int, user: str) -> bool:
-        """Say whether *user* sees the file at *path*, last written at *modified_ms*, through this server too.
+        """Return whether *user* sees the file at *path*, last written at *modified_ms*, through this server too.
 
-        False also when nobody answers, or asks for a log-in that we do not have (SPNEGO).
+        False also when no answer comes, or a log-in is required that we do not have (SPNEGO).
         """
         try:
             status, answer = self._call("GET", path, {"op": "GETFILESTATUS", "user.name": user}, _PROBE_TIMEOUT_S)
@@ -48,10 +48,10 @@ class WebHdfs(msgspec.Struct, frozen=True):
         Args:
             target: a file that is not empty, in the folder of *sources*.
             sources: files of at least one byte.
-            user: as whom, where the cluster believes a name.
+            user: the user name to send, where the cluster accepts a name.
 
         Raises:
-            StorageError: it was refused, or nobody answered. How many were joined is not known then.
+            StorageError: it was refused, or no answer came. How many were joined is not known then.
         """
         for some in _in_turns(sources):
             query = {"op": "CONCAT", "user.name": user, "sources": ",".join(some)}
@@ -105,7 +105,7 @@ def _in_turns(sources: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _said(answer: bytes) -> str:
-    """Return the message of a RemoteException, else the beginning of what came."""
+    """Return the message of a RemoteException, else the first bytes of the answer."""
     try:
         return str(json.loads(answer)["RemoteException"]["message"]).partition("\n")[0]
     except (ValueError, KeyError, TypeError):

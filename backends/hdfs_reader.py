@@ -1,9 +1,9 @@
-"""How do bytes come from HDFS into the buffers of a load? One stream for each read, packet by packet, on a thread.
+"""Reading of HDFS files into the buffers of a load: one stream for each read, packet by packet, on a thread.
 
 Guarantees:
 
 - hdfs-native checks the CRC of every packet, so damage on a DataNode's disk or on the way is an error or another replica.
-- ``seen`` is shown each buffer as soon as it is full, or 1 MiB of it is new: while it is in the CPU's cache.
+- ``seen`` gets each buffer as soon as it is full, or 1 MiB of it is new: while it is in the CPU's cache.
 - A read holds its thread until it is done, also when it is cancelled: no buffer is written after `read` has returned.
 """
 
@@ -45,7 +45,7 @@ class HdfsReader:
             await run_blocking(self._limiter, self._fill, offset, wanted, into, seen)
 
     async def close(self) -> None:
-        """Take no more reads; the library keeps nothing open between them."""
+        """Accept no more reads; the library keeps nothing open between them."""
         self._closed = True
 
     def _fill(self, offset: int, wanted: int, into: Sequence[memoryview], seen: Seen | None) -> None:
@@ -66,7 +66,7 @@ class HdfsReader:
                     shown = filled
 
     def _packets(self, offset: int, wanted: int) -> Iterator[memoryview]:
-        """Yield what the DataNodes send; an error of theirs is ours when it leaves here."""
+        """Yield what the DataNodes send; their errors become ours."""
         with hdfs_errors("reading", self._key):
             stream = self._reader.read_range_stream(offset, wanted)
         while True:

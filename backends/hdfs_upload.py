@@ -1,4 +1,4 @@
-"""How does a data file get into HDFS, where a file is one stream that only grows? In parts that are joined, or in order.
+"""The upload of a data file to HDFS, where a file is one append-only stream: in parts that are joined, or in order.
 
 - **Parts**, where WebHDFS answers: every ``write`` makes a file of its own below ``<key>.parts/``, on its own pipeline of
   DataNodes, in any order and several at once. `finish` joins them on the NameNode (CONCAT) and renames the whole to its
@@ -7,7 +7,7 @@
 
 Guarantees:
 
-- The key is taken, exclusively, by an empty file from `begin` on; in parts it stays empty until the whole is there.
+- The key is claimed, exclusively, by an empty file from `begin` on; in parts it stays empty until the whole is there.
 - When a ``write`` of a part returns, that part was flushed to the disks of its DataNodes (`FlushedWriter`).
 - `abort` removes the key and the parts. What a killed writer leaves are objects below its key, which collectors list.
 """
@@ -28,20 +28,20 @@ from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
 TURN_TIMEOUT_S = 600.0
-"""A stream that has not moved for so long is missing a block that nobody writes."""
+"""A stream that has not moved for so long is missing a block that is never written."""
 
 
 class _Way(Protocol):
-    """How blocks become the file at *path*."""
+    """A way to turn blocks into the file at *path*."""
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         """Write non-empty *runs* from *offset*."""
 
     def stop(self) -> None:
-        """Send away those who wait for their turn."""
+        """Fail the writes that wait for their turn."""
 
     def close(self) -> None:
-        """Make the file at the key whole. Blocking."""
+        """Complete the file at the key. Blocking."""
 
     def discard(self) -> None:
         """Remove what there is besides the file at the key. Blocking."""
@@ -86,10 +86,10 @@ class HdfsUpload:
         self._idle = anyio.Event()
 
     def begin(self) -> None:
-        """Take the key, and find out which way to write. Blocking.
+        """Claim the key, and find out which way to write. Blocking.
 
         Raises:
-            OSError, RuntimeError: it is taken, or HDFS refuses; call `abort` then.
+            OSError, RuntimeError: the key exists, or HDFS refuses; call `abort` then.
         """
         writer = create_file(self._client, self._path)
         self._created = True
@@ -141,7 +141,7 @@ class HdfsUpload:
 
     @contextmanager
     def _use(self) -> Iterator[_Way]:
-        """Lend the way to write while the upload is open; `abort` waits for those who have it."""
+        """Lend the way to write while the upload is open; `abort` waits for its users."""
         if self._over or self._way is None:
             raise UsageError(f"{self._key!r} was finished or aborted; create it again")
         self._writing += 1
@@ -154,7 +154,7 @@ class HdfsUpload:
                 self._idle = anyio.Event()
 
     async def _discard(self) -> None:
-        """Remove the file and its parts, also when cancelled. What cannot be removed is left to a collector."""
+        """Remove the file and its parts, also when cancelled. What cannot be removed remains for a collector."""
         if self._created:
             with anyio.CancelScope(shield=True), suppress(CheckpointError), hdfs_errors("removing", self._key):
                 await run_blocking(self._limiter, self._remove)
@@ -186,7 +186,7 @@ class JoinedParts:
             await run_blocking(self._limiter, self._write_part, offset, runs, seen)
 
     def stop(self) -> None:
-        """Do nothing: no part waits for another."""
+        """Does nothing: no part waits for another."""
 
     def close(self) -> None:
         whole, *others = [self._parts[offset] for offset in sorted(self._parts)]
@@ -207,7 +207,7 @@ class JoinedParts:
 
     def _write_part(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         path = f"{self._folder}/{offset:016x}"  # names sort as offsets do
-        # A part that failed is written again from its start, if it is: nobody else has its name.
+        # A part that failed is written again from its start, if it is: its name is used nowhere else.
         created = create_file(self._client, path, overwrite=True)
         writer = FlushedWriter(created, self._client.get_file_info(path))
         _write_runs(writer, runs, seen)
@@ -254,7 +254,7 @@ class OrderedStream:
         self._writer.close()
 
     def discard(self) -> None:
-        """Do nothing: the stream is all there is."""
+        """Does nothing: the stream is all there is."""
 
     async def _wait_turn(self, offset: int) -> None:
         while self._position != offset or self._broken:
@@ -275,7 +275,7 @@ class OrderedStream:
         self._move()
 
     def _move(self) -> None:
-        """Wake those who wait, to look again."""
+        """Wake the waiting writes, to check again."""
         self._moved.set()
         self._moved = anyio.Event()
 

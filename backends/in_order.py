@@ -1,4 +1,4 @@
-"""How does a data file whose blocks come in any order get into a place that takes one stream of bytes?
+"""The upload of blocks in any order to a place that accepts one stream of bytes.
 
 Guarantees, besides those of `aiockpt.storage.backend.Upload`:
 
@@ -23,16 +23,16 @@ from aiockpt.storage.backend import Seen
 
 
 class ByteSink(Protocol):
-    """Where the bytes go, in order. Its errors are ours."""
+    """The target of the bytes, in order. Its errors are ours."""
 
     async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
-        """Show each of *runs* to *seen*, then take it over; none of them is used after this returned."""
+        """Pass each of *runs* to *seen*, then accept it; none of them is used after this returned."""
 
     async def finish(self) -> None:
         """Make what was sent an object, durably."""
 
     async def abort(self) -> None:
-        """Forget what was sent. Never raises a StorageError."""
+        """Discard what was sent. Never raises a StorageError."""
 
 
 class InOrderUpload:
@@ -96,7 +96,7 @@ class InOrderUpload:
             following.append(held)
             self._claimed += held.nbytes
         async with self._turn:
-            self._check_open()  # somebody before us in the line may have failed
+            self._check_open()  # a write before us in the line may have failed
             await self._stream.send(runs, seen)
             if following:
                 await self._stream.send(following, None)
@@ -126,7 +126,7 @@ class InOrderUpload:
 
 
 def copy_runs(runs: Sequence[memoryview], into: memoryview, seen: Seen | None) -> memoryview:
-    """Copy *runs*, each shown to *seen* first, to *into*, and return it. Blocking; without the GIL."""
+    """Copy *runs*, each passed to *seen* first, to *into*, and return it. Blocking; without the GIL."""
     start = 0
     for run in runs:
         if seen is not None:

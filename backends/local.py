@@ -4,15 +4,15 @@ Guarantees, besides those of the contract:
 
 - A key is absent or whole: small objects are written to a temporary file in their folder, flushed, then linked or
   renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
-  itself exclusively: still one winner, but a crash may leave it torn, which its digest tells
+  itself exclusively: still one winner, but a crash may leave it torn, which its digest shows
   (docs/format.md#commit-on-posix).
-- When a verb returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
+- When a call returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
   flushed, ``traits.flushes_names`` is False from the first write on (`aiockpt.backends.local_optional`).
-- A handle that went stale, and a folder that another client made and this one does not see yet, are waited for: what is
-  asked of a network file system may be answered from a cache of some seconds.
+- A handle that went stale, and a folder that another client made and this one does not see yet, are waited for: a network
+  file system may answer from a cache of some seconds.
 - ``delete`` is durable key by key: after a crash the keys that are gone are a prefix of those that were given.
 
-Also for callers: ``delete`` takes the key of an empty folder, or of an absent object in one, and removes the folders
+Also for callers: ``delete`` accepts the key of an empty folder, or of an absent object in one, and removes the folders
 that hold no object; so a collector can clear what a crash left before the first object.
 """
 
@@ -62,7 +62,7 @@ class LocalStatistics(msgspec.Struct, frozen=True, kw_only=True):
         bounce_bytes: aligned memory held for uncached reads.
         cached_read_bytes: read through the page cache so far.
         direct_read_bytes: read past it.
-        limiters: who runs and waits, by kind of work.
+        limiters: threads that run and wait, by kind of work.
     """
 
     direct: bool | None
@@ -195,7 +195,7 @@ class LocalBackend:
             return await self._patiently(self._space)
 
     async def close(self) -> None:
-        """Release what no reader needs; uploads and readers are closed by those who have them."""
+        """Release what no reader needs; uploads and readers are closed by their users."""
         self._bounces.release_when_idle()
 
     def statistics(self) -> LocalStatistics:
@@ -225,7 +225,7 @@ class LocalBackend:
 
         Args:
             makes: the key that *work* creates; then also where its folder is not there: it was removed, or is seen late.
-            on_stale: told of each stale handle: *work* may have taken effect.
+            on_stale: called at each stale handle: *work* may have taken effect.
         """
         failure: Exception | None = None
         for wait_s in (*[0.0] * _AT_ONCE, *_WAITS_S):
@@ -260,7 +260,7 @@ class LocalBackend:
     def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
         self._in_folder(key, lambda: publish(key, data))
         folder = split_key(key)[0]
-        with suppress(FileNotFoundError):  # deleted already, by somebody who saw it: it was there
+        with suppress(FileNotFoundError):  # deleted already by a process that saw it: it was there
             self._tree.flush(folder)
             self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
 
@@ -291,11 +291,11 @@ class LocalBackend:
         self._write_flushed(self._tree.path(key), data)
 
     def _drop(self, temporary: str) -> None:
-        with suppress(OSError):  # it stays as a leftover then, which nobody lists
+        with suppress(OSError):  # it stays as a leftover then, which is never listed
             self._files.unlink(temporary)
 
     def _write_temporary(self, folder: str, data: bytes) -> str:
-        """Write *data* to a new file and return its path; a name that is taken must not look like a taken key."""
+        """Write *data* to a new file and return its path; a name in use must not look like an existing key."""
         for _ in range(_NAMES):
             path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
             with suppress(FileExistsError):
@@ -304,7 +304,7 @@ class LocalBackend:
         raise OSError(errno.EIO, f"{_NAMES} random names of temporary files were taken; look at the random source")
 
     def _link(self, temporary: str, path: str) -> bool:
-        """Give the file its final name if that is free. Return False where the file system has no hard links."""
+        """Link the file to its final name if that is free. Return False where the file system has no hard links."""
         try:
             self._files.link(temporary, path)
         except OSError as error:
@@ -411,7 +411,7 @@ class LocalBackend:
         except FileNotFoundError:
             pass
         with suppress(FileNotFoundError):
-            self._tree.flush(folder)  # also when it was gone: whoever removed it may not have flushed
+            self._tree.flush(folder)  # also when it was gone: its removal may not be flushed
         return folder
 
     def _move(self, key: str, to: str, new: bool) -> None:
@@ -449,5 +449,5 @@ class LocalBackend:
 
 
 def _is_stale(error: BaseException) -> bool:
-    """Return whether a name led to what is no longer there (ESTALE): a network file system looks it up when asked again."""
+    """Return whether a name led to what is no longer there (ESTALE): a network file system resolves it anew next time."""
     return errno.ESTALE in (getattr(error, "errno", None), getattr(error.__cause__, "errno", None))

@@ -19,7 +19,7 @@ from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.world import Files
 
 PAGE_BYTES = 4096
-"""What O_DIRECT wants offsets, lengths and addresses to be a multiple of; enough for every disk we know."""
+"""O_DIRECT needs offsets, lengths and addresses to be a multiple of it; enough for every disk we know."""
 
 
 class Handle:
@@ -63,7 +63,7 @@ class Handle:
         """Refuse further use and wait until the last one is over; a wait that is cancelled has no effect.
 
         Returns:
-            True for the first caller, who is to close; False for later ones.
+            True for the first caller, which must call `close`; False for later ones.
         """
         if self._retired:
             return False
@@ -89,7 +89,7 @@ class Handle:
 
 
 class DirectMode:
-    """Whether files are opened with O_DIRECT: asked for (True), forbidden (False), or tried (None) and remembered."""
+    """Whether files are opened with O_DIRECT: required (True), forbidden (False), or tried (None) and remembered."""
 
     def __init__(self, wanted: bool | None, optional: OptionalCalls) -> None:
         self._wanted = wanted
@@ -100,7 +100,7 @@ class DirectMode:
         """Open *path* once more past the page cache; return None where that is forbidden or cannot be done.
 
         Raises:
-            StorageError: it was asked for and the file system cannot.
+            StorageError: it is required and the file system cannot.
         """
         if self.works is False:
             return None
@@ -114,10 +114,10 @@ class DirectMode:
         return fd
 
     def refused(self, error: OSError, key: str) -> bool:
-        """Return whether *error* turns O_DIRECT down, at open or at a transfer; it is not used again then.
+        """Return whether *error* refuses O_DIRECT, at open or at a transfer; it is not used again then.
 
         Raises:
-            StorageError: it was asked for.
+            StorageError: it is required.
         """
         if not self._optional.lacks("O_DIRECT", error):
             return False

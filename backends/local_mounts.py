@@ -19,7 +19,7 @@ class Mount(msgspec.Struct, frozen=True):
     """A line of the kernel's table of mounts.
 
     Attributes:
-        source: what is mounted: a device, or a name that the program gave.
+        source: what is mounted: a device, or a name that the mounting program chose.
         at: the folder.
         kind: of the file system.
     """
@@ -30,7 +30,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 def find_mount(path: str) -> Mount | None:
-    """Return the mount that holds *path*, as the kernel tells it; None where it tells nothing."""
+    """Return the mount that holds *path*, as the kernel reports it; None where it reports nothing."""
     path = os.path.realpath(path)
     best: Mount | None = None
     try:

@@ -1,13 +1,13 @@
-"""System calls that a file system, a sandbox or a kernel may lack: what such an answer looks like, and what is done instead.
+"""System calls that a file system, a sandbox or a kernel may lack: the errors that mean it, and what is done instead.
 
 Guarantees:
 
 - An error means "not here" where the table below says so, and nowhere else. The errors of one call that mean "not here" also
-  mean "not allowed" (a seccomp filter says EPERM, a user-space file system EACCES): what is done instead needs the same
+  mean "not allowed" (a seccomp filter raises EPERM, a user-space file system EACCES): what is done instead needs the same
   rights, so that a right which is missing shows there.
 - What a place lacks is remembered for that place, and logged once.
-- A place whose folders cannot be flushed is told of by a warning. It is asked again each time, because a root may lie on
-  several file systems and the durability of a commit is worth a call.
+- A place whose folders cannot be flushed is reported by a warning. The call is made again each time, because a root may
+  lie on several file systems and the durability of a commit is worth a call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFUSED = _UNKNOWN | {errno.EPERM, errno.EACCES}
 
 
 class Fallback(NamedTuple):
-    """Which errors of a call mean that it is not here, and what follows."""
+    """The errors of a call that mean that it is not here, and what follows."""
 
     absent: frozenset[int]
     instead: str
@@ -64,7 +64,7 @@ class OptionalCalls:
         self._missing: set[OptionalCall] = set()
 
     def lacks(self, call: OptionalCall, error: OSError) -> bool:
-        """Return whether *error*, of *call*, says that the place has no such call; remember it then."""
+        """Return whether *error*, of *call*, means that the place has no such call; remember it then."""
         fallback = FALLBACKS[call]
         if error.errno not in fallback.absent:
             return False

@@ -3,14 +3,14 @@
 Guarantees:
 
 - Bytes land in the caller's buffers, and `seen` gets each run once, in order, while it is in the processor's cache.
-- What `seen` saw is what the buffers hold: bytes that take the way round are hashed and copied from the same memory.
+- What `seen` saw is what the buffers hold: bytes that pass a bounce buffer are hashed and copied from the same memory.
 
 Measured (2 cores, ext4): `preadv` of 1 GiB of cached bytes in pieces of 4 MiB and hashing them takes 55–70 ms on two
 threads, 45–60 without the hashes; smaller pieces cost the engine more in waits for the GIL than they save. Uncached,
-parallel buffered readers get 1.1 GB/s, O_DIRECT 3.4. Hence the probe: RWF_NOWAIT tells whether the first page is cached;
-it asks for one page only, because a failed probe starts a read-ahead of all it asked for. After a "no" it asks for none
-for a while: where four ranks read a file in runs of 1 MiB, a probe for each run woke the kernel's read-ahead (8 MiB here),
-and 1 GiB took 1.7 s and twice the processor instead of 0.8 s.
+parallel buffered readers get 1.1 GB/s, O_DIRECT 3.4. Hence the probe: RWF_NOWAIT reports whether the first page is cached;
+it reads one page only, because a failed probe starts a read-ahead of all it covers. After a "no" there is no probe for a
+while: where four ranks read a file in runs of 1 MiB, a probe for each run woke the kernel's read-ahead (8 MiB here), and
+1 GiB took 1.7 s and twice the processor instead of 0.8 s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOUNCE_BYTES = 8 << 20
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _COPY_HOLDING_THE_GIL_BYTES = 1 << 15  # below this numpy's set-up costs more than the wait for the GIL
 BELIEVED_BYTES = 64 << 20
-"""What is read past the page cache before it is asked again: where one run is not cached, its neighbours rarely are."""
+"""Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are."""
 
 
 def stat_regular(files: Files, tree: Tree, key: str) -> os.stat_result:
@@ -95,12 +95,12 @@ class BouncePool:
             return memoryview(map_pages(BOUNCE_BYTES))
 
     def give_back(self, block: memoryview) -> None:
-        """Take *block* back for the next borrower. Any thread."""
+        """Return *block* to the pool for the next borrower. Any thread."""
         self.lent_bytes -= BOUNCE_BYTES
         self._free.append(block)
 
     def release_when_idle(self) -> None:
-        """Give the memory back to the system when no reader is open."""
+        """Release the memory to the system when no reader is open."""
         if not self.readers:
             self._free.clear()
 
@@ -177,12 +177,12 @@ class LocalReader:
         if buffers.left_bytes:
             self._fill_direct(offset + cached, buffers, seen)
         uncached = wanted - cached - buffers.left_bytes
-        if buffers.left_bytes:  # the file system wants no O_DIRECT after all
+        if buffers.left_bytes:  # the file system refuses O_DIRECT after all
             self._fill_buffered(offset + cached + uncached, buffers, seen)
         return wanted - uncached, uncached
 
     def _is_cached(self, offset: int, buffers: UnfilledBuffers) -> bool:
-        """Say whether the first page is in the page cache, or cannot be asked for; believe a "no" for a while."""
+        """Return whether the first page is in the page cache, or cannot be probed; a "no" counts for a while."""
         probe = buffers.peek(PAGE_BYTES)
         if not probe or not self._optional.has("preadv2"):
             return True
@@ -195,7 +195,7 @@ class LocalReader:
         return False
 
     def _fill_buffered(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
-        """Read through the page cache until *buffers* are full or, where that can be told, a page is not cached."""
+        """Read through the page cache until *buffers* are full or, where that can be probed, a page is not cached."""
         while buffers.left_bytes:
             count = self._preadv(buffers.peek(PIECE_BYTES), offset)
             if count < 0:

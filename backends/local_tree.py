@@ -3,11 +3,11 @@
 Guarantees:
 
 - A folder that `Tree.ensure` returned for is durable up to the root: each name on the way was flushed in its parent.
-  (Where folders cannot be flushed at all, `OptionalCalls` says so, and who commits there.)
-- No key leads through a symbolic link: each part below the root is looked at before it is used.
-- What is wrong with the root itself is said of the root, by its path, and not of the first object below it.
+  (Where folders cannot be flushed at all, `OptionalCalls` reports it, and so does a commit there.)
+- No key leads through a symbolic link: each part below the root is checked before it is used.
+- An error of the root itself names the root, by its path, and not the first object below it.
 - Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
-  while somebody writes into it is flushed again. This holds within a process; another process that removes *empty*
+  while a writer uses it is flushed again. This holds within a process; another process that removes *empty*
   folders is noticed when their names are gone, and attempts never share folders (docs/format.md#layout).
 """
 
@@ -54,7 +54,7 @@ class Tree:
 
     @contextmanager
     def errors(self, doing: str, key: str) -> Iterator[None]:
-        """Turn the ``OSError`` of a system call into ours, said to have come up while *doing* something to *key*."""
+        """Turn the ``OSError`` of a system call into ours, raised while *doing* something to *key*."""
         try:
             yield
         except StorageError:
@@ -129,12 +129,12 @@ class Tree:
         )
 
     def space(self) -> os.statvfs_result:
-        """Ask for the space of the file system that the root is on, or will be."""
+        """Return the space of the file system that the root is on, or will be."""
         self.check_root()
         return self._files.statvfs(self._lowest_there()[0])
 
     def forget(self) -> None:
-        """Take no folder for durable any more: one of them was, or is about to be, removed."""
+        """Invalidate all folders known to be durable: one of them was, or is about to be, removed."""
         self._era = object()
 
     def flush(self, folder: str) -> None:
@@ -144,7 +144,7 @@ class Tree:
     def prune(self, folder: str) -> None:
         """Remove *folder* and those above it while they hold no object; make that durable. The root stays.
 
-        Leftovers of crashed writers go too. A live writer whose temporary file is taken so makes a new one.
+        Leftovers of crashed writers go too. A live writer whose temporary file is removed so makes a new one.
         """
         removed = False
         while folder and self._remove_if_empty(folder):
@@ -165,7 +165,7 @@ class Tree:
                 self._files.unlink(os.path.join(path, name))
             self._files.rmdir(path)
         except FileNotFoundError:
-            return True  # somebody was faster; those above may be empty now
+            return True  # another process was faster; those above may be empty now
         except OSError as error:
             if error.errno in _STAYS:
                 return False
@@ -192,7 +192,7 @@ class Tree:
         """Return the path nearest to the root, itself included, that is there; its mode; and those below it that are not.
 
         Raises:
-            StorageError: nothing is there, not even "/": the file system does not tell the truth.
+            StorageError: nothing is there, not even "/": the file system answers wrongly.
         """
         missing: list[str] = []
         path = self.root
@@ -234,7 +234,7 @@ class Tree:
         fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._files.fsync(fd)
-        except FileNotFoundError as error:  # of an open folder: a failed flush, and not "somebody removed it"
+        except FileNotFoundError as error:  # of an open folder: a failed flush, and not a removal
             raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from error
         except OSError as error:
             if not self._optional.lacks("fsync of a folder", error):
@@ -244,7 +244,7 @@ class Tree:
 
 
 def link_error(key: str) -> StorageError:
-    """Say that *key* is a symbolic link."""
+    """Return the error that *key* is a symbolic link."""
     message = f"{key!r} is a symbolic link and links are not followed; put the object itself there"
     return StorageError(message, key=key, damaged=True)
 

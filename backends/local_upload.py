@@ -7,7 +7,7 @@ Guarantees:
 - No page is written both ways: a whole aligned page goes through the O_DIRECT descriptor, every other byte through the
   buffered one.
 - `finish` flushes once, on the buffered descriptor. It is open from before the first byte, so it reports every
-  write-back error of the file, whoever wrote (Linux keeps an error cursor for each descriptor), and it flushes the
+  write-back error of the file, whatever wrote (Linux keeps an error cursor for each descriptor), and it flushes the
   device's cache for both. A failed flush fails the upload and is never tried again: the pages are marked clean by then.
 """
 
@@ -31,7 +31,7 @@ from aiockpt.storage.backend import Seen
 
 
 def write_some(files: Files, fd: int, data: memoryview, offset: int) -> int:
-    """Write some of *data*, at least one byte: a file system that took none, and said nothing, would hang us."""
+    """Write some of *data*, at least one byte: a file system that wrote none, without an error, would hang us."""
     if (count := files.pwrite(fd, data, offset)) <= 0:
         raise OSError(errno.EIO, f"the file system took none of {data.nbytes} bytes at offset {offset}")
     return count
@@ -80,7 +80,7 @@ class LocalUpload:
         if not self._created:  # what comes after it failed, and is tried again
             self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._created = True
-        # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it says EINVAL.
+        # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it fails with EINVAL.
         self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
         self._reserve()
 
@@ -110,7 +110,7 @@ class LocalUpload:
                 await self._discard()
 
     async def _discard(self) -> None:
-        """Close and remove, also when cancelled. A write-back error here concerns bytes that nobody wants."""
+        """Close and remove, also when cancelled. A write-back error here concerns bytes that are not needed."""
         with anyio.CancelScope(shield=True), suppress(StorageError), self._tree.errors("removing", self._key):
             await run_blocking(self._limiter, self._close_and_remove)
 
@@ -147,7 +147,7 @@ class LocalUpload:
         return range(start, stop) if (address + start) % PAGE_BYTES == 0 else range(0)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write whole pages; return how many bytes that were, fewer where the file system wants it otherwise."""
+        """Write whole pages; return how many bytes that were, fewer where the file system refuses O_DIRECT."""
         done = 0
         while self._direct_fd is not None and done < data.nbytes and done % PAGE_BYTES == 0:
             try:

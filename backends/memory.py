@@ -1,4 +1,4 @@
-"""Where do checkpoints go when they need not survive this process? A dictionary, behind the contract of every backend.
+"""The backend for checkpoints that need not survive this process: a dictionary behind the contract of every backend.
 
 Guarantees:
 
@@ -105,7 +105,7 @@ class MemoryBackend:
         return Space(None, None)
 
     async def close(self) -> None:
-        """Do nothing: the objects stay for the next backend of this name."""
+        """Does nothing: the objects stay for the next backend of this name."""
 
     def _object(self, data: bytes) -> _Object:
         return _Object(bytes(data), self._clock.time_ns())
@@ -205,7 +205,7 @@ class MemoryReader:
 
 
 async def _run(limiter: Limiter, size_bytes: int, work: Callable[[], None]) -> None:
-    """Run *work*, which moves *size_bytes*, where it holds nobody up."""
+    """Run *work*, which moves *size_bytes*, where it blocks nothing else."""
     if size_bytes < _INLINE_BYTES:
         work()
     else:

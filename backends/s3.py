@@ -1,13 +1,13 @@
-"""The ``s3://`` backend, on aiobotocore, for S3 and what speaks its language.
+"""The ``s3://`` backend, on aiobotocore, for S3 and compatible stores.
 
 Guarantees, besides those of the contract:
 
 - Data files are multipart uploads straight from the caller's memory and ranged GETs straight into it (`s3_upload`,
   `s3_reader`); nothing is staged on a local disk.
 - No key is ever overwritten but by ``put``: data files, receipts and manifests are created exclusively (`s3_create`).
-- What a store does not know (checksums, batches of deletes without Content-MD5 or at all), and a policy that wants each
-  write conditional, is found out by the first refusal, done without, and remembered.
-- Nothing else is retried here; errors say in ``retryable`` what a retry could mend (`aiockpt.storage.retry`).
+- What a store does not support (checksums, batches of deletes without Content-MD5 or at all), and a policy that requires
+  conditional writes, is found out by the first refusal, worked around, and remembered.
+- Nothing else is retried here; ``retryable`` of an error is whether a retry could succeed (`aiockpt.storage.retry`).
 
 ``list`` shows no multipart upload under way; what a crash left of them is found by ``leftover_uploads``.
 """
@@ -44,7 +44,7 @@ _DELETES_AT_ONCE = 1000
 
 
 class S3Statistics(msgspec.Struct, frozen=True):
-    """An S3 backend at one instant: whether conditional writes work (None: not known yet), and who runs and waits."""
+    """An S3 backend at one instant: whether conditional writes work (None: not known yet), and what runs and waits."""
 
     conditional: bool | None
     limiters: tuple[LimiterStatistics, ...]
@@ -66,9 +66,9 @@ class S3Backend:
             engine writes at once, and enough to hide a round trip. Files of more than 10,000 parts get larger ones.
         concurrency: parts, and reads, under way at once. One connection to AWS gives 50–100 MB/s: raise it where the
             network is faster than eight of these.
-        checksum: what the store is to check the bytes it gets with: CRC64NVME or CRC32; "auto" takes the first where
+        checksum: what the store is to check received bytes with: CRC64NVME or CRC32; "auto" is the first where
             awscrt is installed; None sends none. A store that knows neither is found out, and gets none.
-        connect_timeout_s, stall_s: seconds for a connection, and without a byte moving, before a call is given up.
+        connect_timeout_s, stall_s: seconds for a connection, and without a byte moving, before a call is cancelled.
         unsafe_commit: use a store without conditional writes all the same, with a warning.
         world: the seam to random bytes.
 
@@ -276,7 +276,7 @@ class S3Backend:
                 await client.delete_object(Bucket=self._bucket.name, Key=path)
 
     def _raise_undeleted(self, failed: dict[str, str]) -> None:
-        """Raise what one key of a batch met, unless it was absent."""
+        """Raise the error of one key of a batch, unless it was absent."""
         code = failed.get("Code", "InternalError")
         if code != "NoSuchKey":
             raise ClientError(
@@ -288,5 +288,5 @@ class S3Backend:
 
 
 def _whole_seconds_ns(date: datetime) -> int:
-    """Return *date* in ns, cut to seconds: a HEAD has no more than that, and what says the same must be equal."""
+    """Return *date* in ns, cut to seconds: a HEAD has no more than that, and both must be equal."""
     return int(date.timestamp()) * 1_000_000_000

@@ -1,4 +1,4 @@
-"""Bodies that leave without being copied, and the checksum by which the store knows that they are the right ones.
+"""Request bodies that are sent without a copy, and the checksum by which the store verifies them.
 
 A part is sent from the caller's memory in slices. Its checksum goes ahead in a header (CRC64NVME through awscrt: 39 GB/s;
 CRC32 through zlib where that is missing), so neither signing nor a trailer makes the client read the body twice. A store
@@ -41,7 +41,7 @@ class Summing(msgspec.Struct, frozen=True):
     Attributes:
         name: as S3's parameters spell it.
         size: bytes of a value.
-        add: takes the next bytes and the value so far; without the GIL.
+        add: called with the next bytes and the value so far; without the GIL.
         combine: joins the values of two neighbours; None where that cannot be done.
     """
 
@@ -79,12 +79,12 @@ def find_summing(wanted: Checksum | Literal["auto"] | None) -> Summing | None:
         return Summing("CRC32", 4, zlib.crc32, crt.combine_crc32 if crt is not None else None)
     if crt is None:
         raise UsageError("checksum='crc64nvme' needs the package awscrt: pip install awscrt, or leave checksum='auto'")
-    add: Any = crt.crc64nvme  # takes any buffer, and is declared to take bytes
+    add: Any = crt.crc64nvme  # accepts any buffer, and is declared to accept bytes
     return Summing("CRC64NVME", 8, add, crt.combine_crc64nvme)
 
 
 class Checks:
-    """The checksum that goes with what is written, until the store turns out not to know it.
+    """The checksum that is sent with each write, until the store turns out not to support it.
 
     Args:
         where: the bucket and the endpoint, for the log.
@@ -129,7 +129,7 @@ class Body(aiohttp.Payload):
     """Memory as a request body: aiohttp sends it, botocore measures it and rewinds it for a redirect.
 
     It has ``read`` because awscrt refuses to sign for a body without it. A connection that the body is not sent through to
-    its end is cut: merely closed it would wait, with its buffers, for a store that takes no more.
+    its end is cut: merely closed it would wait, with its buffers, for a store that accepts no more.
 
     Args:
         views: one after the other; they must not change until the answer is there.
@@ -148,15 +148,15 @@ class Body(aiohttp.Payload):
         return self._size or 0
 
     def read(self, *_: object) -> bytes:
-        """Refuse: nothing may read the body but the connection."""
+        """Raise: only the connection may read the body."""
         raise AssertionError("the body of a part was read to be signed or summed; the client is configured not to")
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Refuse, as `read`."""
+        """Raise, as `read`."""
         raise AssertionError("the body of a part is no text")
 
     def seek(self, position: int) -> None:
-        """Do nothing: every sending begins at the start."""
+        """Does nothing: every sending begins at the start."""
         assert position == 0
 
     async def write(self, writer: AbstractStreamWriter) -> None:
@@ -167,7 +167,7 @@ class Body(aiohttp.Payload):
             await send(writer, self._views, self._moved)
         except BaseException as error:
             if isinstance(error, ConnectionError):
-                for _ in range(3):  # turns of the loop: an answer that came before the connection broke is heard
+                for _ in range(3):  # turns of the loop: an answer that came before the connection broke is read
                     await asyncio.sleep(0)
             if transport is not None:
                 transport.abort()

@@ -2,14 +2,14 @@
 
 Guarantees:
 
-- Endpoint, region, credentials and addressing are taken as the AWS tools take them (arguments first, then environment,
+- Endpoint, region, credentials and addressing are found as by the AWS tools (arguments first, then environment,
   profile and configuration files). Nothing is read and no connection is made before the first call.
 - One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends, also where nothing
   refers to the bucket any more.
 - An endpoint with a user or a password in it is refused before anything is sent, and neither is shown.
 - The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
-- Credentials that the store calls expired are read anew for the next call.
-- What answers is the host that was asked: no redirect is followed (`s3_session`).
+- Credentials that the store reports as expired are read anew for the next call.
+- Answers come from the requested host: no redirect is followed (`s3_session`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ closes only what is still there."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a store; None leaves the choice to the environment and the AWS configuration files.
+    """Settings to reach a store; None leaves the choice to the environment and the AWS configuration files.
 
     Attributes:
         connect_timeout_s: for a connection to be made.
-        stall_s: without a byte in either direction before a call is given up.
+        stall_s: without a byte in either direction before a call is cancelled.
     """
 
     endpoint_url: str | None = None
@@ -107,7 +107,7 @@ class Bucket:
 
     Attributes:
         name, prefix: the bucket, and what every key of ours begins with there ("" or without a slash at the end).
-        batches: how the store wants DeleteObjects: "plain", "with MD5", or not at all, "none".
+        batches: how the store accepts DeleteObjects: "plain", "with MD5", or not at all, "none".
     """
 
     def __init__(self, name: str, prefix: str, settings: Settings) -> None:
@@ -135,7 +135,7 @@ class Bucket:
         return f"{self.prefix}/{key}" if self.prefix and key else self.prefix or key
 
     def address(self, key: str) -> dict[str, Any]:
-        """Return the parameters of a call that say which object it is about."""
+        """Return the parameters of a call that name its object."""
         return {"Bucket": self.name, "Key": self.path(key)}
 
     def key(self, path: str) -> str:
@@ -148,9 +148,9 @@ class Bucket:
 
     @contextmanager
     def sending(self, doing: str, key: str) -> Iterator[Callable[[], None]]:
-        """Give up the block when nothing moves for a while; yield what says that something moved. Else as `errors`.
+        """Cancel the block when nothing moves for a while; yield the function to call at each move. Else as `errors`.
 
-        The client's read timeout does not see a store that takes no more bytes.
+        The client's read timeout does not see a store that accepts no more bytes.
         """
         with anyio.CancelScope() as scope:
 
@@ -183,10 +183,10 @@ class Bucket:
         return self._client
 
     async def head(self, doing: str, key: str) -> dict[str, Any]:
-        """Return what the store says of an object; *doing* is for messages.
+        """Return the store's description of an object; *doing* is for messages.
 
-        A HEAD has no body that could say why it was refused, and credentials that expired look like wrong ones: then a GET
-        of one byte is asked, and what it says counts.
+        A HEAD has no body with the reason of a refusal, and expired credentials look like wrong ones: then a GET of one
+        byte is sent, and its answer counts.
         """
         client = await self.client()
         with self.errors(doing, key):
@@ -215,7 +215,7 @@ class Bucket:
                 await _held[number][1].aclose()
 
     def _add_md5(self, params: dict[str, Any], **_: object) -> None:
-        """State the MD5 of a list of deletes in place of its CRC32, where the store wants that."""
+        """State the MD5 of a list of deletes in place of its CRC32, where the store requires that."""
         if self.batches == "with MD5":
             params["context"].pop("checksum", None)
             digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
@@ -282,7 +282,7 @@ def check_endpoint(bucket: str, endpoint_url: str | None) -> None:
 
 @cache
 def _load_descriptions() -> Loader:
-    """Read and parse what botocore knows of S3, once in a process: 0.3 s that the event loop does not have."""
+    """Read and parse botocore's description of S3, once in a process: 0.3 s that must not block the event loop."""
     loader = create_loader()
     for name in _SHARED_FILES:
         loader.load_data(name)
@@ -292,7 +292,7 @@ def _load_descriptions() -> Loader:
 
 
 def _send_at_once(params: dict[str, Any], **_: object) -> None:
-    """Take back the wait for ``100 Continue`` that botocore adds to a body with ``read``: a round trip for each part."""
+    """Remove the wait for ``100 Continue`` that botocore adds to a body with ``read``: a round trip for each part."""
     params["headers"].pop("Expect", None)
 
 
@@ -301,5 +301,5 @@ def _is_aws(endpoint_url: str) -> bool:
 
 
 def _stay_here(params: dict[str, Any], **_: object) -> None:
-    """Have botocore look for no other region: a store that is not AWS has none, and would be asked for it without end."""
+    """Keep botocore from searching another region: a store that is not AWS has none, and would be queried without end."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True

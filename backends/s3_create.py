@@ -1,10 +1,10 @@
-"""Keys that are created exactly once: by conditional writes, and a write id to recognise our own when the answer is lost.
+"""Exclusive creation of keys: by conditional writes, and a write id to recognise our own when the answer is lost.
 
 Guarantees (docs/format.md#commit-on-object-stores):
 
 - Of any number of callers, in any processes, one creates the key: ``If-None-Match: *`` decides.
 - An answer that was lost after its effect, or a request that HTTP sent twice, never turns our own success into a
-  conflict: who wrote what is there is told by the write id in its metadata.
+  conflict: the write id in an object's metadata identifies its writer.
 - A store that ignores the condition is found out before the first byte of a run is sent, and refused: one key at the root,
   ``.aiockpt``, is created under that condition, and nothing is ever deleted for it. That it is refused is the proof.
 """
@@ -55,7 +55,7 @@ class Creator:
 
     @property
     def conditional(self) -> bool | None:
-        """Whether the store keeps the condition; None before the first look."""
+        """Whether the store keeps the condition; None before the first check."""
         return self._conditional
 
     @property
@@ -64,7 +64,7 @@ class Creator:
         return {} if self._conditional is False else _ONLY_NEW
 
     def new_write_id(self) -> str:
-        """Return what tells one write from all others."""
+        """Return an id that no other write has."""
         return self._token(16).hex()
 
     async def put_new(self, key: str, data: bytes) -> None:
@@ -82,7 +82,7 @@ class Creator:
             raise ObjectExistsError(f"creating {key!r}: another writer was as fast", key=key)
 
     async def replace(self, key: str, data: bytes) -> None:
-        """Write *key*, whatever is there; on condition of what is there where a policy of the bucket wants each write so."""
+        """Write *key*, whatever is there; on condition of what is there where a policy of the bucket requires that."""
         refused: StorageAccessError | None = None
         if not self._replaces_conditionally:
             try:
@@ -127,7 +127,7 @@ class Creator:
 
         Raises:
             ObjectExistsError: another writer's is there.
-            StorageError: *error* sounds final and is not: the second look failed, and may succeed later.
+            StorageError: *error* sounds final and is not: the second check failed, and may succeed later.
         """
         taken = isinstance(error, ObjectExistsError)
         finished = says_no_upload(error.__cause__)
@@ -154,7 +154,7 @@ class Creator:
         return str(found["Metadata"].get(WRITE_ID, ""))
 
     async def find_out(self) -> None:
-        """Look once, before anything relies on it, whether the store keeps the condition.
+        """Check once, before anything relies on it, whether the store keeps the condition.
 
         Raises:
             UsageError: it does not, and ``unsafe_commit`` was not given.

@@ -4,8 +4,8 @@ Guarantees:
 
 - Whatever a provider raises, when the client is made or when a key is renewed later, becomes one `StorageError` that names
   the provider and what to do.
-- A service that is busy (429 or 5xx of a metadata service or of STS, no answer) is worth another try, as a busy store is;
-  what is missing or refused is not.
+- A service that is busy (429 or 5xx of a metadata service or of STS, no answer) is retryable, as a busy store is; what is
+  missing or refused is not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PROVIDERS = {
 
 
 def guard_providers(session: Any, where: str) -> None:
-    """Have the credential providers of an aiobotocore *session* fail with errors of ours; *where* is for messages."""
+    """Make the credential providers of an aiobotocore *session* fail with errors of ours; *where* is for messages."""
     for provider in session.get_component("credential_provider").providers:
         _guard(provider, where)
 
@@ -70,9 +70,9 @@ def _guard(provider: Any, where: str) -> None:
 
 
 def _note_busy(provider: Any) -> list[int]:
-    """Return a list that gets each status by which the metadata service of the instance says that it is busy.
+    """Return a list that gets each status by which the metadata service of the instance reports that it is busy.
 
-    botocore takes such an answer for "this is no instance". 401 means that the token before it was not given out.
+    botocore treats such an answer as "this is no instance". 401 means that the token before it was not issued.
     """
     busy: list[int] = []
     fetcher = getattr(provider, "_role_fetcher", None)

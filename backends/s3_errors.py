@@ -1,8 +1,8 @@
-"""What did S3 mean by that? Every failure of the client and of the store, as one of our errors, in one place.
+"""Errors of S3 as ours: every failure of the client and of the store, in one place.
 
-Guarantee: whatever leaves `storage_errors` is a `StorageError` that names the key, the bucket and the endpoint, says
-what to do next, and tells in ``retryable`` whether the same call may succeed a moment later. Cancellation, and errors
-that are already ours, pass untouched.
+Guarantee: whatever leaves `storage_errors` is a `StorageError` that names the key, the bucket, the endpoint and the next
+action; ``retryable`` is whether the same call may succeed a moment later. Cancellation, and errors that are already ours,
+pass unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from aiockpt.errors import (
 from aiockpt.redaction import redact, redact_error
 
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
-"""Codes that say: ask again with fresh credentials."""
+"""Codes that require a new try with fresh credentials."""
 
 _GONE = {"NoSuchKey", "NotFound", "404"}
 _NO_BUCKET = {"NoSuchBucket"}
@@ -69,7 +69,7 @@ _NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE,
 
 
 def says_expired(error: BaseException) -> bool:
-    """Return whether *error* says that the credentials were good and are not any more."""
+    """Return whether *error* means that the credentials have expired."""
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in EXPIRED
 
 
@@ -79,30 +79,30 @@ def says_little(error: ClientError) -> bool:
 
 
 def says_no_upload(error: BaseException | None) -> bool:
-    """Return whether *error* says that there is no such multipart upload, which may mean that it was finished."""
+    """Return whether *error* means that there is no such multipart upload: it may have been finished."""
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchUpload"
 
 
 def says_denied(error: BaseException | None) -> bool:
-    """Return whether *error* says that a policy does not allow this call with these credentials."""
+    """Return whether *error* means that a policy does not allow this call with these credentials."""
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in ("AccessDenied", "403")
 
 
 def says_empty(error: ClientError) -> bool:
-    """Return whether *error* says that the range asked for begins where the object ends."""
+    """Return whether *error* means that the requested range begins where the object ends."""
     return error.response.get("Error", {}).get("Code") in ("InvalidRange", "416")
 
 
 def says_damaged(error: ClientError) -> bool:
-    """Return whether *error* says that what came is not what its checksum states."""
+    """Return whether *error* means that the bytes received do not match their checksum."""
     return error.response.get("Error", {}).get("Code") in _DAMAGED
 
 
 def says_unknown(error: ClientError) -> bool:
     """Return whether *error* may mean that the store does not know the call, or one of its headers.
 
-    Stores have no common word for it: NotImplemented, InvalidArgument, InvalidRequest, MalformedXML, and of those that sign
-    without what they do not know SignatureDoesNotMatch.
+    Stores have no common code for it: NotImplemented, InvalidArgument, InvalidRequest, MalformedXML, and
+    SignatureDoesNotMatch from those that sign without the headers that they do not know.
     """
     code = error.response.get("Error", {}).get("Code", "")
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -112,7 +112,7 @@ def says_unknown(error: ClientError) -> bool:
 
 @contextmanager
 def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exception], object]) -> Iterator[None]:
-    """Raise ours for what goes wrong in the block, ``from`` the client's own, and tell *noticed* first.
+    """Raise ours for what goes wrong in the block, ``from`` the client's own, and call *noticed* first.
 
     Args:
         doing: a verb form, as in "reading".

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- A part is sent from the caller's memory, with its checksum ahead of it, and given up when nothing moves for a while.
-- ``complete`` creates the key only where nobody else did, states a checksum over all of it where those of the parts can
-  be combined, and is a success when its answer was lost after its effect.
+- A part is sent from the caller's memory, with its checksum ahead of it, and cancelled when nothing moves for a while.
+- ``complete`` creates the key only where it is absent, states a checksum over all of it where those of the parts can be
+  combined, and is a success when its answer was lost after its effect.
 - ``abort``, and a ``begin`` that failed, leave no upload behind, unless the store cannot be reached.
 """
 
@@ -28,7 +28,7 @@ _IN_PARTS = "in parts"
 
 
 class SentPart(msgspec.Struct, frozen=True):
-    """A part that the store has: what it calls it, its checksum (0 without one), and its bytes."""
+    """A part that the store has: its name there, its checksum (0 without one), and its bytes."""
 
     etag: str
     sum: int
@@ -92,7 +92,7 @@ class Multipart:
                 self._sent[part] = SentPart(answer["ETag"], checksum, sum(len(view) for view in views))
 
     async def complete(self) -> None:
-        """Make the key of the parts sent, in their order."""
+        """Create the key from the parts sent, in their order."""
         try:
             await self._complete()
         except StorageError as error:
@@ -100,7 +100,7 @@ class Multipart:
                 raise
 
     async def abort(self) -> None:
-        """Give up. Never raises a StorageError."""
+        """Remove the upload. Never raises a StorageError."""
         if self._upload_id:
             with anyio.CancelScope(shield=True), suppress(StorageError):
                 await abort_uploads(self._bucket, self._key, self._upload_id)

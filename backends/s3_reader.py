@@ -1,10 +1,10 @@
-"""How do bytes of an object get into place? Ranged GETs, read into the caller's memory as they arrive.
+"""Reading of an S3 object: ranged GETs, read into the caller's memory as they arrive.
 
 Guarantees, besides those of the contract:
 
-- All reads of one reader are of one object: each asks for the ETag that ``open`` saw.
-- An answer that is cut short, or is not the range that was asked for, is a `StorageTransferError`; ``seen`` has been
-  called by then with nothing of it, so that the read can be repeated.
+- All reads of one reader are of one object: each requires the ETag that ``open`` saw.
+- An answer that is cut short, or is not the requested range, is a `StorageTransferError`; ``seen`` has been called by
+  then with nothing of it, so that the read can be repeated.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class S3Reader:
                 async with answer["Body"] as body:
                     self._check_range(answer.get("ContentRange", ""), offset, wanted)
                     await receive(body.raw_stream, sink, moved)
-        except ObjectExistsError as error:  # a condition was not met: the one that we gave
+        except ObjectExistsError as error:  # a condition failed: the one that we sent
             raise StorageError(f"{self._key!r} was replaced while it was read; open it again", key=self._key) from error
         if sink.came_bytes != wanted:
             came = sink.came_bytes
             raise StorageTransferError(f"{self._key!r}: {came} bytes came and {wanted} were asked for", key=self._key)
 
     def _check_range(self, said: str, offset: int, wanted: int) -> None:
-        """Refuse another range than the one asked for; a store that ignores the header sends the whole object."""
+        """Refuse another range than the requested one; a store that ignores the header sends the whole object."""
         if said.removeprefix("bytes ").partition("/")[0] == f"{offset}-{offset + wanted - 1}":
             return
         if not (said or offset or wanted != self._size):
@@ -83,7 +83,7 @@ class S3Reader:
         )
 
     async def _show(self, views: Sequence[memoryview], size: int, seen: Seen) -> None:
-        """Show all bytes: after they came, and in one hop, as each hop costs training a wait for the GIL."""
+        """Pass all bytes to *seen*: after they came, and in one hop, as each hop costs training a wait for the GIL."""
         if size < _INLINE_BYTES:
             _show_all(views, seen)
         else:

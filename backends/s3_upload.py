@@ -1,10 +1,10 @@
-"""How do blocks in any order become the parts of a data file? Those that make a part whole are sent at once, as they are.
+"""The upload of a data file to S3: blocks in any order become parts; whole parts are sent at once, uncopied.
 
 Guarantees, besides those of the contract:
 
 - A part goes out of the caller's memory; only what covers a part in pieces is copied, until the part is whole. With
   writes at multiples of the part size nothing is copied.
-- The key is absent until `finish`, and never one that somebody else created meanwhile.
+- The key is absent until `finish`, and never one that another writer created meanwhile.
 - Failed calls may be repeated: a part that the store has is not sent again.
 """
 
@@ -71,7 +71,7 @@ class Gathered:
 
     @property
     def filled_bytes(self) -> int:
-        """How much is there; what was brought twice counts once."""
+        """Bytes that are there; what was written twice counts once."""
         return sum(self._spans.values())
 
     @property
@@ -175,7 +175,7 @@ class S3Upload:
         whole: Sequence[PartPiece],
         partial: Sequence[tuple[PartPiece, Gathered]],
     ) -> list[int]:
-        """Show the runs, copy pieces of parts, and return the sums of the whole ones: all in one hop to a thread."""
+        """Pass on the runs, copy pieces of parts, and return the sums of the whole ones: all in one hop to a thread."""
 
         def work() -> list[int]:
             if seen is not None:
@@ -188,7 +188,7 @@ class S3Upload:
         return work() if size < _INLINE_BYTES else await run_blocking(self._hashing, work)
 
     async def _send_gathered(self, part: int, memory: memoryview) -> None:
-        """Send a part that was gathered, and give its memory back."""
+        """Send a part that was gathered, and release its memory."""
         checksum = await run_blocking(self._hashing, self._multipart.sum, [memory])
         await self._multipart.send(part, [memory], checksum)
         self._gathered.pop(part, None)

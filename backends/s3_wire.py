@@ -1,10 +1,10 @@
-"""How do large bodies pass a plain connection? Between the socket and the caller's memory, with nothing in between.
+"""Transfer of large HTTP bodies between the socket and the caller's memory, with nothing in between.
 
-aiohttp speaks the HTTP. Between the headers and the end of a body of known length there is nothing to speak, so those bytes
-pass the event loop's own ``sock_recv_into`` and ``sock_sendall``: one copy, which the kernel makes, where the library
-allocates pieces, parses and queues them on their way in, and copies on their way out what the socket does not take at once.
-Measured with a server that only sends, 16 MiB a read, 4 at once, hashing included: 0.39 s of processor time a GiB instead
-of 0.62, and 1.4 × the throughput.
+aiohttp handles the HTTP. Between the headers and the end of a body of known length there is nothing to parse, so those
+bytes pass the event loop's own ``sock_recv_into`` and ``sock_sendall``: one copy, which the kernel makes, where the
+library allocates pieces, parses and queues them on their way in, and copies on their way out what the socket does not
+accept at once. Measured with a server that only sends, 16 MiB a read, 4 at once, hashing included: 0.39 s of processor
+time a GiB instead of 0.62, and 1.4 × the throughput.
 
 Guarantees:
 
@@ -25,11 +25,11 @@ from aiohttp import ClientPayloadError, ClientResponse
 from aiohttp.http import StreamWriter
 
 SLICE_BYTES = 1 << 20
-"""What is sent between two looks; aiohttp's transport copies what the socket leaves of it."""
+"""Bytes sent between two checks; aiohttp's transport copies what the socket does not accept of it."""
 _WITH_HEADERS_BYTES = 32 << 10
 _READ_AHEAD_BYTES = 1 << 20
 LOOK_S = 0.5
-"""Between two looks whether an encrypted body goes on coming."""
+"""Seconds between two checks whether an encrypted body still comes."""
 
 
 class Sink:
@@ -51,14 +51,14 @@ class Sink:
         return self._views[-1] if self._views else None
 
     def filled(self, count: int) -> None:
-        """Take note of *count* bytes that were put into `room`."""
+        """Record *count* bytes that were put into `room`."""
         self.came_bytes += count
         rest = self._views.pop()[count:]
         if len(rest):
             self._views.append(rest)
 
     def put(self, piece: bytes) -> None:
-        """Copy *piece* in; what is too much is only counted."""
+        """Copy *piece* in; what does not fit is only counted."""
         left = memoryview(piece)
         while len(left) and (room := self.room) is not None:
             count = min(len(left), len(room))
@@ -148,12 +148,12 @@ def open_plain(transport: asyncio.Transport | None) -> socket.socket | None:
 
 
 def _decrypts(transport: asyncio.Transport) -> bool:
-    """Say whether asyncio's own TLS is below *transport*: that fills buffers of its protocol's."""
+    """Return whether asyncio's own TLS is below *transport*: that fills buffers of its protocol's."""
     return type(transport).__module__ == "asyncio.sslproto" and not transport.is_closing()
 
 
 class _Filler(asyncio.BufferedProtocol):
-    """Stands in for aiohttp's protocol while a body comes through TLS, and fills the caller's memory with it."""
+    """Replaces aiohttp's protocol while a body comes through TLS, and fills the caller's memory with it."""
 
     def __init__(self, transport: asyncio.Transport, sink: Sink, moved: Callable[[], object]) -> None:
         self._transport = transport
@@ -170,7 +170,7 @@ class _Filler(asyncio.BufferedProtocol):
         """
         self._transport.pause_reading()
         self._transport.set_protocol(self)
-        self._transport.resume_reading()  # which also brings what was decrypted and not yet asked for
+        self._transport.resume_reading()  # which also delivers what was decrypted and not yet read
         try:
             while not self._whole.done():
                 came = self._sink.came_bytes
@@ -188,7 +188,7 @@ class _Filler(asyncio.BufferedProtocol):
         return room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take note of what came; give the connection back as soon as all is there."""
+        """Record what came; hand the connection back as soon as all is there."""
         self._sink.filled(nbytes)
         if self._sink.room is None:
             self._transport.set_protocol(self._client)
@@ -196,11 +196,11 @@ class _Filler(asyncio.BufferedProtocol):
                 self._whole.set_result(None)
 
     def eof_received(self) -> None:
-        """Fail: there was to be more."""
+        """Fail: the body is incomplete."""
         self._fail("ended")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail, and let the client know, whose connection it is."""
+        """Fail, and notify the client, which owns the connection."""
         self._fail(f"broke ({exc})" if exc else "ended")
         self._client.connection_lost(exc)
 

@@ -1,12 +1,12 @@
-"""How does a checkpoint survive the death of its trainer at the speed of memory? Files in the host's shared memory.
+"""The backend for the host's shared memory: checkpoints survive the death of the trainer, at the speed of memory.
 
 Guarantees, besides those of the contract:
 
 - What was written survives the process that wrote it, by SIGKILL too, until the host restarts: ``durable`` is False.
   (Where systemd's RemoveIPC is on, it also goes when a person's last login session ends; jobs of a scheduler and of
   system users are not concerned.)
-- Everything lies below one folder of the user with mode 0700. A folder of that name that belongs to somebody else, is
-  a link, or lets others in is refused, by readers too: /dev/shm is open to all, and its names can be squatted on.
+- Everything lies below one folder of the user with mode 0700. A folder of that name that belongs to another user, is
+  a link, or is open to others is refused, by readers too: /dev/shm is open to all, and its names can be squatted on.
 - ``create`` refuses a file that the memory which is free now cannot hold: the alternative is the kernel killing training.
 
 It is the local backend with two things left out that cost and give nothing here, flushes and O_DIRECT, and with
@@ -117,7 +117,7 @@ class ShmBackend:
         return await self._local.now_ns()
 
     async def space(self) -> Space:
-        """Say what the mount has left, or the host where that is less: the mount promises what others may have taken."""
+        """Return what the mount has left, or the host where that is less: the mount's figure may be in use elsewhere."""
         mounted = await self._local.space()
         if mounted.free_bytes is None:
             return mounted
@@ -174,9 +174,9 @@ class ShmBackend:
 
 
 class ShmFiles:
-    """*files* as memory needs them: nothing is flushed, and a new folder lets nobody else in.
+    """*files* as memory needs them: nothing is flushed, and a new folder is closed to other users.
 
-    (A mode is more than the seam's ``mkdir`` can say, so that one call goes to the operating system itself.)
+    (The seam's ``mkdir`` has no mode, so that one call goes to the operating system itself.)
     """
 
     def __init__(self, files: Files) -> None:
@@ -201,7 +201,7 @@ class ShmFiles:
         os.mkdir(path, 0o700)
 
     def fdatasync(self, fd: int, /) -> None:
-        """Do nothing: memory has nothing to flush to."""
+        """Does nothing: memory has nothing to flush to."""
 
     def fsync(self, fd: int, /) -> None:
-        """Do nothing."""
+        """Does nothing."""

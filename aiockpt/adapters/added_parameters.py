@@ -1,8 +1,8 @@
 """Parameters that a model has beside those of its base: what PEFT has added, trained now or in an earlier stage.
 
-PEFT is known by its attributes, and not imported. A layer around one of the base has ``adapter_layer_names``, and that one
-as ``base_layer`` or ``original_module``. A model has ``peft_config``, parameters that its layers share under names with its
-``prefix``, and prompts in its ``prompt_encoder``.
+PEFT is detected by its attributes, and not imported. A layer around one of the base has ``adapter_layer_names``, and that
+one as ``base_layer`` or ``original_module``. A model has ``peft_config``, parameters that its layers share under names with
+its ``prefix``, and prompts in its ``prompt_encoder``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where do tensors lie, and does one lie in others? By addresses, which say it of tensors that nothing else connects.
+"""Memory overlap of tensors, by address: it also finds overlaps between tensors that nothing else connects.
 
 A shard may begin anywhere in a tensor (a slice of a flat parameter). Only where every byte between the first and the last
-is a tensor's own, what lies there is part of it; the gaps of a strided one may be anybody's.
+is a tensor's own, what lies there is part of it; the gaps of a strided one may belong to other tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TensorMemory:
     """The memory of some tensors. Valid while they live, and stay where they are.
 
     Args:
-        around: also look at what lies beside them in their storages: torch counts the changes of all views together.
+        around: include what lies beside them in their storages: torch counts the changes of all views together.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, around: bool = False) -> None:
@@ -29,11 +29,11 @@ class TensorMemory:
         self._strided = {_place(piece) for piece in pieces if not _is_dense(piece)}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Say whether all of *tensor* is in one of them."""
+        """Return whether all of *tensor* is in one of them."""
         return self._dense.hold(*_span(tensor)) or _place(tensor) in self._strided
 
     def touches(self, tensor: torch.Tensor) -> bool:
-        """Say whether some of *tensor* may be in one of them, or *around* one."""
+        """Return whether some of *tensor* may be in one of them, or *around* one."""
         return self._any.meet(*_span(tensor))
 
 
@@ -46,12 +46,12 @@ class _Spans:
         self._ends = list(accumulate((end for _, end in ordered), max))
 
     def hold(self, start: int, end: int) -> bool:
-        """Say whether all of [*start*, *end*) is in one of them."""
+        """Return whether all of [*start*, *end*) is in one of them."""
         place = bisect_right(self._starts, start) - 1
         return place >= 0 and end <= self._ends[place]
 
     def meet(self, start: int, end: int) -> bool:
-        """Say whether any of [*start*, *end*) is in one of them."""
+        """Return whether any of [*start*, *end*) is in one of them."""
         place = bisect_left(self._starts, end) - 1
         return place >= 0 and start < end and start < self._ends[place]
 
@@ -73,7 +73,7 @@ def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has all the memory between its ends, in whatever order of its axes."""
+    """Return whether a tensor has all the memory between its ends, in whatever order of its axes."""
     if tensor.is_contiguous():
         return True
     elements = 1

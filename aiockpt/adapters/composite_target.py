@@ -1,7 +1,7 @@
-"""How is a composite tensor of the state filled? Part by part in place where it is made as it was saved, else anew.
+"""Loading of composite tensors: filled part by part in place where they are made as they were saved, else made anew.
 
-A subclass must be of the class that was saved and know the same (the size of its blocks, its dtype …); then its parts are
-filled where they lie. Of what is quantised or sparse the scales and the indices are part of the value, and change.
+A subclass must be of the class that was saved with the same facts (the size of its blocks, its dtype …); then its parts
+are filled where they lie. Of what is quantised or sparse the scales and the indices are part of the value, and change.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Thunk = Callable[[], Any]
 
 
 def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk | None:
-    """Ask for what the composite tensor of *node* is made of; return what gives it in a step: *live* itself, filled.
+    """Request what the composite tensor of *node* is made of; return a function that returns it in a step: *live*, filled.
 
     Args:
-        live: what is at *path* now; a new tensor is made where it is none.
+        live: what is at *path* now; a new tensor is made where it is not a tensor.
 
     Returns:
         None, and a note, where it does not fit.
@@ -60,7 +60,7 @@ def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk 
 
 
 def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.Tensor) -> Thunk:
-    """Ask for a plain value, or for a composite tensor among plain values; return what gives it in a step.
+    """Request a plain value, or a composite tensor among plain values; return a function that returns it in a step.
 
     Args:
         like: the tensor whose state it is: a new one that is spread over ranks is spread like it.
@@ -69,12 +69,12 @@ def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.T
         return ask_composite(path, live, node, matcher) or (lambda: live)
     if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
         return _ask_new_spread(path, like, node, matcher) or (lambda: live)
-    # As it was saved, type included: what is here now says nothing of what it has become (LBFGS's step size).
+    # As it was saved, type included: the type here now may differ from the later one (LBFGS's step size).
     return matcher.value(path, node, live, fresh=True)
 
 
 def load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> None:
-    """Fill a composite tensor that has a name of its own, or one that was saved as such, by what the checkpoint has."""
+    """Fill a composite tensor that has a name of its own, or one that was saved as such, from the checkpoint."""
     if not matcher.selects(path):
         return
     if is_composite_node(node):
@@ -181,7 +181,7 @@ def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) ->
 
 
 def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk | None:
-    """Ask for a new tensor, on the CPU, of the class of *live*, which keeps what it has; None, and a note, as above."""
+    """Request a new tensor, on the CPU, of the class of *live*, which keeps what it has; None, and a note, as above."""
     if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
@@ -217,7 +217,7 @@ def _misfit(live: torch.Tensor, here: Parts, written: CompositeNode, path: Path,
 
 
 def _fill_in_place(path: Path, here: Parts, written: CompositeNode, matcher: Matcher) -> bool:
-    """Have the parts filled where they lie, if all of them fit; say whether."""
+    """Have the parts filled where they lie, if all of them fit; return whether they do."""
     if here.tensors.keys() != written.tensors.keys():
         return False
     nested = {key for key, node in written.tensors.items() if is_composite_node(node)}

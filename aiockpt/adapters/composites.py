@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: wrapper subclasses, quantised and sparse ones. Taken apart, and put together.
+"""Composite tensors, made of other tensors (wrapper subclasses, quantised, sparse): taken apart, and put together.
 
 - A *wrapper subclass* (torchao's 8-bit optimizer state and int8 weights, fp8 …) says itself what it is made of, by
   torch's ``__tensor_flatten__`` and ``__tensor_unflatten__``. Where an instance is there it is filled; a new one is only
@@ -84,7 +84,7 @@ def has_own_bytes(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def take_apart(tensor: Any) -> Parts:
-    """Return what a composite tensor is made of: of a subclass the tensors themselves, else copies or views."""
+    """Return what a composite tensor is made of: for a subclass the tensors themselves, else copies or views."""
     name = class_name(type(tensor))
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -128,7 +128,7 @@ def put_together(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return a tensor that is made of *tensors*; raises whatever torch, or the class, says of parts that do not fit."""
+    """Return a tensor that is made of *tensors*; raises whatever torch, or the class, raises for parts that do not fit."""
     if kind == SUBCLASS:
         unflatten: Any = getattr(cls, "__tensor_unflatten__")  # noqa: B009  torch.Tensor does not declare it
         made: torch.Tensor = unflatten(dict(tensors), facts, torch.Size(shape), stride)
@@ -163,7 +163,7 @@ def _make_quantized(
 
 
 def replace_content(live: torch.Tensor, made: torch.Tensor) -> bool:
-    """Have *live*, which others hold, become *made*; return False where torch lets it not."""
+    """Turn *live*, which other objects hold, into *made*; return False where torch refuses."""
     if live is made:
         return True
     if isinstance(live, torch.nn.Parameter) and not isinstance(made, torch.nn.Parameter):
@@ -184,11 +184,11 @@ def in_words(tensor: torch.Tensor) -> str:
     return f"a tensor of layout {tensor.layout}" if type(tensor) in ORDINARY else kind_in_words(tensor)
 
 
-# How is a composite tensor written into the tree of values, and read from it?
+# Nodes of composite tensors in the tree of values.
 #
-# As ``{"$": "composite"}`` with a node for each tensor that it is made of. One that is spread over ranks (a DTensor around a
+# ``{"$": "composite"}`` has a node for each tensor that it is made of. One that is spread over ranks (a DTensor around a
 # wrapper subclass) is ``{"$": "spread"}``: the parts of all ranks, by which elements of the whole they are. A part is made
-# of its own tensors, which say nothing about other parts, so it loads where the sharding is the same.
+# of its own tensors, independent of other parts, so it loads only where the sharding is the same.
 
 
 COMPOSITE, SPREAD = "composite", "spread"
@@ -255,7 +255,7 @@ def _dtype_name(tensor: torch.Tensor, path: Path) -> str:
 
 
 def write_facts(parts: Parts, path: Path, encoder: Encoder) -> dict[str, Node]:
-    """Return the member of a node that says what is known beside the tensors."""
+    """Return the member of a node that holds the facts beside the tensors."""
     try:
         return {FACTS: encoder.encode(parts.facts, (*path, FACTS))}
     except UnsupportedStateError:
@@ -271,7 +271,7 @@ def box_key(boxes: tuple[Box, ...]) -> str:
 
 
 def read_written(node: Mapping[str, Any], path: Path) -> CompositeNode:
-    """Return what the node of one composite tensor says.
+    """Return the content of the node of one composite tensor.
 
     Raises:
         ManifestError: no such node is ever written.
@@ -305,7 +305,7 @@ def make(
 
 
 def class_to_make(written: CompositeNode, path: Path, here: type | None) -> type | None:
-    """Return the class of a new tensor; None where torch knows it by its kind.
+    """Return the class of a new tensor; None where its kind determines it.
 
     Raises:
         UsageError: the program has not declared it, or what it is made of cannot be written down.
@@ -336,7 +336,7 @@ def read_composite(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any
 
 
 def read_spread(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
-    """Return the parts of a spread tensor for those who only look; nothing else can be made of them."""
+    """Return the parts of a spread tensor for readers without a state; nothing else can be made of them."""
     if decoder.looks_only:
         return {key: decoder.decode(part, (*path, f"@{key}")) for key, part in field(node, "parts", dict).items()}
     raise UsageError(f"{join_name(path)}: saved in parts by several ranks; load it into the DTensor that it was")

@@ -1,4 +1,4 @@
-"""What does not fit between a state and a checkpoint, and what of it is raised? Collected by leaf, judged at the end."""
+"""Differences between a state and a checkpoint, and which of them are raised: collected by leaf, judged at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiockpt.format.names import join_name, prefixes
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
 
-# What an object refuses in its own ``load_state_dict()`` is a difference, met when the state is overwritten in part.
+# What an object refuses in its own ``load_state_dict()`` is a difference, found when the state is partly overwritten.
 
 
 PARTLY_OVERWRITTEN = "The state is partly overwritten and not usable: build it anew, then load what fits it."
@@ -24,7 +24,7 @@ PARTLY_OVERWRITTEN = "The state is partly overwritten and not usable: build it a
 
 @contextmanager
 def asking(owner: object, path: Path, where: str) -> Iterator[None]:
-    """Let *owner*, at *path* of the state, load itself.
+    """Run the own loading of *owner*, at *path* of the state, in this context.
 
     Args:
         where: what to call the checkpoint.
@@ -41,12 +41,12 @@ def asking(owner: object, path: Path, where: str) -> Iterator[None]:
         raise StateMismatchError(where, [refusal], PARTLY_OVERWRITTEN) from error
 
 
-# Do tensors of a state that are filled share a part of their memory? Then what one gets must be what the other gets.
+# Tensors of a state that share a part of their memory. What one gets must be what the other gets.
 #
 # (Views of one buffer that lie across each other, a tensor beside its transpose or beside another view of its bytes, and
-# one whose own elements share memory: after `expand`, `unfold`, `as_strided`.) Which element was filled last would decide.
-# So each is read into memory of its own first, and they are put in place together: where the checkpoint has the same
-# values for what they share, as it has when they were saved so, else not.
+# one whose own elements share memory: after `expand`, `unfold`, `as_strided`.) Otherwise the element filled last would win.
+# So each is read into memory of its own first, and they are put in place together, only where the checkpoint has the same
+# values for what they share, as it has when they were saved so.
 
 
 _ALIGNMENT = 64
@@ -141,7 +141,7 @@ def _put_together(cluster: list[Apart], where: str) -> None:
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Fill *into*; of elements that `expand` made of one, by the first: torch refuses to write to them all."""
+    """Fill *into*; of elements that `expand` made of one, only the first: torch refuses to write to them all."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in into.stride())
     into[once].copy_(source[once])
 
@@ -175,7 +175,7 @@ class _Problem(msgspec.Struct):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What did not fit, and is not raised: as the fields of `LoadTarget` say it."""
+    """What did not fit, and is not raised; the fields are those of `LoadTarget`."""
 
     unexpected: tuple[str, ...]
     unexpected_claimed: tuple[str, ...]
@@ -183,13 +183,13 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class Differences:
-    """What is met while a state is matched. Names of the state are *places* here, *names* are those of the checkpoint.
+    """Differences found while a state is matched. Names of the state are *places* here, *names* are the checkpoint's.
 
     Attributes:
         is_strict: says of each place whether a difference there is raised.
         missing: places that the checkpoint does not have.
         optimizers: places at which there are optimizers.
-        used: names that something of the state is filled from, or that it is known not to want.
+        used: names that something of the state is filled from, or that it is known not to need.
     """
 
     def __init__(self, stored: Stored, strict: Strict) -> None:
@@ -220,27 +220,27 @@ class Differences:
         self.add(place, reason)
 
     def hint(self, name: str) -> None:
-        """Have the last difference say which unused names of the checkpoint are near *name*, which was looked for."""
+        """Have the last difference list the unused names of the checkpoint that are near *name*, which was not found."""
         self._hints.append((self._problems[-1], name))
 
     def claim(self, name: str, place: str) -> None:
-        """Say that what the checkpoint has below *name* belongs to *place*, so that a rest is a difference."""
+        """Note that what the checkpoint has below *name* belongs to *place*, so that a rest is a difference."""
         self._claimed[name] = place
 
     def pass_over(self, name: str) -> None:
-        """Say that what the checkpoint has below *name* is known, and not all of it wanted: the rest is no difference."""
+        """Note that what the checkpoint has below *name* is known, and not all of it wanted: the rest is no difference."""
         self._passed_over.add(name)
 
     def known_names(self) -> set[str]:
-        """Return all names of the checkpoint that something of the state has to do with, and what they are parts of."""
+        """Return all names of the checkpoint that something of the state refers to, and what they are parts of."""
         return {part for name in (*self.used, *self._claimed, *self._passed_over) for part in prefixes(name)}
 
     def judge(self, scope: Collection[str] | None, *, state_is_whole: bool) -> Judged:
         """Return what did not fit.
 
         Args:
-            scope: names in which the checkpoint may have what nobody wants, so that it is told; None for all.
-            state_is_whole: False where other ranks may want what this one does not.
+            scope: names below which unused entries of the checkpoint are reported; None for all.
+            state_is_whole: False where other ranks may need what this one does not.
 
         Raises:
             StateMismatchError: something differs where that is strict.

@@ -1,4 +1,4 @@
-"""Which elements of the global tensor does a DTensor's local tensor have? Any mesh, any placements but Partial.
+"""Boxes of DTensors: the elements of the global tensor in the local one, for any mesh and any placements but Partial.
 
 The arithmetic is our own, because torch's offset helper is wrong for strided shards: for each axis of the tensor we keep
 the runs of indices that this rank has, and cut them placement by placement (`aiockpt.state.geometry.chunk_runs`).
@@ -6,7 +6,7 @@ the runs of indices that this rank has, and cut them placement by placement (`ai
 Guarantees:
 
 - What does not add up to the local tensor's shape is refused; nothing is guessed.
-- No communication: a rank needs its own coordinate only. One outside the mesh holds nothing.
+- No communication: a rank needs only its own coordinate. One outside the mesh holds nothing.
 
 Importing this module does not import ``torch.distributed.tensor``: where that is not loaded, there are no DTensors.
 """
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-# Which elements has a DTensor that RaggedShard of veScale has cut? A range of it, flattened.
+# DTensors cut by veScale's RaggedShard: each rank has a range of the flattened tensor.
 #
 # ``RaggedShard(dims, local_units)`` gives rank *i* of an axis ``local_units[i] / sum(local_units)`` of the elements, in the
-# order in which they lie in memory. The placement is known by its ``local_units``: veScale is not imported.
+# order in which they lie in memory. The placement is detected by its ``local_units``: veScale is not imported.
 #
 # Guarantee: what does not add up is refused; nothing is guessed.
 
@@ -90,7 +90,7 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
     """Return what this rank holds of *tensor*, which is at *path* of the state.
 
     Raises:
-        UnsupportedStateError: a placement is Partial or unknown, or the local tensor has not the shape it should have.
+        UnsupportedStateError: a placement is Partial or unknown, or the local tensor has another shape than expected.
     """
     shape, local = tuple(tensor.shape), local_of(tensor)
     ragged = ragged_range(tensor._spec, path)
@@ -120,7 +120,7 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
 
 
 def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:
-    """Return which elements of *tensor*, at *path*, are in the local one, in their order; nothing for none.
+    """Return which elements of *tensor*, at *path*, are in the local one, in their order; empty for no elements.
 
     Raises:
         UnsupportedStateError: as for `hold_dtensor`.
@@ -218,7 +218,7 @@ def dtensor_placed(
 ) -> DTensor | None:
     """Return a new DTensor on the mesh of *like*, placed as `placements_of` says; no communication.
 
-    On a mesh with another number of axes it is replicated. None for placements that nobody wrote.
+    On a mesh with another number of axes it is replicated. None for invalid placements.
 
     Args:
         axes: in which order they lie in memory, slowest first; None is their own order.

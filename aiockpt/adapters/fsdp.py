@@ -1,4 +1,4 @@
-"""Modules under FSDP: what this rank has of their parameters. Nothing is gathered.
+"""Shards of the parameters of modules under FSDP: what this rank has of them. Nothing is gathered.
 
 FSDP1 (``FullyShardedDataParallel``) puts the parameters of a module one after the other into a flat one (with padding
 between them) and gives each rank an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this
@@ -8,7 +8,7 @@ parameter (tensor parallelism under FSDP1), and its axes lie as they lay in memo
 
 FSDP2 (``fully_shard``) has DTensors as parameters, which are read directly. It hooks ``state_dict()`` and
 ``load_state_dict()`` for one thing only: to show the sharded parameters instead of those gathered for a forward pass.
-`show_shards` does the same, so these hooks need not have a say.
+`show_shards` does the same, so these hooks are ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def show_shards(module: nn.Module) -> None:
     """Have all modules below *module* show their sharded parameters: what was gathered is freed, nothing is sent.
 
     After a forward pass without a backward pass the outermost module keeps what it gathered, but optimizers and
-    checkpoints know the shards only.
+    checkpoints use the shards only.
     """
     fsdp: Any = sys.modules.get(FSDP)
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):

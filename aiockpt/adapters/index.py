@@ -1,6 +1,6 @@
-"""What is each tensor of a state called, and which are slices of a flat parameter? Looked up by identity.
+"""Index of the tensors of a state by identity: their names, and which are slices of a flat parameter.
 
-Optimizers know parameters, not names: here are the names that the modules of the same state give.
+Optimizers hold parameters, not names; the names are those that the modules of the same state define.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Index:
         return self.slices.get(id(tensor))
 
     def loads_itself(self, parameter: torch.Tensor) -> bool:
-        """Return whether *parameter* is of a module that has a say in loading, and may take another shape from it."""
+        """Return whether *parameter* is of a module that loads itself, and may get another shape from it."""
         modules = {id(holder): holder for _, holder in self.holders.values() if isinstance(holder, nn.Module)}
         parts = (part for module in modules.values() for part in walk_parts(module, (), loads_directly))
         return any(parameter is one for _, member, direct in parts if not direct for one in member.parameters())
@@ -99,7 +99,7 @@ class Index:
 
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return what tensors of the same elements in the same memory have in common; this rank may have none of them."""
+    """Return a key that tensors of the same elements in the same memory share; this rank may hold no elements of them."""
     return tensor.shape, *(memory_key(local) for local in local_tensors(tensor))
 
 

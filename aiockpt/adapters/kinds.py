@@ -1,4 +1,4 @@
-"""What is a value of the state, as far as saving and loading differ? One of a few kinds."""
+"""Kinds of values of a state, as far as saving and loading differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that gives its state and takes it back."""
+    """Anything that returns its state and loads it."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
@@ -69,7 +69,7 @@ def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = Tru
     """Return whether a dict, list or tuple is a container.
 
     Args:
-        seen: what was looked into already.
+        seen: what was walked already.
         named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
         depth: how many containers it lies in. What lies too deep is a value, and refused as that.
     """
@@ -97,7 +97,7 @@ def _counts(value: Any, named: bool) -> bool:
 
 
 def reads_data(value: object) -> bool:
-    """Return whether an object gives samples, so that its state belongs to a rank out of so many."""
+    """Return whether an object yields samples, so that its state belongs to a rank out of so many."""
     return isinstance(value, DataLoader | Dataset | Sampler)
 
 

@@ -1,7 +1,7 @@
-"""How are the values of torch and numpy written into the tree? Tensors by reference, the rest as tagged objects.
+"""Values of torch and numpy in the tree of values: tensors by reference, the rest as tagged objects.
 
-A tensor or array becomes a node that names a tensor of the checkpoint; what makes it one is the `put` given to
-`LeafWriter`, what brings it back is the `get` given to `LeafReader`. Everything else (dtypes, devices, sizes, numpy
+A tensor or array becomes a node that names a tensor of the checkpoint; the `put` passed to `LeafWriter` stores it, the
+`get` passed to `LeafReader` returns it. Everything else (dtypes, devices, sizes, numpy
 scalars, arrays of text or dates) is written in place.
 """
 
@@ -39,14 +39,14 @@ class LeafWriter:
     """Values → nodes.
 
     Args:
-        put: takes a tensor and the path it is at, and returns its name in the checkpoint.
+        put: stores a tensor that is at a path, and returns its name in the checkpoint.
     """
 
     def __init__(self, put: Put) -> None:
         self._put = put
 
     def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
-        """Return the node of *value*, or None when it is neither torch's nor numpy's."""
+        """Return the node of *value*, or None when its type is neither torch's nor numpy's."""
         if isinstance(value, torch.Tensor):
             if is_composite(value):
                 return write_composite(value, path, encoder)
@@ -65,7 +65,7 @@ class LeafWriter:
         return None
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
-        """Store long bytes as a U8 tensor; the digest tells whether ranks, or two places of a state, say the same."""
+        """Store long bytes as a U8 tensor; its digest shows whether ranks, or two places of a state, have the same."""
         name = self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return {TAG: "stored", "name": name, "digest": digest128(data)}
 
@@ -107,7 +107,7 @@ def _capacity(count: int) -> int:
 
 
 def write_tensor(tensor: torch.Tensor, name: str) -> Node:
-    """Return the node of a tensor that the checkpoint knows as *name*; a kind of device other than the CPU is noted."""
+    """Return the node of a tensor that is *name* in the checkpoint; a kind of device other than the CPU is noted."""
     node = {TAG: "tensor", "name": name}
     return node if tensor.device.type == "cpu" else {**node, "device": tensor.device.type}
 
@@ -128,8 +128,8 @@ class LeafReader:
     """Nodes → values.
 
     Args:
-        get: takes the name of a tensor of the checkpoint, the path it is wanted at and the type of device it was on, and
-            returns the tensor that holds (or will hold) it.
+        get: called with the name of a tensor of the checkpoint, the path it is needed at and the type of device it was
+            on; returns the tensor that holds (or will hold) it.
     """
 
     def __init__(self, get: Get) -> None:
@@ -146,7 +146,7 @@ class LeafReader:
             return self._get(field(node, "name", str), path, node.get("device", "cpu"))
         if kind == "numpy.ndarray":
             tensor = self._get(field(node, "name", str), path, "cpu").detach()
-            # What was one array is one again; its address tells, because the tensors live as long as the reader.
+            # What was one array is one again, by its address: the tensors live as long as the reader.
             return self._arrays.setdefault(memory_key(tensor) or id(node), tensor.numpy())
         if kind == "numbers":
             return _read_numbers(self._get(field(node, "name", str), path, "cpu"), field(node, "count", int))

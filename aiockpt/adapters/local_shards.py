@@ -1,4 +1,4 @@
-"""What does this rank hold of a tensor that is spread over ranks? A global shape, and local tensors with their boxes."""
+"""What this rank holds of a tensor that is spread over ranks: a global shape, and local tensors with their boxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiockpt.state.geometry import Box, flat_range_boxes
 class LocalPiece(msgspec.Struct, frozen=True, eq=False):
     """Boxes of the global tensor and the local tensor that has their elements, in this order.
 
-    One box: the local tensor has its sizes, and any strides. Several: it is contiguous. None: it is empty.
+    One box: the local tensor has its sizes, and any strides. Several: it is contiguous. No box: it is empty.
     """
 
     boxes: tuple[Box, ...]
@@ -42,7 +42,7 @@ class FlatRange(msgspec.Struct, frozen=True):
     axes: tuple[int, ...] | None = None
 
     def hold(self, tensor: torch.Tensor) -> LocalShards:
-        """Return what a rank holds whose 1-D *tensor* has these elements."""
+        """Return what a rank holds if its 1-D *tensor* has these elements."""
         part = self.part or Box.whole(self.shape)
         axes = self.axes or tuple(range(part.ndim))
         laid_out = flat_range_boxes([part.sizes[axis] for axis in axes], self.start, self.end)

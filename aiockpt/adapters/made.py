@@ -1,7 +1,7 @@
-"""Which tensors must a load make, because the state has none in their place? One for all names of a tied tensor.
+"""Tensors that a load makes because the state has none in their place: one for all names of a tied tensor.
 
-What a value of the checkpoint needs is found by a dry run over its nodes; the tensors are there when all of the state was
-looked at, since one that the state does have elsewhere stands for the others that it is tied to.
+What a value of the checkpoint needs is found by a dry run over its nodes. The tensors are made after all of the state was
+matched, since one that the state does have elsewhere stands for the others that it is tied to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Made:
     """The tensors of one load, by their names in the checkpoint.
 
     Args:
-        make: makes and asks for a new tensor.
+        make: makes and requests a new tensor.
         tied_name: what all names of one tensor have in common.
     """
 
@@ -74,11 +74,11 @@ class Made:
             self._whole.setdefault(self._tied_name(name), tensor)
 
     def ask(self, need: Need, receiver: ValueTensors) -> None:
-        """Have *receiver* get the tensor once all of the state was looked at."""
+        """Have *receiver* get the tensor once all of the state was matched."""
         self._open.append((need, receiver))
 
     def settle(self) -> None:
-        """Hand out all that was asked for."""
+        """Make and hand out all that was requested."""
         for need, receiver in self._open:
             receiver.put(need, self._find(need))
         self._open.clear()
@@ -96,12 +96,12 @@ class Made:
 
 
 class ValueTensors:
-    """The tensors of one value, by name and place; its `reader` gives them."""
+    """The tensors of one value, by name and place; its `reader` returns them."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, Path], torch.Tensor] = {}
         self.reader = LeafReader(lambda name, path, device: self._tensors[name, path])
 
     def put(self, need: Need, tensor: torch.Tensor) -> None:
-        """Take the tensor that was needed."""
+        """Accept the tensor that was needed."""
         self._tensors[need.name, need.path] = tensor

@@ -1,6 +1,6 @@
-"""What does a checkpoint offer, what does a state want, and what does not fit? The meeting of the two.
+"""Matching of a state's leaves with a checkpoint's entries.
 
-Adapters ask for what an object holds; the intake looks it up under its name in the checkpoint, notes which tensor is to
+Adapters request what an object holds; the matcher finds it under its name in the checkpoint, notes which tensor is to
 be filled, and collects every difference. Nothing of the state changes before `LoadTarget.apply`, except that the engine
 fills the tensors of `LoadTarget.wanted`.
 """
@@ -31,7 +31,7 @@ from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
 
-# What is left of a load once state and checkpoint are matched? Tensors to fill, and steps to apply when they are.
+# The result of the match: tensors to fill, and steps to apply when they are.
 
 
 class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
@@ -43,12 +43,12 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
         unexpected: names of the checkpoint that the state of this rank does not have.
         unexpected_claimed: those of them that belong to something the state does have, and is strict about, so that they
             are a difference unless another rank has them.
-        left_out: names of the state that stay as they are, because they were left out of the checkpoint.
+        left_out: names of the state that stay as they are, because the checkpoint was made without them.
         problems: every difference, in words; not empty only where ``strict`` is False.
-        told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
+        told: reports of what is removed or replaced, in words; what refuses to be filled is added by `apply`.
         written: names of the leaves that are overwritten.
         steps: what `apply` has still to do.
-        may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
+        may_refuse: whether `apply` calls objects that may refuse what they get: then all ranks must be notified.
         renamed: name in the checkpoint → name in the state, of what rules have renamed.
     """
 
@@ -180,7 +180,7 @@ class Matcher:
         return node if type(node) is dict and node.get(TAG) == kind else None
 
     def refill(self, path: Path, here: Any, node: Node, *, by_key: bool = True) -> Callable[[], Any] | None:
-        """Have the plain value *here* become what *node* says; return what does it, and gives what takes its place.
+        """Have the plain value *here* become what *node* says; return the function that does it, and returns the result.
 
         It is to be called in a step (`later`). None, and a note, where it does not fit.
 
@@ -199,7 +199,7 @@ class Matcher:
         return lambda: refill(here, decode(), self._filling, by_key=by_key)
 
     def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
-        """Ask for what a node needs; return what gives its value in a step (`later`). Any value fits.
+        """Request what a node needs; return a function that returns its value in a step (`later`). Any value fits.
 
         Args:
             template: what is at *path* now; what is of the same kind in it is filled.
@@ -246,7 +246,7 @@ class Matcher:
         return self._decoded(path, node, ask, receiver.reader)
 
     def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Callable[[], Any]:
-        """Return what gives the value of *node*; it is decoded now, or before the first step where it needs tensors."""
+        """Return a getter of the value of *node*; it is decoded now, or before the first step where it needs tensors."""
         probe = NeedFinder()
         Decoder(self._codecs, probe, dry=True).decode(node, path)
         for need in probe.needs:
@@ -267,7 +267,7 @@ class Matcher:
         self._incomplete.append((path, node, here, add))
 
     def _complete(self) -> None:
-        """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
+        """Request what only the checkpoint has in dicts; a name that map= assigned to something else is used there."""
         met = self._differences.known_names()
         for path, node, here, add in self._incomplete:
             root = split_name(self.stored_name(path))
@@ -279,7 +279,7 @@ class Matcher:
                     self.later(partial(add, key, value))
 
     def tell(self, what: str) -> None:
-        """Note what the load changes beside what was asked for."""
+        """Report what the load changes beside what was asked for."""
         self._told.append(what)
 
     def _tell_of(self, here: object, what: str) -> None:
@@ -288,10 +288,10 @@ class Matcher:
     def _make(self, need: Need) -> torch.Tensor:
         return self.fill(need.path, need.name, None, _local_device(need.device))
 
-    # ---------------------------------------------------------------- what a match asks
+    # ---------------------------------------------------------------- what a match needs
 
     def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
         facts = self.stored.facts(name)
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
@@ -303,9 +303,9 @@ class Matcher:
         return facts is not None and facts[1] == ()
 
     def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return in words why it cannot be that and what it is elsewhere.
+        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
 
-        Below an item of a list there is no why: each place after the first gets an object of its own. (The dict of a
+        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
         scheduler of schedulers shares lists while it is new.)
         """
         _, known, where = self._held.setdefault(id(here), (here, node, path))
@@ -332,7 +332,7 @@ class Matcher:
         """Have *tensor* filled from the checkpoint; return whether it will be.
 
         Args:
-            flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+            flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
             stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
         """
         if not self.selects(path) or not self._enter(path, stored or self.stored_name(path), tensor, flat):
@@ -341,7 +341,7 @@ class Matcher:
         return True
 
     def leave(self, name: str) -> None:
-        """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
+        """Skip tensor *name* of the checkpoint: this rank has nothing of it, so that it is no difference."""
         self._differences.used.add(name)
 
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
@@ -439,7 +439,7 @@ class Matcher:
         return self._differences.is_strict(join_name(path))
 
     def claim(self, path: Path) -> None:
-        """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
+        """Note that whatever the checkpoint has below *path* belongs to the state, so that a rest is a difference."""
         self._differences.claim(self.stored_name(path), join_name(path))
 
     def miss(self, path: Path, reason: str | None = None) -> None:
@@ -464,7 +464,7 @@ class Matcher:
         *,
         stored: str | None = None,
     ) -> bool:
-        """Note that the leaf at *path* stays as it is, if the checkpoint was made without it; say whether.
+        """Note that the leaf at *path* stays as it is, if the checkpoint was made without it; return whether.
 
         Args:
             tensor: what is there, if it is a tensor, and *flat* which elements it has: it must be what was left out.
@@ -489,7 +489,7 @@ class Matcher:
         return [other for other in self.stored.left_out if other.startswith((f"{name}.", f"{name}["))]
 
     def pass_over(self, path: Path, *, stored: str | None = None) -> None:
-        """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference.
+        """Note that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference.
 
         Args:
             stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
@@ -497,7 +497,7 @@ class Matcher:
         self._differences.pass_over(stored or self.stored_name(path))
 
     def note_optimizer(self, path: Path) -> None:
-        """Note that an optimizer is at *path*: a difference there says what may be done about another make-up."""
+        """Note that an optimizer is at *path*: a difference there advises how to load another make-up."""
         self._differences.optimizers.add(join_name(path))
 
     def mismatch(self, path: Path, problem: str) -> None:
@@ -515,7 +515,7 @@ class Matcher:
         """Have *step* run once the tensors are filled; after all others with *last*.
 
         Args:
-            may_refuse: whether it hands something to an object that may not take it.
+            may_refuse: whether it hands something to an object that may not accept it.
         """
         self._may_refuse = self._may_refuse or may_refuse
         (self._last_steps if last else self._steps).append(step)
@@ -530,7 +530,7 @@ class Matcher:
         last: bool = False,
         may_refuse: bool = True,
     ) -> None:
-        """Have *owner*, at *path* of the state, ``take`` what *state* gives in a step; the flags are those of `later`."""
+        """Have ``take`` pass what *state* returns to *owner*, at *path*, in a step; the flags are those of `later`."""
 
         def step() -> None:
             with asking(owner, path, self.stored.where):

@@ -1,13 +1,13 @@
-"""``nn.Module``: what it is made of, what its parts are called, and how it is saved.
+"""Saving and loading of ``nn.Module``: its parts, their names, and both directions.
 
 A module is saved *directly*, parameter by parameter: parameters and persistent buffers by their fully qualified names, in
 the memory they are in, and the values of ``get_extra_state()`` as plain values. Below it a module that saves itself (it
-overrides or hooks ``state_dict()``, or is TorchScript) is asked for its ``state_dict()``; only this part of the tree is.
-`aiockpt.adapters.module` is the way back.
+overrides or hooks ``state_dict()``, or is TorchScript) is saved by its ``state_dict()``; only this part of the tree is.
+The second half of this file loads.
 
 Names are those of the bare module: what `DistributedDataParallel` (``module.``) and `torch.compile` (``_orig_mod.``) put
-around it, at any depth, is left out, so that a checkpoint of one loads into the other. So it is with FSDP1's wrapper and
-that of activation checkpoints.
+around it, at any depth, is skipped, so that a checkpoint of one loads into the other. The same holds for FSDP1's wrapper
+and that of activation checkpoints.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def walk_tensors(module: nn.Module, path: Path) -> Iterator[tuple[Path, torch.Te
 
 
 def saves_directly(module: nn.Module) -> bool:
-    """Return whether one module leaves saving to its parameters and buffers."""
+    """Return whether one module is saved by its parameters and buffers alone."""
     cls = type(module)
     hooks = chain(module._state_dict_hooks.values(), module._state_dict_pre_hooks.values())
     return (
@@ -115,7 +115,7 @@ def saves_directly(module: nn.Module) -> bool:
 
 
 def loads_directly(module: nn.Module) -> bool:
-    """Return whether one module leaves saving and loading to its parameters and buffers."""
+    """Return whether one module is saved and loaded by its parameters and buffers alone."""
     cls = type(module)
     hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
     return (
@@ -135,7 +135,7 @@ class ModuleWalk(Protocol):
     watch: Watch
 
     def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Take a tensor that stays where it is between walks, unless it is left out.
+        """Accept a tensor that stays where it is between walks, unless it is left out.
 
         Return whether it is made of others, and is to be saved by the caller, as a value.
         """
@@ -217,7 +217,7 @@ def _live_parameters(member: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _versions(member: nn.Module, relative: Path) -> dict[str, Any]:
-    """Return what the modules below one that loads itself are to be told of the version that was saved."""
+    """Return the version metadata that the modules below one that loads itself are to get on a load."""
     return {
         ".".join(map(str, place)): {"version": module._version}
         for place, module in walk_modules(member, relative)
@@ -232,7 +232,7 @@ def _watch_wrappers(module: nn.Module, watch: Watch) -> None:
 
 
 def _watch_names(member: nn.Module, watch: Watch) -> None:
-    """Watch which parameters there are: optimizers know them by these names. TorchScript never changes its own."""
+    """Watch which parameters there are: optimizers are saved by these names. TorchScript never changes its own."""
     for below_it in member.modules():
         if not isinstance(below_it, torch.jit.ScriptModule):
             watch.names(below_it)
@@ -252,7 +252,7 @@ def has_extra(module: nn.Module) -> bool:
 
 
 def below(root: Path, path: Path) -> str:
-    """Return the key that ``state_dict()`` of the module at *root* gives to what is at *path*."""
+    """Return the key of what is at *path* in the ``state_dict()`` of the module at *root*."""
     return ".".join(map(str, path[len(root) :]))
 
 
@@ -262,7 +262,7 @@ def split_key(key: str) -> Path:
 
 
 def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what ``state_dict()`` of a bare module says, by names without wrappers, and what is not usual of its versions.
+    """Return the ``state_dict()`` of a bare module, by names without wrappers, and what is not usual of its versions.
 
     Raises:
         UnsupportedStateError: it is no dict by text.
@@ -282,7 +282,7 @@ def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, 
 
 
 def plain_version(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a module is told of a version, as far as JSON has it."""
+    """Return the version metadata of a module, as far as JSON has it."""
     return {key: value for key, value in told.items() if isinstance(value, bool | int | str | None)}
 
 
@@ -302,14 +302,13 @@ def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
     return plain
 
 
-# How a module gets back what was saved of it: filled directly, or handed to its own ``load_state_dict()``.
+# Loading of a module: filled directly, or by its own ``load_state_dict()``.
 #
 # - *Directly*, the rule: each parameter and buffer in the memory it is in, ``set_extra_state()`` with the value.
-# - *Its own way*, for the smallest part of the tree that has a say in loading (it overrides or hooks ``load_state_dict()``
+# - *Its own way*, for the smallest part of the tree that loads itself (it overrides or hooks ``load_state_dict()``
 #   or ``_load_from_state_dict()``, is lazy, or is TorchScript): it gets all that is stored below its name, in the shapes in
-#   which it is stored, as new tensors, and decides itself. A buffer that grew while training, a layer that has no shape
-#   yet and keys that only appear later are thus its business. What it refuses is a `StateMismatchError` that says that the
-#   state is partly overwritten.
+#   which it is stored, as new tensors. So it handles a buffer that grew while training, a layer that has no shape yet and
+#   keys that only appear later. What it refuses is a `StateMismatchError` that says that the state is partly overwritten.
 #
 # A module loads from what was saved as a module, and from a saved ``module.state_dict()``; and the other way round.
 
@@ -367,7 +366,7 @@ def open_source(path: Path, matcher: Matcher) -> SavedModule:
 
 
 def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the node of a ``state_dict()`` says of the version of each module, by names without wrappers."""
+    """Return the version metadata of each module in the node of a ``state_dict()``, by names without wrappers."""
     saved = metadata_in(node)
     if saved is None:
         return None
@@ -391,7 +390,7 @@ def _is_wrapped(key: object) -> bool:
 
 
 def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher) -> None:
-    """Ask *intake* for all that a module holds."""
+    """Request from *matcher* all that a module holds."""
     matcher.claim(path)
     source = open_source(path, matcher)
     for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
@@ -422,7 +421,7 @@ def _load_tensor(
 
 
 def _fills_directly(member: nn.Module, slices: Slices) -> bool:
-    """Return whether a module is filled in place: also one with a say in loading of which this rank has slices only."""
+    """Return whether a module is filled in place: also one that loads itself if this rank has only slices of it."""
     if loads_directly(member):
         return True
     return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
@@ -442,7 +441,7 @@ def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Mat
 
 
 class OwnLoad:
-    """One module that loads itself, being prepared: what is stored below its name, by the keys it knows."""
+    """One module that loads itself, being prepared: what is stored below its name, by its own keys."""
 
     def __init__(self, member: nn.Module, path: Path, source: SavedModule, matcher: Matcher) -> None:
         self._bare = unwrap(member)
@@ -453,7 +452,7 @@ class OwnLoad:
         self._values: dict[str, Callable[[], Any]] = {}
 
     def prepare(self) -> None:
-        """Ask for all that is stored of it."""
+        """Request all that is stored of it."""
         matcher = self._matcher
         if not matcher.selects_whole(self._path, _WHOLE):
             return
@@ -486,10 +485,10 @@ class OwnLoad:
         matcher.later(lambda: self._apply(metadata), may_refuse=True)
 
     def find_renames(self) -> dict[Path, str]:
-        """Return the name in the checkpoint of each parameter that the module takes from another key than its own.
+        """Return the name in the checkpoint of each parameter that the module loads from another key than its own.
 
-        A copy of the module without memory loads stand-ins of what is stored, and is asked where they went. (What an
-        old ``weight_norm`` saved, the parametrization takes so.) A module that cannot be copied renames nothing.
+        A copy of the module without memory loads stand-ins of what is stored; then its parameters show where they went.
+        (So a parametrization loads what an old ``weight_norm`` saved.) A module that cannot be copied renames nothing.
         """
         current, versions = own_state(self._bare, self._path)
         tensors = dict(self._stored_tensors(current))
@@ -502,7 +501,7 @@ class OwnLoad:
         try:
             trial = copy.deepcopy(self._bare, {id(one): _without_memory(one) for one in own})
             trial.load_state_dict(_as_state_dict(trial, made, self._metadata(versions)), strict=False, assign=True)
-        except Exception:  # noqa: BLE001  what is not known is told as missing; the load itself raises what is wrong
+        except Exception:  # noqa: BLE001  what is not found is reported as missing; the load itself raises what is wrong
             return {}
         parameters = dict(trial.named_parameters(remove_duplicate=False))
         went = {key: keys.get(parameters[own].data_ptr()) for key, own in plain_keys(trial, parameters).items()}
@@ -552,7 +551,7 @@ class OwnLoad:
                 yield key.removeprefix(f"{prefix}.") if prefix else key, node
 
     def _want(self, key: str, name: str, live: Any, made: dict[str, torch.Tensor]) -> None:
-        """Ask for one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
+        """Request one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
         matcher, leaf = self._matcher, self._leaf(key)
         facts = matcher.stored.facts(name)
         assert facts is not None
@@ -568,13 +567,13 @@ class OwnLoad:
             made[name] = new_tensor(shape, dtype, like, None, matcher.stored.axes_of(name))
         if matcher.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
-            if is_plain(live) and tuple(live.shape) == shape:  # else the module gives it other memory
+            if is_plain(live) and tuple(live.shape) == shape:  # else the module replaces its memory
                 matcher.share(leaf, live, name)
 
     def _metadata(self, current: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `Module._load_from_state_dict` is told of the versions that were saved.
+        """Return the version metadata for `Module._load_from_state_dict`.
 
-        Where they were not saved, they are taken for those of the classes that are here.
+        Where versions were not saved, they default to those of the classes that are here.
         """
         saved, prefix = self._source.metadata, below(self._source.path, self._path)
         if saved is None:
@@ -614,7 +613,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _takes_strict(module: nn.Module) -> bool:
-    """Return whether ``load_state_dict()`` of a module may be told whether to be strict."""
+    """Return whether ``load_state_dict()`` of a module has the parameter ``strict``."""
     try:
         parameters = inspect.signature(module.load_state_dict).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What does a state hold, in the neutral language? Walk it once, then walk it again for almost nothing.
+"""Walks of a state into neutral terms: a full one first, then cached ones at almost no cost.
 
 `StateWalker` turns a nested dict of modules, optimizers, objects with ``state_dict()``, tensors and plain values into a
 `ShardedState`. The first (*cold*) walk makes a plan: which tensors there are, under which names, which share memory. A
@@ -8,7 +8,7 @@ Guarantees:
 
 - What cannot be saved is refused by its path, before anything is written.
 - Memory that several names share is stored once, the others are aliases.
-- Any doubt is a cold walk: a cached walk is never served over moved, retied, resized or replaced tensors.
+- Any doubt causes a cold walk: a cached walk is never served over moved, retied, resized or replaced tensors.
 - Tensors are not copied and not changed; the state is only read.
 """
 
@@ -49,10 +49,10 @@ from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
 
-# Is the tree of plain values small enough for every reader (docs/format.md#limits), and which leaves make it large?
+# Limits on the tree of plain values, for every reader (docs/format.md#limits), and the leaves that make it large.
 #
 # A tree that grows while the program trains (a log, a history) is warned of at a half, three quarters and seven eighths of
-# the limits, so that no run begins to fail without having said so.
+# the limits, so that no run begins to fail without a warning.
 
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ class TreeSize:
         self._warned = 0
 
     def check(self, values: Node) -> None:
-        """Refuse a tree that no reader would accept, and warn of one that grows towards it.
+        """Refuse a tree that readers would reject, and warn of one that grows towards it.
 
         Raises:
             UnsupportedStateError: names the leaves that make it large.
@@ -153,13 +153,13 @@ class WalkedPart(Protocol):
 
 
 class StateWalker:
-    """Walks states of one job, and remembers the last one, of each of the last `PLANS` selections.
+    """Walks states of one job, and caches the last one, of each of the last `PLANS` selections.
 
-    Between walks it keeps the tensors of the last states alive; `forget` lets go of them.
+    Between walks it keeps the tensors of the last states alive; `forget` releases them.
 
     Args:
-        codecs: the user's classes; None takes those of `aiockpt.register_codec`.
-        rank: whose own values are meant.
+        codecs: the user's classes; None uses those of `aiockpt.register_codec`.
+        rank: the rank whose own values are meant.
         alone: whether no other rank has a part of the states.
     """
 
@@ -176,7 +176,7 @@ class StateWalker:
 
         Raises:
             UnsupportedStateError: a leaf cannot be saved; it is named.
-            UsageError: *selection* names what the state has not, or a part of what is saved as a whole.
+            UsageError: *selection* names what the state does not have, or a part of what is saved as a whole.
         """
         plan = self._plans.pop(selection, None)
         if plan is not None and plan.watch.holds():
@@ -198,7 +198,7 @@ class StateWalker:
         return walked
 
     def forget(self) -> None:
-        """Let go of the last states."""
+        """Release the last states."""
         self._plans.clear()
 
 
@@ -221,7 +221,7 @@ class _StatePlan:
         self._tensors = self._shards
 
     def keep_state(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
-        """Take a tensor of an optimizer."""
+        """Accept a tensor of an optimizer."""
         self.keep(path, tensor, flat, may_differ=False)
 
     def keep(
@@ -233,10 +233,10 @@ class _StatePlan:
         may_differ: bool | None = None,
         is_buffer: bool = False,
     ) -> None:
-        """Take a tensor that stays where it is between walks; arguments as for `describe`.
+        """Accept a tensor that stays where it is between walks; arguments as for `describe`.
 
         Args:
-            may_differ: None where the tensor says it.
+            may_differ: None where the tensor itself determines it.
         """
         may_differ = not isinstance(tensor, torch.nn.Parameter) if may_differ is None else may_differ
         leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ, is_buffer=is_buffer)
@@ -246,7 +246,7 @@ class _StatePlan:
         self.watch.tensor(tensor)
 
     def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Take a tensor of a module, or leave it out; return whether it is made of others, and is still to be saved."""
+        """Accept a tensor of a module, or skip it; return whether it is made of others, and is still to be saved."""
         if self.choice.by_rule:
             self.watch.attribute(_REQUIRES_GRAD, tensor)
         if not self.choice.keeps(path, tensor):
@@ -288,7 +288,7 @@ class _StatePlan:
         """Put what was gathered anew behind what is kept; return the digest of the structure.
 
         Only what was gathered anew can have changed that. Where it is what it was in the last walk, the shards of then
-        stand for it: one object each time, and one tuple of them, tell others that nothing has moved (see `are_same`).
+        stand for it: the same objects in the same tuple show that nothing has moved (see `are_same`).
         """
         facts = (tuple(map(_FACTS, found)), tuple(alias.items()))
         known = self._structure is not None and self._structure[0] == facts
@@ -383,7 +383,7 @@ class _TensorPart:
 
 
 class _CompositePart:
-    """A bare tensor that is made of others, written anew each time: what they are may be other objects by then."""
+    """A bare tensor that is made of others, written anew each time: its parts may be other objects by then."""
 
     def __init__(self, tensor: torch.Tensor, path: Path) -> None:
         self._tensor = tensor
@@ -411,7 +411,7 @@ class _StatefulPart:
 class _LoaderPart:
     """A data loader: what its readers share, and what this data-parallel rank's have, in the global tree under its number.
 
-    So peers that read the same data say the same, and the union of all ranks' trees has every data-parallel rank once.
+    So peers that read the same data write the same, and the union of all ranks' trees has every data-parallel rank once.
     """
 
     def __init__(self, value: Loader[Any], path: Path) -> None:
@@ -454,7 +454,7 @@ class _ValuePart:
         try:
             return run.encode(value, self._path)
         except UnsupportedStateError:
-            # An object has come into it since. Looking for one first would cost each walk of a long list a second pass.
+            # An object was added since. Checking for one first would cost each walk of a long list a second pass.
             if kind_of(value) == "value":
                 raise
             raise Stale from None

@@ -1,13 +1,12 @@
-"""How is an optimizer read? By the names of its parameters, not by their numbers.
+"""Saving of optimizers: by the names of their parameters, not by their numbers.
 
-Names are those that the modules of the same state give: ``optimizer.state.model.layers.0.weight.exp_avg``. So the state
-of a parameter finds it again when the order, the groups or the sharding changed.
+Names are those that the modules of the same state define: ``optimizer.state.model.layers.0.weight.exp_avg``. So the state
+of a parameter is found again when the order, the groups or the sharding changed.
 
 - A plain ``torch.optim.Optimizer`` is read directly, its tensors in the memory they are in.
-- One that overrides or hooks ``state_dict()`` goes the general way: what that returns, with numbers made names.
-- What it has beside a parameter that is spread over ranks: `aiockpt.adapters.optimizer`.
+- One that overrides or hooks ``state_dict()`` is read by it, with numbers made names.
 
-`aiockpt.adapters.optimizer_target` is the way back.
+`aiockpt.adapters.optimizer_target` loads.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from aiockpt.state.tree import TAG, Node, Path, refuse
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# What has a rank of an optimizer's state beside a parameter that is spread over ranks? Told by shapes, never guessed.
+# Optimizer state of a parameter that is spread over ranks: what a rank has of it. By shapes, never guessed.
 #
 # - A DTensor is spread as its placements say.
 # - A plain tensor of the shape of the rank's part is that part of the state, if under its key *every* parameter has one of
@@ -172,12 +171,12 @@ def digest_of(tensor: torch.Tensor) -> str:
     return digest128(flat.numpy().data)
 
 
-# Which optimizer has the state that this rank keeps? Itself, but for torch's ``ZeroRedundancyOptimizer``.
+# The optimizer that has the state of this rank: itself, but for torch's ``ZeroRedundancyOptimizer``.
 #
-# That one gives each rank some of the parameters, and an optimizer of its own for them in ``optim``; its ``state_dict()``
-# wants all state gathered on one rank before. Saving and loading need no such thing: each rank saves what its own optimizer
-# has, by the names of the parameters, and takes that of the parameters that it has when it loads. So the state moves between
-# any number of ranks, and between ``ZeroRedundancyOptimizer`` and the optimizer that it wraps.
+# That one assigns each rank some of the parameters, and an optimizer of its own for them in ``optim``; its ``state_dict()``
+# needs all state gathered on one rank before. Saving and loading do not: each rank saves what its own optimizer has, by the
+# names of the parameters, and loads the state of the parameters that it has. So the state moves between any number of ranks,
+# and between ``ZeroRedundancyOptimizer`` and the optimizer that it wraps.
 
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -207,7 +206,7 @@ logger = logging.getLogger("aiockpt")
 Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers whose own parameters were told of."""
+"""Optimizers whose own parameters were logged."""
 
 
 class OptimizerView(msgspec.Struct, frozen=True):
@@ -221,7 +220,7 @@ class OptimizerView(msgspec.Struct, frozen=True):
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer leaves saving and loading to its ``state`` and ``param_groups``."""
+    """Return whether the optimizer is saved and loaded by its ``state`` and ``param_groups`` alone."""
     if (keeper := keeper_of(optimizer)) is not optimizer:
         return is_plain(keeper)
     cls = type(optimizer)
@@ -250,7 +249,7 @@ def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Pa
     group and its place there: ``optimizer.parameters[0][3]``.
 
     Raises:
-        UnsupportedStateError: the state has no module and no tensor at all, so that a model was forgotten.
+        UnsupportedStateError: the state has no module and no tensor at all, so that a model is missing.
     """
     for number, group in enumerate(optimizer.param_groups if not index.paths else ()):
         for place, parameter in enumerate(group["params"]):
@@ -279,7 +278,7 @@ def own_parameters(
 
 
 def _tell(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
-    """Say once which parameters are saved with the optimizer for want of a name."""
+    """Log once which parameters are saved with the optimizer because they have no name."""
     if own and optimizer not in _told:
         _told.add(optimizer)
         logger.warning(
@@ -323,11 +322,11 @@ class OptimizerPart:
             self._content = self._sort(self._view)
             for place, placed in self._content.tensors:
                 keep(place, placed.tensor, placed.flat)
-                if placed.form == "part":  # the walk has a DTensor in its memory, which does not follow if it moves
+                if placed.form == "part":  # the walk has a DTensor in its memory, which becomes stale if it moves
                     watch.tensor(placed.source)
 
     def _sort(self, view: OptimizerView) -> _SavedState:
-        """Say what of a view this rank saves, and how."""
+        """Return what of a view this rank saves, and how."""
         parts = StateParts(self._owners, view.states)
         content = _SavedState(parts)
         for owner, state in view.states:
@@ -480,7 +479,7 @@ def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Optim
 
 
 def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView | None:
-    """Return what ``state_dict()`` says, by names; None when it has another form than torch's."""
+    """Return what ``state_dict()`` returns, by names; None when it has another form than torch's."""
     state_dict = optimizer.state_dict()
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
     if set(state_dict) != {"state", "param_groups"} or not isinstance(groups, list) or not isinstance(states, dict):

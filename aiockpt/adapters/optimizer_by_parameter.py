@@ -1,14 +1,14 @@
-"""Optimizers whose make-up has changed since the step was saved: state follows its parameter, by name.
+"""Loading of optimizers whose make-up has changed since the step was saved: state follows its parameter, by name.
 
-Asked for by ``load(…, optimizer_state="by_parameter")``. All optimizers of the checkpoint count as one store of state:
+Requested by ``load(…, optimizer_state="by_parameter")``. All optimizers of the checkpoint count as one store of state:
 
-- A parameter takes its state from the optimizer that had it; where several had it, from the one with the name of the
+- A parameter gets its state from the optimizer that had it; where several had it, from the one with the name of the
   optimizer here. It must fit: an optimizer whose groups have the same values by default, a group of the same kind, a
-  parameter of the same shape and dtype. What does not fit, and what is new, begins anew, and is told by name.
-- A group with just the parameters of a group of the checkpoint goes on with its values. Any other keeps what the program
-  gave it (what its group has and differs from the optimizer's default), and takes the rest, such as a learning rate that a
-  schedule has moved; what differs is told.
-- State of the checkpoint whose parameter no optimizer here has is left, and told.
+  parameter of the same shape and dtype. What does not fit, and what is new, begins anew, and is reported by name.
+- A group with just the parameters of a group of the checkpoint continues with its values. Any other keeps what the program
+  set (what its group has and differs from the optimizer's default), and loads the rest, such as a learning rate that a
+  schedule has moved; what differs is reported.
+- State of the checkpoint whose parameter no optimizer here has is skipped, and reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_OF_THE_OPTIMIZER = {"params", "param_names", *HOW_TO_STEP}
 
 
 def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher) -> None:
-    """Ask for the state of each parameter of an optimizer, from whichever optimizer of the checkpoint has it."""
+    """Request the state of each parameter of an optimizer, from whichever optimizer of the checkpoint has it."""
     if not matcher.optimizers:
         load_optimizer(optimizer, path, index, matcher)
     elif is_plain(optimizer) or matcher.selects_whole(path, "it has its own load_state_dict()"):
@@ -46,7 +46,7 @@ def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher
 
 
 def tell_left(matcher: Matcher) -> None:
-    """Tell which state of the checkpoint is left, because no optimizer of the whole state has its parameter."""
+    """Report which state of the checkpoint is skipped, because no optimizer of the whole state has its parameter."""
     for found in matcher.optimizers or ():
         name = join_name(found.path)
         for one in [one for some in found.saved.members for one in some if one not in found.met]:
@@ -79,7 +79,7 @@ class _ByParameter:
         self._at = at
 
     def load(self) -> None:
-        """Ask for it."""
+        """Request the state."""
         matcher, match = self._matcher, self._match
         self._want_own_parameters()
         groups: list[Thunks] = []
@@ -105,7 +105,7 @@ class _ByParameter:
         apply_later(match, groups, [*states, *((one, Thunks()) for one in every if id(one) not in met)], self._rest())
 
     def _want_own_parameters(self) -> None:
-        """Ask for parameters that have no name but their place, where the places are what they were."""
+        """Request parameters that have no name but their place, where the places are what they were."""
         first, match = self._sources[0], self._match
         same = first.found.path == self._at and _sizes(first.found.saved.members) == _sizes(match.members)
         for owner, parameter in own_parameters(match.optimizer, match.members, self._index):
@@ -127,7 +127,7 @@ class _ByParameter:
             self._matcher.tell(f"{join_name(place)}: begins anew: {why}")
 
     def _choose(self, owner: Path, number: int) -> _Store | None:
-        """Return the optimizer of the checkpoint that *owner*, in the group *number* here, takes its state from; or None."""
+        """Return the optimizer of the checkpoint that *owner*, in the group *number* here, gets its state from; or None."""
         having = [source for source in self._sources if owner in source.match.ids]
         for source in having:
             source.found.met.add(source.match.ids[owner])
@@ -161,7 +161,7 @@ class _ByParameter:
         return None
 
     def _values_of(self, number: int, members: Sequence[tuple[Path, _Store]]) -> dict[str, Node]:
-        """Return what the group *number* takes from the groups that its parameters were in."""
+        """Return what the group *number* gets from the groups that its parameters were in."""
         used = list({id(source): source for _, source in members}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
             ids = [used[0].match.ids[owner] for owner, _ in members]
@@ -199,7 +199,7 @@ class _ByParameter:
         return {key: value for key, value in group.items() if key not in _NOT_OF_THE_OPTIMIZER}
 
     def _is_given(self, number: int, key: str) -> bool:
-        """Return whether the program gave a group a value of its own, and not the optimizer's default."""
+        """Return whether the program set a value of the group other than the optimizer's default."""
         group = self._match.optimizer.param_groups[number]
         defaults = getattr(self._match.keeper, "defaults", {})
         # A schedule that was made before the load has moved the rate, and keeps what it was.
@@ -208,7 +208,7 @@ class _ByParameter:
 
 
 def _class_misfit(match: OptimizerMatch) -> str | None:
-    """Return in a few words that the classes do not fit, since it is told for each parameter; or None."""
+    """Return in a few words that the classes do not fit, since it is reported for each parameter; or None."""
     misfit, there = class_misfit(match.keeper, match.saved), match.saved.class_name
     if misfit is None or there is None:
         return misfit
@@ -224,7 +224,7 @@ def _keys(keys: Iterable[str]) -> str:
 
 
 def _shown(node: Node) -> str:
-    """Return a plain value of a group for people."""
+    """Return a plain value of a group as text for a message."""
     if type(node) is dict and node.get(TAG) == "tuple":
         return f"({', '.join(map(_shown, members_of(node).values()))})"
     return "a tensor" if type(node) is dict else f"{node!r:.40}"

@@ -1,4 +1,4 @@
-"""In which forms is the state of an optimizer in checkpoints, and how is each read as one thing?
+"""Forms of optimizer state in checkpoints, and one normal form, `SavedOptimizer`, for all of them.
 
 Programs save an optimizer itself, or the dict that they got from it:
 
@@ -7,7 +7,7 @@ Programs save an optimizer itself, or the dict that they got from it:
 - *by names in the module*: torch's ``get_optimizer_state_dict(model, optimizer)`` (also in ``get_state_dict``), and
 - the same *flat*: with ``flatten_optimizer_state_dict=True``.
 
-`read_form` makes a `SavedOptimizer` of any of them; `pair_up` says which of its parameters is which one here.
+`read_form` makes a `SavedOptimizer` of any of them; `pair_up` matches its parameters with those here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = ("params", "param_names")
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
-    """What a checkpoint says of an optimizer.
+    """The content of a checkpoint for one optimizer.
 
     Attributes:
         groups: the values of each group.
@@ -40,7 +40,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         state: of each parameter, by key; tensors as the tree of values writes them.
         is_dict: whether a program saved what it got from its optimizer, and not the optimizer.
         flat: whether that is the flat form.
-        class_name, keys: which class saved it, and what its groups have by default; None where nobody says.
+        class_name, keys: which class saved it, and what its groups have by default; None where unknown.
         rest: state that belongs to no parameter, or None.
         part, whole, spread: of each parameter that was spread over ranks, keys whose tensors were plain ones, each rank's
             its part; those that all ranks had alike; and those that were spread in another way
@@ -82,13 +82,13 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
 
 
 def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
-    """Return what the node of an ``Optimizer`` says.
+    """Return what the node of an ``Optimizer`` holds.
 
     Args:
         path: where it is in the checkpoint, since its tensors have names and no nodes.
 
     Raises:
-        ManifestError: no optimizer wrote it.
+        ManifestError: it was not written for an optimizer.
     """
     try:
         wire = msgspec.convert(node, OptimizerNode)
@@ -116,7 +116,7 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
 
 
 def read_form(node: Node, path: Path) -> SavedOptimizer | None:
-    """Return what a node at *path* of the checkpoint says in any of the forms; None where it has none of them.
+    """Return what a node at *path* of the checkpoint holds in any of the forms; None where it has another form.
 
     Raises:
         ManifestError: as `read_node`.
@@ -134,7 +134,7 @@ def read_form(node: Node, path: Path) -> SavedOptimizer | None:
 
 
 class FoundOptimizer(msgspec.Struct, frozen=True):
-    """An optimizer of the checkpoint: where it is there, what it says, and which of its parameters are met in the state."""
+    """An optimizer of the checkpoint: its path there, its content, and which of its parameters are matched in the state."""
 
     path: Path
     saved: SavedOptimizer
@@ -222,7 +222,7 @@ def _read_flat(items: Mapping[Any, Node]) -> SavedOptimizer | None:
 def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: bool = False) -> dict[Id, Id]:
     """Return which parameter of *saved* each one here is; those that it does not have are left out.
 
-    Where one side has numbers only, parameters are told by their place, and both must have the same groups; none else.
+    Where one side has numbers only, parameters are matched by their place if both sides have the same groups, else not.
 
     Args:
         members: the parameters of each group here: numbers, or names with a dot between their parts.
@@ -275,14 +275,14 @@ def tensor_names(node: Node) -> Iterator[str]:
 
 # The fit of an optimizer here and one of a checkpoint, and what its groups become.
 #
-# - What a group says belongs to its parameters. A group takes what the groups of its parameters agree on in the checkpoint,
-#   however many there were; what they do not agree on is a difference that names two of them. A group without parameters, or
-#   with none that the checkpoint has, keeps its own.
+# - The values of a group belong to its parameters. A group gets what the groups of its parameters agree on in the
+#   checkpoint, however many there were; what they do not agree on is a difference that names two of them. A group without
+#   parameters, or without any that the checkpoint has, keeps its own.
 # - How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) is a property of the job: the running
 #   optimizer keeps its own.
 # - Another class fits when its groups have the same values by default (Adam, AdamW); else it would fail in its next step,
-#   for want of what it never saved. Of a wrapper counts the class inside. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
-#   what torch's do: they fit unless a group says what the other class has no word for (``amsgrad=True``).
+#   because values are missing. Of a wrapper counts the class inside. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
+#   what torch's do: they fit unless a group has an option that the other class does not support (``amsgrad=True``).
 
 
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
@@ -300,7 +300,7 @@ def default_keys(optimizer: Optimizer) -> list[str]:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that *optimizer* hands all calls on to, as wrappers of accelerate and Lightning do; or itself."""
+    """Return the optimizer that *optimizer* forwards all calls to, as wrappers of accelerate and Lightning do; or itself."""
     inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
     if len(inner) != 1 or inner[0].state is not optimizer.state or inner[0].param_groups is not optimizer.param_groups:
         return optimizer
@@ -308,7 +308,7 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
-    """Return in words why *optimizer* cannot go on with what another class *saved*, or None."""
+    """Return the reason why *optimizer* cannot continue with what another class *saved*, or None."""
     cls = type(innermost(optimizer))
     if saved.class_name is not None and saved.class_name in map(class_name, cls.__mro__):
         return None
@@ -320,7 +320,7 @@ def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
 def keys_misfit(
     name: str, own: AbstractSet[str], present: AbstractSet[str], own_state: AbstractSet[str], saved: SavedOptimizer
 ) -> str | None:
-    """Return in words why an optimizer cannot go on with what another one *saved*, by what they keep; or None.
+    """Return the reason why an optimizer cannot continue with what another one *saved*, by what they keep; or None.
 
     Args:
         name: of the optimizer here.
@@ -335,11 +335,11 @@ def keys_misfit(
     own, theirs = own - {*HOW_TO_STEP}, theirs - {*HOW_TO_STEP}
     is_adam = _is_adam(own) and _is_adam(theirs) and _computes_the_same(saved.groups, _UNSAID.keys() - present)
     unsaid = {*_UNSAID, "decoupled_weight_decay"} if is_adam else set()
-    # Where nobody says what is there by default, a scheduler may have added values, or a newer torch: both must lack some.
+    # Where the defaults are unknown, a scheduler may have added values, or a newer torch: both must lack some.
     differ = (
         bool(theirs - present - unsaid and own - theirs - unsaid) if lacks_by_default else bool((own ^ theirs) - unsaid)
     )
-    # State comes with the first steps and with options: only what each has kept and the other has not tells.
+    # State comes with the first steps and with options: only what each has and the other lacks is evidence.
     if not differ and not (saved.class_name is not None and own_state - their_state and their_state - own_state):
         return None
     there = "an optimizer of another class" if saved.class_name is None else saved.class_name.rpartition(".")[2]
@@ -366,11 +366,11 @@ def _words(keys: Iterable[str], state: Iterable[str]) -> str:
 def agreed_values(
     saved: SavedOptimizer, ids: Iterable[Id], same_tensor: Callable[[str], str]
 ) -> tuple[dict[str, Node], list[str]]:
-    """Return what the groups of some parameters agree on in the checkpoint, and in words what they do not.
+    """Return what the groups of some parameters agree on in the checkpoint, and as text what they do not.
 
     Args:
         ids: the parameters of a group here that the checkpoint has.
-        same_tensor: returns what tells a tensor of the checkpoint, whatever its name.
+        same_tensor: returns what identifies a tensor of the checkpoint, whatever its name.
     """
     group_of = saved.group_of()
     speakers: dict[int, Id] = {}
@@ -395,8 +395,8 @@ def agreed_values(
 def groups_without_parameters(saved: SavedOptimizer) -> Iterator[dict[str, Node]]:
     """Yield the values of each group that has no parameters, in order: those of one here are found by its place among them.
 
-    Nothing is trained with them; but a scheduler goes on from them, and a trainer that makes a group for each kind of
-    parameter leaves one empty where everything of that kind is frozen.
+    Nothing is trained with them; but a scheduler continues from them, and a trainer that makes a group for each kind of
+    parameter has an empty one where everything of that kind is frozen.
     """
     for values, members in zip(saved.groups, saved.members, strict=True):
         if not members:

@@ -1,11 +1,11 @@
-"""How is an optimizer filled? By the names of its parameters, bit-exactly.
+"""Loading of optimizers: by the names of their parameters, bit-exactly.
 
 - A plain ``torch.optim.Optimizer`` is filled directly: state tensors that are there in place, others are made.
   ``Optimizer.load_state_dict()`` is not used, because it casts fp32 moments to the dtype of bf16 parameters; its last
-  call, ``__setstate__()``, is made, in which classes settle what an older or a related one has saved.
-- One that overrides or hooks ``state_dict()`` is given a state dict with torch's numbers.
-- The checkpoint may have it in any form (`aiockpt.adapters.optimizer_forms`); what its groups become, and which other
-  classes fit, says `aiockpt.adapters.optimizer_forms`.
+  call, ``__setstate__()``, is made, in which classes adapt what an older or a related one has saved.
+- One that overrides or hooks ``state_dict()`` gets a state dict with torch's numbers.
+- The checkpoint may have it in any form. For the forms, what its groups become and which other classes fit, see
+  `aiockpt.adapters.optimizer_forms`.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
 
-# How is the dict of an optimizer's state filled when the checkpoint has it in another form? Its node is written anew.
+# Dicts of an optimizer's state that the checkpoint has in another form: their node is written anew.
 #
 # One of the same form is a plain value like any other, unless the two are of optimizers of different classes.
 #
 # A program may save ``optimizer`` and load into ``optimizer.state_dict()``, or save that and load into what torch's
-# ``get_optimizer_state_dict()`` gives. The node that `node_for` writes has the form of the dict that is here, refers to the
-# tensors that the checkpoint has, and is loaded like any other value.
+# ``get_optimizer_state_dict()`` returns. The node that `node_for` writes has the form of the dict that is here, refers to
+# the tensors that the checkpoint has, and is loaded like any other value.
 
 
 class _Template(msgspec.Struct, frozen=True):
-    """The dict that is here: what its groups say, their parameters, the keys of all state, and whether it is flat."""
+    """The dict that is here: the values of its groups, their parameters, the keys of all state, and whether it is flat."""
 
     groups: list[Mapping[str, Any]]
     members: list[list[Id]]
@@ -76,7 +76,7 @@ class _Template(msgspec.Struct, frozen=True):
 def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
     """Return the node to fill *here* with, where it and the checkpoint have an optimizer in two forms; else None.
 
-    What does not fit is noted; the node is ``UNSET`` where nothing can be taken.
+    What does not fit is noted; the node is ``UNSET`` where nothing can be loaded.
     """
     found = matcher.find(path) if is_form(here) else None
     if found is None:
@@ -108,7 +108,7 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
 
 
 def _read_template(here: Any) -> _Template | None:
-    """Return what a dict says that `is_form`; None where it is none after all."""
+    """Return the content of a dict that `is_form`; None where it turns out to have another form."""
     if here.keys() == {"state", "param_groups"}:
         groups = here["param_groups"]
         if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
@@ -135,7 +135,7 @@ def _same_form(template: _Template, saved: SavedOptimizer) -> bool:
 
 
 def _misfit(template: _Template, saved: SavedOptimizer, pairs: Mapping[Id, Id]) -> str | None:
-    """Return in words why nothing of *saved* can be taken, or None."""
+    """Return the reason why nothing of *saved* can be loaded, or None."""
     if not pairs and any(template.members):
         there, here = ([len(some) for some in members] for members in (saved.members, template.members))
         return f"groups of {here} parameters in the state, of {there} in the checkpoint, and no common names"
@@ -143,7 +143,7 @@ def _misfit(template: _Template, saved: SavedOptimizer, pairs: Mapping[Id, Id]) 
 
 
 def _class_misfit(template: _Template, saved: SavedOptimizer) -> str | None:
-    """Return in words why the two are of optimizers that cannot go on from each other, or None."""
+    """Return the reason why the two are of optimizers that cannot continue from each other, or None."""
     own = {key for group in template.groups for key in group} - {*NAMES}
     return keys_misfit("the dict of an optimizer", own, own, template.state_keys, saved)
 
@@ -156,7 +156,7 @@ def _differences(template: _Template, saved: SavedOptimizer, pairs: Mapping[Id, 
 
 
 def _own_values(group: Mapping[str, Any]) -> dict[str, Node]:
-    """Return what a group here keeps where the checkpoint says nothing: how a step is computed, and plain values."""
+    """Return what a group here keeps where the checkpoint has no value: how a step is computed, and plain values."""
     return {key: value for key, value in group.items() if type(value) in (type(None), bool, int, float, str)}
 
 
@@ -189,7 +189,7 @@ Thunks = dict[Any, Callable[[], Any]]
 
 
 class OptimizerMatch:
-    """An optimizer here, what a checkpoint says of one, and which parameter is which."""
+    """An optimizer here, one of a checkpoint, and which parameter is which."""
 
     def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, matcher: Matcher) -> None:
         self.optimizer = optimizer
@@ -211,7 +211,7 @@ class OptimizerMatch:
 
 
 def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matcher) -> None:
-    """Ask *intake* for all that an optimizer holds."""
+    """Request from *matcher* all that an optimizer holds."""
     matcher.claim(path)
     matcher.note_optimizer(path)
     found = matcher.find(path)
@@ -242,7 +242,7 @@ def apply_later(
     states: Sequence[tuple[torch.Tensor, Thunks]],
     rest: Callable[[], Any] | None,
 ) -> None:
-    """Have the optimizer here get what is asked for: the values of its groups, the state of parameters, and what is left."""
+    """Have the optimizer here get what was requested: the values of its groups, the state of parameters, and the rest."""
     matcher, path = match.matcher, match.path
     if is_plain(match.optimizer):
         whole = matcher.selects(path)
@@ -311,7 +311,7 @@ def _want_groups(match: OptimizerMatch) -> list[Thunks]:
 
 
 def _leave_groups(match: OptimizerMatch) -> None:
-    """What groups of the checkpoint say is known, whether a group here takes it or not; so is the state that is paired."""
+    """Mark as known the values of the checkpoint's groups, whether a group here gets them or not, and the paired state."""
     matcher, saved = match.matcher, match.saved
     for name in tensor_names([list(group.values()) for group in saved.groups]):
         matcher.leave(name)
@@ -321,7 +321,7 @@ def _leave_groups(match: OptimizerMatch) -> None:
 
 
 def _want_states_of_all(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
-    """Return what will set each parameter's state; what the optimizer of the checkpoint has not is a difference."""
+    """Return what will set each parameter's state; what the optimizer of the checkpoint lacks is a difference."""
     if match.saved.by_numbers and not match.ids:
         match.matcher.problem(join_name(match.path), numbers_misfit(match))
         return []
@@ -335,7 +335,7 @@ def want_states(match: OptimizerMatch, refuse: Callable[[Path, str], object]) ->
     """Return what will set the state of each parameter that is paired; tensors that are there are filled in place.
 
     Args:
-        refuse: is told of a parameter that is another than the one that was saved, and why.
+        refuse: called with a parameter that is another than the one that was saved, and why.
     """
     found = []
     kept = {id(parameter) for group in match.keeper.param_groups for parameter in group["params"]}
@@ -348,7 +348,7 @@ def want_states(match: OptimizerMatch, refuse: Callable[[Path, str], object]) ->
                 refuse(owner, problem)
                 _leave_state(match, owner)
             elif id(parameter) not in kept or (flat is not None and flat.start == flat.end):
-                _leave_state(match, owner)  # what is here stays as it is: no step ever reaches it
+                _leave_state(match, owner)  # what is here stays as it is: optimizer steps never reach it
             else:
                 found.append((parameter, _want_state(match, owner, Owner(parameter, flat), group)))
     return found
@@ -362,10 +362,10 @@ def _leave_state(match: OptimizerMatch, owner: Path) -> None:
 def _parameter_misfit(
     match: OptimizerMatch, owner: Path, parameter: torch.Tensor, flat: FlatRange | None
 ) -> str | None:
-    """Return in words why state that belongs to another parameter than the one here would be taken; None where not.
+    """Return the reason why the state belongs to another parameter than the one here, or None.
 
     A parameter that does not fit stays as it is. With moments of the one that was saved the next step would fail, or
-    move it by what another tensor has learnt. (Of a parameter that is not asked for, the dtype may be another one.)
+    move it by what another tensor has learnt. (A parameter that is not requested may have another dtype.)
     """
     if not match.saved.state.get(match.ids[owner]) or not match.matcher.touches((*match.path, "state", *owner)):
         return None
@@ -380,7 +380,7 @@ def _parameter_misfit(
 
 
 def numbers_misfit(match: OptimizerMatch) -> str:
-    """Say why the numbers of the checkpoint cannot be those of the parameters here."""
+    """Return the reason why the numbers of the checkpoint cannot be those of the parameters here."""
     there, here = ([len(some) for some in members] for members in (match.saved.members, match.members))
     return (
         f"groups of {here} parameters in the state, of {there} in the checkpoint, which has an optimizer's state_dict(): "
@@ -416,7 +416,7 @@ def _want_tensor(
     like: torch.Tensor | torch.device,
     beside: str,
 ) -> torch.Tensor:
-    """Ask for one state tensor, of the parameter that the optimizer there calls *one*; see `Matcher.fill`."""
+    """Request one state tensor, of the parameter that the optimizer there calls *one*; see `Matcher.fill`."""
     matcher, saved, parameter = match.matcher, match.saved, owner.parameter
     facts = matcher.stored.facts(name)
     if facts is None or not owner.is_spread:

@@ -1,4 +1,4 @@
-"""What is ``aiockpt.per_rank(optimizer)``? All that an optimizer holds on this rank, as it lies, for this rank alone.
+"""State of ``aiockpt.per_rank(optimizer)``: all that an optimizer holds on this rank, as it lies, for this rank alone.
 
 For state that ranks rightly have differently (preconditioners of their own, other values of groups for one parameter). It
 comes back on the same number of ranks, for the same parameters spread in the same way: nothing of it can be resharded.
@@ -26,7 +26,7 @@ _PLACED, _SHAPE, _LOCAL = "dtensor placed", "of shape", "local"
 
 
 def of_this_rank(value: Any) -> Any:
-    """Return what belongs to this rank: an object, or what `per_rank` wraps; of an optimizer, what gives its own state."""
+    """Return what belongs to this rank: an object, or what `per_rank` wraps; an optimizer as `OwnOptimizer`."""
     held = value.value if isinstance(value, PerRank) else value
     return OwnOptimizer(held) if isinstance(held, Optimizer) else held
 
@@ -50,7 +50,7 @@ class OwnOptimizer:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take such a state back.
+        """Load such a state.
 
         Raises:
             ValueError: it is not that of this optimizer, or its parameters are spread in another way here.

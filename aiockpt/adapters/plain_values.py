@@ -1,11 +1,11 @@
-"""Does a plain value of the checkpoint fit the one that is here, and which objects that are here will hold it?
+"""Match of plain values: whether one of the checkpoint fits the one here, and which objects here will hold it.
 
 Guarantees:
 
 - Under the keys of dicts, types decide and values do not: numbers fit numbers and 0-d tensors, lists and tuples fit each
   other, so do the kinds of dicts, and None fits all. Items of a list, tuple or deque are data: one of another kind is
   replaced by the one that was saved.
-- Nothing changes: what is found is what `aiockpt.adapters.plain_values` goes by, once all is decoded.
+- The match changes nothing: `refill` uses its result, once all is decoded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.scalars import PATHS
 from aiockpt.state.tree import TAG, Decoder, Node, Path, metadata_of, set_metadata
 
-# How does an object that the program holds become what was saved, without becoming another object?
+# Filling of objects that the program holds.
 #
 # `refill` puts a decoded value into the one that is here, at every depth. It changes objects, so it comes after all is
-# decoded; which values fit is settled before, by `aiockpt.adapters.plain_values`, and the rules here are the same.
+# decoded; `ValueMatch` decides before which values fit, by the same rules.
 #
 # Guarantee: what it returns equals what was saved; it is the object that is here wherever that can be filled.
 
@@ -45,7 +45,7 @@ class Filling:
     """What one load has filled so far.
 
     Args:
-        tell: is told of an object that refuses to be filled, and why, in words.
+        tell: called with an object that refuses to be filled, and why, in words.
 
     Attributes:
         split: objects, by identity, that are at several places for which different contents were saved: the first place
@@ -167,10 +167,10 @@ def _fill_flat(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
 
 
 def _settle(here: Any, new: Any) -> None:
-    """Give an instance of the user's own class the attributes that were saved, and see that it took all of its items.
+    """Set the saved attributes of an instance of the user's own class, and check that it has all of its items.
 
     Raises:
-        TypeError: it has attributes that cannot be set from outside, or did not take the items.
+        TypeError: it has attributes that cannot be set from outside, or did not accept the items.
     """
     if type(here) in _BUILT_IN:
         return
@@ -219,17 +219,17 @@ _NAMES: dict[type, str] = {
 
 
 class Tensors(Protocol):
-    """What a match asks of the load."""
+    """What a match needs from the load."""
 
     def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
 
     def is_scalar(self, name: str) -> bool:
         """Return whether tensor *name* of the checkpoint has no axes."""
         ...
 
     def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return in words why it cannot be both that and what it is to be
+        """Note that *here* will be filled from *node*; return the reason why it cannot be both that and what it is to be
         elsewhere in the state. An item of a list can: it gets an object of its own."""
 
 
@@ -238,7 +238,7 @@ class ValueMatch:
 
     Attributes:
         problems: why they do not fit, in words.
-        told: what will be removed or replaced, in words.
+        told: reports of what will be removed or replaced, in words.
         tensors: the tensors here that will be filled, by their places; arrays as tensors of the same memory.
     """
 
@@ -277,7 +277,7 @@ class ValueMatch:
                 self._meet_nothing(node, where)
 
     def _meet_kind(self, here: Any, own: str, node: Node, there: str, path: Path, where: str, by_key: bool) -> bool:
-        """Go on by the two kinds; return whether they fit."""
+        """Match by the two kinds; return whether they fit."""
         if own in DICTS and there in DICTS and (own == there or by_key):
             self._meet_dict(here, node, path, where, by_key)
             return True
@@ -400,7 +400,7 @@ class ValueMatch:
     # ---------------------------------------------------------------- what is made anew
 
     def _meet_nothing(self, node: Node, where: str) -> None:
-        """Look for objects, which cannot be made, in what has nothing in the state beside it."""
+        """Note as problems the objects, which cannot be made, in what has nothing in the state beside it."""
         for at, kind in objects_in(node, where):
             self.problems.append(
                 f"{f'{at}: ' if at else ''}a plain value in the state, {OBJECTS[kind]} in the checkpoint; objects are "
@@ -429,7 +429,7 @@ def objects_in(node: Node, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def has_named_parts(node: Node) -> bool:
-    """Return whether there is a tensor in *node* by a name of its own, or an object: nothing that can just be made."""
+    """Return whether *node* has a tensor with a name of its own, or an object: neither can just be made."""
     if name_of_node(node) == "tensor":
         return True
     if type(node) is dict and node.get(TAG) in (None, "dict", "OrderedDict"):
@@ -446,7 +446,7 @@ def in_words(node: Node) -> str:
 
 
 def same_content(one: Node, other: Node, tied_name: Callable[[str], str]) -> bool:
-    """Return whether two nodes say the same, tensors of the same memory too.
+    """Return whether two nodes have the same content, tensors of the same memory too.
 
     Args:
         tied_name: what all names of one tensor have in common.
@@ -485,7 +485,7 @@ def _count(node: Node) -> int:
 
 
 def name_of(value: Any, codecs: CodecRegistry) -> str:
-    """Return what people call the type of a value that is here."""
+    """Return the usual name of the type of a value that is here."""
     if value is None:
         return "None"
     if type(value) is array:
@@ -503,7 +503,7 @@ def name_of(value: Any, codecs: CodecRegistry) -> str:
 
 
 def name_of_node(node: Node) -> str:
-    """Return the type of what *node* was written for, by the name that people know."""
+    """Return the usual name of the type that *node* was written for."""
     if node is None:
         return "None"
     if not isinstance(node, dict):
@@ -533,7 +533,7 @@ def _words(name: str) -> str:
 
 
 class _Inner(msgspec.Struct, frozen=True):
-    """What a match inside a registered class asks: its containers are made anew, none is held."""
+    """What a match inside a registered class needs: its containers are made anew, so that `hold` does nothing."""
 
     load: Tensors
 

@@ -1,10 +1,10 @@
-"""What is a leaf of the state called in the checkpoint? ``map=`` says it from here to there, ``rename=`` from there to here.
+"""Renaming of leaves between state and checkpoint: ``map=`` from state to checkpoint, ``rename=`` the other way.
 
 Guarantees:
 
-- An entry of ``map=`` that renames nothing is told, with the names it may have meant; it is a slip of the pen, or the two
+- An entry of ``map=`` that renames nothing is refused, with the names it may have meant: it is a typing error, or the two
   sides were exchanged.
-- A rule of ``rename=`` that renames nothing is none: a script keeps its rules when its checkpoints have the new names.
+- A rule of ``rename=`` that renames nothing is no error: a script keeps its rules when its checkpoints have the new names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiockpt.state.tree import Path
 
 
 class Rules:
-    """What makes new names of old ones.
+    """Rules that make new names of old ones.
 
     Args:
         rules: a function of a name; or pairs of a regular expression and its replacement, as `re.sub` takes them, each
@@ -61,7 +61,7 @@ _DIRECTION = "map= goes from names in the state to names in the checkpoint"
 
 
 class Renaming:
-    """Renames the leaves of one state, and remembers which there were.
+    """Renames the leaves of one state, and records them.
 
     Args:
         rename: a function of a name, or a mapping that renames by its longest prefix that is a name.
@@ -125,7 +125,7 @@ class Renaming:
 
 
 class Renamed:
-    """The names of a checkpoint under rules: what is the old name of a leaf of the state?
+    """The names of a checkpoint under rules; maps the name of a leaf of the state to its old name.
 
     Args:
         names: every name of the checkpoint.
@@ -162,29 +162,29 @@ class Renamed:
         return name
 
     def meet(self, path: Path) -> None:
-        """Nothing is to be noted: a rule may have nothing to rename."""
+        """Does nothing: a rule may have nothing to rename."""
 
     def refuse_idle(self, stored: Collection[str], where: str, *, state_is_whole: bool) -> None:
-        """Nothing is refused: a rule may have nothing to rename."""
+        """Does nothing: a rule may have nothing to rename."""
 
     def used(self, names: Collection[str]) -> dict[str, str]:
         """Return the new name of each of the checkpoint's *names* that has one."""
         return {name: self._new[name] for name in sorted(names) if name in self._new}
 
     def asked_twice(self) -> Iterator[tuple[str, str]]:
-        """Yield the names that the state has, and that the rules gave to another part of it, with that part's."""
+        """Yield the names that the state has, and that the rules assigned to another part of it, with that part's."""
         for name in sorted(self._asked & self._given & set(self._new)):
             yield name, self._new[name]
 
 
 def near(name: str, names: Collection[str]) -> str:
-    """Return in brackets the *names* that *name* may be a slip of; nothing where there are none."""
+    """Return in brackets the *names* that *name* may be a typing error for; an empty text where there are none."""
     close = difflib.get_close_matches(name, sorted(names), n=3)
     return f" (near it: {', '.join(map(repr, close))})" if close else ""
 
 
 def near_key(name: str, names: Collection[str]) -> str:
-    """Return in brackets those of *names* whose last part *name* may be a slip of, and all parts before it the same."""
+    """Return the same, of those *names* that have all parts but the last in common with *name*."""
     *parents, key = split_name(name)
     keys = {}
     for other in names:
@@ -195,7 +195,7 @@ def near_key(name: str, names: Collection[str]) -> str:
     return f" (near it: {', '.join(repr(keys[one]) for one in close)})" if close else ""
 
 
-# Which differences does a load raise, and which does it only report? The ``strict=`` of a load, for parts of the state.
+# The ``strict=`` of a load, for parts of the state: the differences that it raises, and those that it only reports.
 
 
 Strict = bool | Mapping[str, bool]
@@ -203,7 +203,7 @@ OptimizerState = Literal["by_optimizer", "by_parameter"]
 
 
 class Strictness:
-    """Says of each name of the state whether a difference there is raised.
+    """Decides for each name of the state whether a difference there is raised.
 
     Args:
         strict: for all of it, or for parts: the longest entry that a name begins with decides, and what has none is strict.

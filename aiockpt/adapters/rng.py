@@ -1,4 +1,4 @@
-"""Where do random numbers go on after a resume? Exactly where they were: torch (CPU and CUDA), `random`, numpy.
+"""Random number generators in the state, torch (CPU and CUDA), `random`, numpy: they resume exactly where they were.
 
 Also here is what belongs to one rank alone: an `RNG`, and whatever `per_rank` wraps.
 """
@@ -40,7 +40,7 @@ class RNG:
     It holds nothing itself: ``state_dict()`` reads the generators and ``load_state_dict()`` sets them. Own generators
     (``torch.Generator``, ``numpy.random.Generator``) are not covered: put their state into the checkpoint's state.
 
-    Each rank has its own, and when their number changes: a rank that was there before goes on with its own stream, bit by
+    Each rank has its own, and when their number changes: a rank that was there before continues its own stream, bit by
     bit; a rank that was not gets a new one, derived from the state of saved rank (its number modulo the saved ranks), its
     number and the step (`derive_state`). So no new rank repeats the numbers of another, and the same resume always
     draws the same numbers. Streams of ranks that are gone are not used.
@@ -65,7 +65,7 @@ class RNG:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator that is here and in *state*; devices that are not here are left out.
+        """Set every generator that is here and in *state*; devices that are not here are skipped.
 
         Raises:
             UsageError: *state* is not one that `state_dict` returned, or from an incompatible version.

@@ -1,4 +1,4 @@
-"""What does one walk gather? The nodes of the values, and the tensors that only appear while values are read.
+"""One walk's results: the nodes of the values, and the tensors that only appear while values are read.
 
 Tensors of modules, optimizers and containers are kept by the plan (see `aiockpt.adapters.native`); those that an object's
 ``state_dict()`` returns, or that lie in lists and the like, are new each time and are gathered here.

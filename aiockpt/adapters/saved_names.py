@@ -1,6 +1,6 @@
 """Names in the checkpoint of the parameters and tensors of a state, however their modules were wrapped.
 
-An optimizer finds the state of a parameter by it. A module that loads itself may take a parameter from another key than
+An optimizer finds the state of a parameter by them. A module that loads itself may load a parameter from another key than
 its own; its optimizer follows.
 """
 
@@ -54,7 +54,7 @@ class SavedNames:
         return None
 
     def _renames_of(self, path: Path, holder: nn.Module, source: SavedModule) -> dict[Path, str]:
-        """Return the names of parameters that modules, which load themselves, take from other keys than their own."""
+        """Return the names of parameters that modules, which load themselves, load from other keys than their own."""
         if path not in self._renames:
             parts = walk_parts(holder, path, loads_directly)
             own = [OwnLoad(member, place, source, self._matcher) for place, member, direct in parts if not direct]

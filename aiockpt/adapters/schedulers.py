@@ -1,12 +1,12 @@
-"""What is the state of a learning rate scheduler? What its ``state_dict()`` gives, but for what the program makes anew.
+"""State of learning rate schedulers: what ``state_dict()`` returns, except what the program makes anew.
 
-``LRScheduler.state_dict()`` gives all attributes, whatever they are. Of a class that leaves it at that:
+``LRScheduler.state_dict()`` returns all attributes, whatever they are. Of a class that does not override it:
 
 - functions, and lists and dicts with functions in them, are left out, as torch's own ``LambdaLR`` leaves them out: the
   scheduler that loads keeps its own. So are an optimizer under another name than ``optimizer``, and weak references;
-- a scheduler inside (a warm-up around another one) gives its own state, and is given it back.
+- a scheduler inside (a warm-up around another one) is saved and loaded by its own state.
 
-A scheduler of another class whose attributes have other names is a mismatch: it would take them and never look at them.
+A scheduler of another class whose attributes have other names is a mismatch: it would accept them and never read them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def give_state(value: Any) -> Any:
 
 
 def take_state(value: Any, state: Any) -> None:
-    """Give an object the state that `give_state` returned for one."""
+    """Load into an object the state that `give_state` returned for one."""
     if _gives_attributes(value) and isinstance(state, dict):
         inner = {key for key in state if isinstance(vars(value).get(key), LRScheduler)}
         for key in inner:
@@ -62,7 +62,7 @@ def keep_lists(value: Any, state: Any, tell: Callable[[str], object]) -> Any:
     A scheduler with as many rates as its optimizer had groups when it was saved would step none of the others.
 
     Args:
-        tell: is told which lists stay.
+        tell: called with a report of which lists stay.
     """
     if not isinstance(value, LRScheduler) or not isinstance(state, dict):
         return state
@@ -91,10 +91,10 @@ def scheduler_class(value: Any) -> str | None:
 
 
 def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str | None:
-    """Return in words why a scheduler cannot go on with what another one saved, or None.
+    """Return the reason why a scheduler cannot continue with what another one saved, or None.
 
     Args:
-        saved_by: the class that did; None where nobody says.
+        saved_by: the class that did; None where unknown.
         keys: of its state.
     """
     if not isinstance(value, LRScheduler):

@@ -1,4 +1,4 @@
-"""What of a state is saved: ``only=`` and ``exclude=`` of a save, by name or by rule.
+"""Selection of what is saved: ``only=`` and ``exclude=`` of a save, by name or by rule.
 
 A name chooses what it names and all below it: ``"model.base"``. A part of it may be a pattern as for file names
 (``"model.layers.*.lora_?"``); ``**`` stands for any number of parts (``"**.lora_A"``). What loads as a whole (an optimizer,
@@ -94,7 +94,7 @@ class LeafChoice:
     """One selection among the leaves of one state.
 
     Args:
-        state: for rules that ask who owns what.
+        state: for rules that depend on which optimizer owns what.
         alone: whether no other rank may have what a name means.
     """
 
@@ -110,7 +110,7 @@ class LeafChoice:
         self._alone = alone
 
     def keeps(self, path: Path, tensor: object = None) -> bool:
-        """Return whether the leaf at *path* is saved; *tensor* is the live one, for rules that ask it."""
+        """Return whether the leaf at *path* is saved; *tensor* is the live one, for rules that need it."""
         self._names.update(prefixes(join_name(path)))
         excluded = self._meets(self._exclude, path)
         chosen = self._only is None or self._meets(self._only, path)
@@ -158,7 +158,7 @@ def frozen_names(module: nn.Module, rule: Trainable, root: str) -> list[str]:
 
 
 def _frozen(state: Any, rule: Trainable) -> set[int]:
-    """Return the identity of each frozen parameter of a state that *rule* leaves out; say what should not be."""
+    """Return the identity of each frozen parameter of a state that *rule* leaves out; report what should not be."""
     modules, owned = list[nn.Module](), set[int]()
     _gather(state, modules, owned)
     frozen = {id(parameter) for module in modules for parameter in module.parameters() if not parameter.requires_grad}

@@ -1,8 +1,8 @@
-"""What does this rank hold of a tensor that lists its local shards? Each shard is a box of its own.
+"""Tensors that list their local shards, and what this rank holds of them: each shard is a box of its own.
 
 Three kinds do: `Shards`, which a program makes itself; torch's old ``ShardedTensor``; and foreign tensors that have the
-methods by which ``torch.distributed.checkpoint`` asks for their chunks. A DTensor has those methods, too, and is not asked:
-for strided shards they answer wrongly (`aiockpt.adapters.dtensors`).
+methods by which ``torch.distributed.checkpoint`` reads their chunks. A DTensor has those methods, too, but they are not
+used: for strided shards they return wrong offsets (`aiockpt.adapters.dtensors`).
 
 Importing this module does not import torch's class: where that is not loaded, there are no such tensors.
 """
@@ -28,7 +28,7 @@ _CHUNKS, _CHUNK = "__create_chunk_list__", "__get_tensor_shard__"
 class Shards(torch.Tensor):
     """This rank's part of a tensor that is spread over ranks: a leaf of a state, to save and to load.
 
-    For what no class of torch describes: blocks of any place and size, slices of a flattened tensor. The tensors given are
+    For what no class of torch describes: blocks of any place and size, slices of a flattened tensor. The tensors passed are
     read by a save and filled by a load, in place. The ranks together have to hold all of the tensor; several may hold the
     same part, and parts that are not the same do not overlap. It is a description and no tensor to compute with. Any
     thread may make one.
@@ -36,8 +36,7 @@ class Shards(torch.Tensor):
     Args:
         shape: of the whole tensor.
         parts: each local tensor with the place of its first element in the whole: ``{(4, 0): block}``, or pairs
-            ``[((4, 0), block), …]``. All have one dtype, and any strides. A rank that holds nothing gives
-            none.
+            ``[((4, 0), block), …]``. All have one dtype, and any strides. Empty on a rank that holds nothing.
         dtype: needed where *parts* is empty.
 
     Raises:
@@ -45,7 +44,7 @@ class Shards(torch.Tensor):
     """
 
     held: LocalShards
-    """What this rank holds, as the rest of `adapters` says it."""
+    """What this rank holds, in the terms of the rest of `adapters`."""
 
     if TYPE_CHECKING:
 
@@ -148,7 +147,7 @@ def is_torchs(tensor: object) -> TypeGuard[ShardedTensor]:
 
 
 def is_foreign(tensor: object) -> bool:
-    """Return whether *tensor* answers what ``torch.distributed.checkpoint`` asks of tensors that it does not know."""
+    """Return whether *tensor* has the methods that ``torch.distributed.checkpoint`` calls on foreign tensors."""
     return hasattr(type(tensor), _CHUNKS) and hasattr(type(tensor), _CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""What does a checkpoint offer to a rank that loads? Its tensors by name, and its values as a tree to look things up in."""
+"""Content of a checkpoint as a loading rank reads it: tensors by name, and values as a tree with lookups."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Stored(msgspec.Struct, frozen=True):
         """Yield the names that are not *used*; a part of which nothing was, once.
 
         Args:
-            claimed: parts that belong to something of the state, so that each unused name in them is told.
+            claimed: parts that belong to something of the state, so that each unused name in them is reported.
             passed_over: parts whose rest does not count.
         """
         met = {prefix for name in used | claimed | passed_over for prefix in prefixes(name)}
@@ -123,7 +123,7 @@ def members_of(node: Node) -> Mapping[Any, Node]:
 
 
 def metadata_in(node: Node) -> Node | None:
-    """Return the node of what a dict's node says of its ``_metadata``, or None."""
+    """Return the node of a dict's ``_metadata`` within the dict's node, or None."""
     return node.get(METADATA) if type(node) is dict and TAG in node else None
 
 
@@ -136,7 +136,7 @@ def _pairs_of(node: Node) -> Iterator[tuple[Any, Node]]:
 
 
 def _unmet_values(node: Node, path: Path, met: set[str], done: set[str]) -> Iterator[str]:
-    """Yield the name of each part that is not *met*; what is *done* was used, or passed over, with all that is in it."""
+    """Yield the name of each part that is not in *met*; those in *done* were used, or skipped, with all that is in them."""
     name = join_name(path)
     if path and name not in met:
         yield name

@@ -1,4 +1,4 @@
-"""How does a rank write only its share? A part of a shard is a shard of its own, in the same memory."""
+"""Parts of shards, for a rank that writes only its share: each is a shard of its own, in the same memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a checkpoint get back into live objects? Match leaf by leaf, fill tensors in place, then apply the rest."""
+"""Loading of a checkpoint into live objects: match leaf by leaf, fill tensors in place, then apply the rest."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
 from aiockpt.state.tree import TAG, Decoder, Path, damaged, set_metadata
 
-# What does a dict, list or tuple that is loaded part by part need besides its parts?
+# Dicts, lists and tuples that are loaded part by part.
 #
-# - A plain value that only the state has is removed, and told; one that only the checkpoint has is added. So the plain part
-#   of it is afterwards what was saved, as it is for a dict of plain values. (Where other ranks may have it, none is added.)
-# - Tensors and objects are asked for by name: they are never removed, and never made.
+# - A plain value that only the state has is removed, and reported; one that only the checkpoint has is added. So the plain
+#   part is afterwards what was saved, as for a dict of plain values. (Where other ranks may have it, nothing is added.)
+# - Tensors and objects are requested by name: they are never removed, and never made.
 # - The items of a tuple cannot be set: where one is another afterwards, another tuple takes its place.
 
 
@@ -69,7 +69,7 @@ def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -
 
 
 def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, matcher: Matcher) -> None:
-    """Make the plain part of the dict at *path* what was saved, once its parts are asked for.
+    """Make the plain part of the dict at *path* what was saved, once its parts are requested.
 
     Args:
         gone: `keys_only_here`.
@@ -118,7 +118,7 @@ def open_target(
         strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits. A
             mapping says it for names of the state and what is in them; what it does not name is strict.
         rename: from a name in the state to its name in the checkpoint; a mapping renames by its longest prefix.
-        codecs: the user's classes; None takes those of `aiockpt.register_codec`.
+        codecs: the user's classes; None uses those of `aiockpt.register_codec`.
         judge_unexpected: False when other ranks may hold what this state does not: names that only the checkpoint has
             are no difference then; `LoadTarget.unexpected_claimed` has those that would be one.
         optimizer_state: where the state of a parameter is looked for: in the optimizer of the same name, or in any.
@@ -145,7 +145,7 @@ def open_target(
 
 
 def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone: Collection[Any] = ()) -> None:
-    """Ask for each part of a container; *gone* are keys of plain values that will be removed."""
+    """Request each part of a container; *gone* are keys of plain values that will be removed."""
     for key, value in members(container):
         # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
         matcher.selects((*path, key))
@@ -154,7 +154,7 @@ def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone
 
 
 def _stays(value: Any, path: Path, matcher: Matcher) -> bool:
-    """Say whether an item of a list was left out when the checkpoint was made; there is nothing at its place then."""
+    """Return whether an item of a list was left out when the checkpoint was made; there is nothing at its place then."""
     return matcher.selects(path) and matcher.stays(path, value if isinstance(value, torch.Tensor) else None)
 
 
@@ -212,7 +212,7 @@ def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None
 
 
 def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
-    """Load an object; the checkpoint may have what its ``state_dict()`` gave, saved as a plain dict."""
+    """Load an object; the checkpoint may have what its ``state_dict()`` returned, saved as a plain dict."""
     if not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
     found = matcher.find(path)
@@ -276,7 +276,7 @@ def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
 
 
 def _why_none(path: Path, matcher: Matcher) -> str | None:
-    """Say why the checkpoint has nothing for this rank at *path* and what can be done; None where it has for no rank."""
+    """Return why the checkpoint has nothing for this rank at *path*, and a remedy; None if it has nothing for any rank."""
     if matcher.find(path) is None:
         return None
     if matcher.find_tagged(path, "per_rank") is None:
@@ -286,7 +286,7 @@ def _why_none(path: Path, matcher: Matcher) -> str | None:
 
 
 def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
-    """Give a rank that the checkpoint does not know random numbers of its own; return whether there is what from."""
+    """Derive random numbers for a rank that is not in the checkpoint; return whether there is a state to derive from."""
     found = matcher.find_of_another(path)
     if found is None:
         return False
@@ -333,7 +333,7 @@ def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
 
 
 def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -> bool:
-    """Load into a dict here what was saved as the object that gives such dicts; return whether that was saved."""
+    """Load into a dict here what was saved as the object that returns such dicts; return whether that was saved."""
     here = container[key]
     if type(here) not in (dict, OrderedDict):
         return False
@@ -359,7 +359,7 @@ def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Where a tensor was, for those who only look: its name in the checkpoint."""
+    """Where a tensor was, in values that are read without a state: its name in the checkpoint."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What may a tensor be, and how is it described? One tensor of torch → the `TensorShard`s that this rank holds of it.
+"""Descriptions of tensors: one tensor of torch → the `TensorShard`s that this rank holds of it.
 
 A plain tensor is held whole; a DTensor, a ``ShardedTensor`` and a slice of a flat parameter in part, or not at all.
 
@@ -68,7 +68,7 @@ def describe(
     """Return what this rank holds of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
 
     Args:
-        flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+        flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
         may_differ, is_buffer: as of `TensorShard`.
 
     Raises:
@@ -137,10 +137,10 @@ def shards_of(
 
 
 def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) -> tuple[int, ...] | None:
-    """Return the order of the axes of the global tensor, told by what this rank has of it; None where it is their own.
+    """Return the order of the axes of the global tensor, from what this rank has of it; None where it is their own.
 
     A slice of a flat parameter is 1-D: what was flattened had the order. A local tensor of a single row fits many orders;
-    it is said to lie as its DTensor does where that is one of them, so that uneven ranks say the same.
+    that of its DTensor is chosen where it is one of them, so that uneven ranks return the same.
     """
     if flat is not None:
         return flat.axes
@@ -159,7 +159,7 @@ def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) ->
 
 
 def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
-    """Return `Leaf.memory`; where a rank holds nothing of a tensor, the object tells, so that ties are the same on all."""
+    """Return `Leaf.memory`; the object's identity where a rank holds nothing of it, so that all ranks have equal ties."""
     keys = [(memory_key(shard.data), shard.boxes) for shard in shards]
     shape = shards[0].shape
     if all(key is None for key, _ in keys):
@@ -211,7 +211,7 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
-    """Return in words why the bytes of *tensor* are not its value, and what to do; None where they are."""
+    """Return the reason why the bytes of *tensor* are not its value, and a remedy; None where they are."""
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
@@ -291,12 +291,12 @@ def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return the code under which manifests know *dtype*."""
+    """Return the code of *dtype* in manifests."""
     return _CODES.get(dtype) or from_torch_name(str(dtype))
 
 
 def tensor_name(path: Path, rank: int | None = None) -> str:
-    """Return the name of the tensor at *path*; that of one rank alone carries the rank, so that ranks do not meet."""
+    """Return the name of the tensor at *path*; that of one rank alone carries the rank, so that names do not collide."""
     name = join_name(path)
     return name if rank is None else f"{name}@rank{rank}"
 
@@ -309,7 +309,7 @@ _PACKED = {
 _CODES = {dtype: from_torch_name(str(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
 
-# Can a tensor or value that is here become one of the checkpoint? And what tensor is made where none can.
+# Whether a tensor or value that is here can become one of the checkpoint; else the tensor that is made.
 
 
 def fits(live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.device, flat: FlatRange | None) -> bool:

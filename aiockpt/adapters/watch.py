@@ -1,6 +1,6 @@
-"""Has anything moved since the last walk? Cheap, exact checks, so that a cached walk is never served over new tensors.
+"""Change detection between walks: cheap, exact checks, so that a cached walk is never served over new tensors.
 
-The trap is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So what was walked
+The failure is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So what was walked
 is watched by identity, and each tensor by memory, shape, strides and dtype; of one that is spread over ranks, its placement
 and its local tensors. A false alarm costs one cold walk.
 
@@ -35,7 +35,7 @@ _SHARD = attrgetter("tensor")
 
 
 class Watch:
-    """What a walk saw; `holds` says whether a new walk would see the same."""
+    """What a walk found; `holds` returns whether a new walk would find the same."""
 
     def __init__(self) -> None:
         self._mappings: list[Mapping[Any, Any]] = []
@@ -113,7 +113,7 @@ class Watch:
             self.items(tensor.local_shards())
             for shard in tensor.local_shards():
                 self.attribute(_SHARD, shard)
-        elif is_foreign(tensor):  # whether its chunks are new ones cannot be told
+        elif is_foreign(tensor):  # whether its chunks are new ones cannot be determined
             self.attribute(_anew, tensor)
         for local in local_tensors(tensor):
             self._memory(local)
@@ -173,10 +173,10 @@ def _never() -> bool:
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
-    """Return what says whether *tensors* still have their dtypes, shapes and strides; None where torch has no such thing.
+    """Return a check that *tensors* still have their dtypes, shapes and strides; None where torch does not provide it.
 
-    The guards of ``torch.compile``: one loop in C++, half the time of `_twins`. What also makes them say no (another
-    ``requires_grad``, a call inside ``inference_mode``) costs a cold walk. They are no public API, hence the doubts.
+    The guards of ``torch.compile``: one loop in C++, half the time of `_twins`. What also makes them fail (another
+    ``requires_grad``, a call inside ``inference_mode``) costs a cold walk. They are no public API, hence the checks.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

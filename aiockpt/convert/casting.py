@@ -1,4 +1,4 @@
-"""What becomes of a tensor's elements when another dtype is asked for? Floating point is rounded, the rest stays.
+"""Casting of tensors to another dtype: floating point is rounded, the rest stays.
 
 Guarantee: no finite element becomes infinite; the tensor is named instead.
 
@@ -34,7 +34,7 @@ def parse_dtype(name: str | torch.dtype | None) -> str | None:
 
 
 def cast_code(code: str, wanted: str | None) -> str:
-    """Return what the dtype *code* becomes where *wanted* was asked for."""
+    """Return what the dtype *code* becomes where *wanted* is requested."""
     return wanted if wanted is not None and code in _CASTABLE else code
 
 
@@ -53,7 +53,7 @@ class Cast(msgspec.Struct, frozen=True):
 
 
 CHECKED_ELEMENTS = 1 << 16
-"""Looked at together: each thread's allocator keeps the temporaries of the largest look for ever."""
+"""Elements checked together: each thread's allocator keeps the temporaries of the largest check for ever."""
 
 
 def _overflows(cast: torch.Tensor, stored: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Which tensors of a step are the weights, and what does the rest of the world call them?
+"""The choice of weights among the tensors of a step, and their names outside of it.
 
 A step calls a weight ``model.layers.0.weight``: the state's key, then the module's own name. A folder has the module's
-own name alone. So there is a *prefix*; where the state held one module it need not be said.
+own name alone. So there is a *prefix*; where the state held one module it need not be given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chosen(msgspec.Struct, frozen=True):
         prefix: the part of the state that they are.
         weights: each memory once, in the order of the model.
         ties: other names of the same memory → the name among the weights.
-        left_out: what belongs to them, by their names, and was not saved because the caller said so.
+        left_out: what belongs to them, by their names, and was not saved because the caller excluded it.
     """
 
     prefix: str

@@ -1,4 +1,4 @@
-"""What does a program call to convert? Two functions that return futures; the work is done on the checkpointer's loop."""
+"""The public functions of conversion: they return futures; the work is done on the checkpointer's loop."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def to_hugging_face(
         replace: weights that are in the folder are removed; on a file system when all of the new are durable.
         link: write no weights, and make hard links to the files of the step, which stay when the step is deleted; they are
             read and verified before. Possible for a module that one rank has saved to this machine's file system.
-        dry_run: write nothing, and say what would be written.
-        on_written: told the bytes of each window (each that was verified, for links), on the loop thread; for progress.
+        dry_run: write nothing, and return what would be written.
+        on_written: called with the bytes of each window (verified ones, for links), on the loop thread; for progress.
 
     Raises: Raised by the future
         StepNotFoundError, NoValidCheckpointError: there is nothing to convert.

@@ -1,4 +1,4 @@
-"""Which weight goes where in a Hugging Face folder? File names, headers, the index; and what an index must look like.
+"""The layout of a Hugging Face folder: file names, headers, the index, and the check of an index from outside.
 
 Guarantees:
 

@@ -1,4 +1,4 @@
-"""How does a step become a Hugging Face folder without a second copy? Its files of weights are linked where they lie.
+"""Export of a step as a Hugging Face folder of links: no second copy; the files of weights stay where they lie.
 
 A data file with the weights of one module has the module's own names, and is a plain file of safetensors. So where each
 weight lies in one piece, as one rank saves it, a folder of hard links and an index is all that other tools need. The links
@@ -45,10 +45,10 @@ class Linked(msgspec.Struct, frozen=True):
 async def link_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_read: Callable[[int], object]
 ) -> Linked:
-    """Make *folder* of links to the files of a step; only look whether it can be done where that was asked for.
+    """Make *folder* of links to the files of a step; only check whether it can be done in a dry run.
 
     Raises:
-        UsageError: the files cannot serve as they are, or no link leads there; says why.
+        UsageError: the files cannot serve as they are, or no link leads there; with the reason.
     """
     if request.dtype is not None:
         raise UsageError("a link cannot round to another dtype: give dtype= or link=True, and not both")

@@ -1,4 +1,4 @@
-"""How does a step become a Hugging Face folder? Chosen, laid out, streamed window by window, published."""
+"""Export of a step as a Hugging Face folder: weights are chosen, laid out, streamed window by window, published."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLABS_A_WINDOW = 2
 
 
 class ExportRequest(msgspec.Struct, frozen=True):
-    """What a caller asked for; the fields are those of `aiockpt.convert.to_hugging_face`, the dtype as its code."""
+    """A request; the fields are the arguments of `aiockpt.convert.to_hugging_face`, the dtype as its code."""
 
     step: int | None
     prefix: str | None
@@ -64,7 +64,7 @@ class Outbound(msgspec.Struct, frozen=True):
 async def convert_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]
 ) -> Outbound:
-    """Write the weights of a step into *folder*; only plan it where that was asked for."""
+    """Write the weights of a step into *folder*; only plan it in a dry run."""
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
     chosen = await run_blocking(

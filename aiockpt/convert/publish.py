@@ -1,14 +1,14 @@
-"""How does a folder of weights come to be, so that half of one is never taken for a whole?
+"""Publication of a folder of weights: half of one is never mistaken for a whole.
 
 Guarantees:
 
 - On this machine's file systems files are written and flushed under hidden names, and renamed when all are there; the
   index last. Elsewhere they are written under their own names: an object store shows them when they are whole, and what
-  HDFS or fsspec shows before is shorter than its header says, which every reader refuses. The index is created last.
+  HDFS or fsspec shows before is shorter than its header states, which every reader refuses. The index is created last.
   (Shared memory shows a file at its full size at once; tools read no weights there.)
-- What is there already is refused, or replaced when that was asked for: on a file system only when all of the new is
-  durable, elsewhere before, for a store has no second name for an object.
-- What fails leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion speaks of.
+- What is there already is refused, or replaced with ``replace``: on a file system only when all of the new is durable,
+  elsewhere before, for a store has no second name for an object.
+- A failure leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion reports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLEAN_UP_DEADLINE_S = 60.0
 
 
 class Target(Protocol):
-    """Where the files of one conversion go."""
+    """The target of the files of one conversion."""
 
     async def write(
         self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
@@ -166,7 +166,7 @@ class _StoreTarget:
 
 
 class _FileSystemTarget:
-    """A folder of this machine: files are written under names that nobody reads, and then renamed."""
+    """A folder of this machine: files are written under hidden names, and then renamed."""
 
     def __init__(self, folder: Backend, world: World, replace: bool) -> None:
         self._folder = folder

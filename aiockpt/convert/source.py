@@ -1,8 +1,8 @@
-"""What does a Hugging Face folder hold? Its headers, read and believed only where they agree with the files and the index.
+"""The contents of a Hugging Face folder: headers count only where they agree with the files and the index.
 
 Guarantees:
 
-- Nothing is allocated by what a header says before it fits the size of its file.
+- Nothing is allocated by the sizes in a header before it fits the size of its file.
 - Each tensor is in one file, and in the one that the index names.
 - Only a folder of this machine may have its files behind links, as the cache of `huggingface_hub` has them.
 """
@@ -156,7 +156,7 @@ async def _read_header(reader: Reader, what: str) -> Header:
 def _merge(
     url: str, names: tuple[str, ...], headers: list[Header], index: Mapping[str, str] | None
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of all files; refuse one that is in two, or not where the index says."""
+    """Return the tensors of all files; refuse one that is in two, or not where the index has it."""
     found: dict[str, SourceTensor] = {}
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         for entry in header.entries:

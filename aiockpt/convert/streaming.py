@@ -1,9 +1,9 @@
-"""How is a file written whose bytes come from somewhere else? Window by window: filled, written, and used again.
+"""Streamed writing of a file from another source, window by window: filled, written, and reused.
 
 Guarantees:
 
 - No more memory is used than the windows given, whatever the size of the file.
-- After an error the file is given up; it was whole at no time.
+- After an error the file is abandoned; it was whole at no time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ async def write_file(
     """Create *key*, of *size* bytes; it is durable when this returns.
 
     Args:
-        seen_from: returns what is shown the bytes of the window that begins at an offset.
-        on_written: told the bytes of each window.
+        seen_from: returns the callback for the bytes of the window that begins at an offset.
+        on_written: called with the bytes of each window.
     """
     upload = await target.create(key, size)
 

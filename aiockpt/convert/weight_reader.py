@@ -1,6 +1,6 @@
-"""How does a program that serves a model read the weights of a step where they lie, whoever saved them and cut how?
+"""The reader of a step's weights for programs that serve a model: in place, for any sharding of the save.
 
-With the names and the calls of ``safetensors.safe_open``, and an iterator that reads ahead, as inference engines take it:
+With the names and the calls of ``safetensors.safe_open``, and an iterator that reads ahead, as inference engines accept it:
 ``model.load_weights(weights.items())``. Every block is verified, and memory holds what is read ahead.
 """
 
@@ -64,7 +64,7 @@ class Weights:
     __getitem__ = get_tensor
 
     def get_slice(self, name: str) -> WeightSlice:
-        """Return a weight of which rows are read when they are asked for: ``get_slice(name)[:10]``."""
+        """Return a weight of which rows are read on access: ``get_slice(name)[:10]``."""
         return WeightSlice(self._checkpointer, self.step, self._weight(name))
 
     def items(self, *, ahead_bytes: int = AHEAD_BYTES) -> Iterator[tuple[str, torch.Tensor]]:

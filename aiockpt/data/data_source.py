@@ -1,4 +1,4 @@
-"""What a loader reads from: what can be dealt to other readers, what only knows its own state, and what cannot be saved.
+"""Sources of a loader: those that can be dealt to other readers, those that only save themselves, and their checks.
 
 A *reader* is a data-parallel rank, or one worker of it; see `aiockpt.data.samples`.
 """
@@ -28,19 +28,19 @@ class Reshardable(Protocol):
     """A source of data that can be dealt to another number of readers."""
 
     def parts(self) -> Sequence[LoaderPart]:
-        """Return what each reader of this rank (the rank itself, or its workers) has still to give to training."""
+        """Return what each reader of this rank (the rank itself, or its workers) has still to yield to training."""
         ...
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> object:
-        """Go on with these parts, as many as `parts` returns."""
+        """Continue with these parts, as many as `parts` returns."""
 
 
 @runtime_checkable
 class Prefetched(Reshardable, Protocol):
-    """A source that is read further than training has come: it is told of each batch that training gets."""
+    """A source that is read ahead of training; `hand_out` is called for each batch that training gets."""
 
     def hand_out(self) -> LoaderPart | None:
-        """Note that the oldest batch that was drawn is training's now: `parts` no longer contains it.
+        """Note that the oldest batch that was drawn was handed to training: `parts` no longer contains it.
 
         Returns:
             The part that this batch is, where its samples can be read again; None where the batch itself is to be kept
@@ -53,9 +53,9 @@ class Prefetched(Reshardable, Protocol):
 
 @runtime_checkable
 class EpochDealer(Prefetched, Protocol):
-    """A source that knows what each reader has at the beginning of any epoch.
+    """A source that can compute what each reader has at the beginning of any epoch.
 
-    So it can go on on another number of ranks also from a checkpoint at which some of them were an epoch further.
+    So it can continue on another number of ranks also from a checkpoint at which some of them were an epoch further.
     """
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> Sequence[LoaderPart]:
@@ -86,15 +86,15 @@ def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
-    """Begin to iterate over *source*; take from torch's generator on the CPU what a ``DataLoader`` takes for a seed.
+    """Begin to iterate over *source*; draw from torch's generator on the CPU what a ``DataLoader`` draws for a seed.
 
-    How often one takes it by itself depends on whether its workers persist, and whether it was asked for its state.
+    How often one draws it by itself depends on whether its workers persist, and whether its state was read.
 
     Args:
-        goes_on: with an iteration that was under way at a checkpoint, and has taken it. The generator is left as it is,
+        goes_on: with an iteration that was under way at a checkpoint, and has drawn it. The generator is left as it is,
             and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
     """
-    takes_seed = getattr(source, "generator", source) is None  # what is no DataLoader has none, and does as it likes
+    takes_seed = getattr(source, "generator", source) is None  # only a DataLoader has one
     with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
         if goes_on:
             torch.default_generator.manual_seed(_draw())
@@ -115,7 +115,7 @@ def let_workers_outlive_signals(source: object) -> None:
 
 
 class _OwnGroup:
-    """Begins a worker outside of its parent's process group, and then as the program says. Can be pickled."""
+    """Starts a worker outside of its parent's process group, then calls the program's own function. Can be pickled."""
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
         self._then = then
@@ -182,5 +182,5 @@ def advise(source: Any) -> str:
 
 
 def worker_count(source: Any) -> int:
-    """Return how many workers read for a ``DataLoader``; 0 for what is none."""
+    """Return how many workers read for a ``DataLoader``; 0 for any other source."""
     return int(getattr(source, "num_workers", 0))

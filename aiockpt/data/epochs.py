@@ -1,7 +1,7 @@
-"""What is left of which epoch, when batches are trained in another order than they were handed out?
+"""Epochs in progress: what is left of each, when batches are trained in another order than they were handed out.
 
 Asynchronous training hands out batches of one epoch while some of the last one are not trained, and its ranks need not be
-in the same epoch. So what a data-parallel rank has to give is a list of epochs, each with what is left of it. `deal_epochs`
+in the same epoch. So what a data-parallel rank has to yield is a list of epochs, each with what is left of it. `deal_epochs`
 turns the lists of all old ranks into that of a new one. Pure: every rank computes the same from the same checkpoint.
 """
 
@@ -16,9 +16,9 @@ import msgspec
 from aiockpt.data.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, with_counts, write_part
 from aiockpt.errors import UsageError, kind_in_words
 
-# Which batches are with training, handed out and not trained yet? Those come again after a resume.
+# Batches that were handed out and are not trained yet. They come again after a resume.
 #
-# `Untrained` knows a batch by its number, counted from 0 by each loader, or as the very object that was handed out.
+# `Untrained` identifies a batch by its number, counted from 0 by each loader, or as the very object that was handed out.
 # Not thread-safe: its loader holds a lock.
 
 
@@ -33,7 +33,7 @@ class HandedOut(msgspec.Struct, frozen=True):
         epoch: the number of the epoch that it belongs to.
         batch: as the source gave it, to be saved as it is; `Untrained.NOTHING` where *part* says how to read it again.
         part: its samples, where they can be read again.
-        given: the object that training knows it by; `Untrained.NOTHING` where that is its number.
+        given: the object that training identifies it by; `Untrained.NOTHING` where that is its number.
     """
 
     epoch: int
@@ -77,7 +77,7 @@ class Untrained:
         """Note that the batch that is this very object is trained.
 
         Raises:
-            UsageError: none is.
+            UsageError: no batch is.
         """
         numbers = self._numbers.get(id(batch), ())
         number = next((number for number in numbers if self._waiting[number].given is batch), None)
@@ -105,7 +105,7 @@ class Untrained:
                 del self._numbers[id(held)]
 
     def forget(self) -> None:
-        """Forget all: the state is another one, and the numbers go on."""
+        """Release all batches: another state was loaded. The numbers continue."""
         self._waiting.clear()
         self._numbers.clear()
         self._first = self._next
@@ -131,13 +131,13 @@ class Untrained:
 
 
 class EpochLeft(msgspec.Struct, frozen=True):
-    """What one data-parallel rank has still to give of an epoch.
+    """What one data-parallel rank has still to yield of an epoch.
 
     Attributes:
         number: of the epoch, counted from 0 by every rank alike.
         batches: batches as the source gave them, which come first: handed out, and not trained.
-        parts: what the readers of this rank give after that; None where the source is past this epoch, or where it alone
-            knows where it is.
+        parts: what the readers of this rank yield after that; None where the source is past this epoch, or where only
+            its own state has its position.
     """
 
     number: int
@@ -217,17 +217,17 @@ def _read_parts(parts: Sequence[Any], shared: Any) -> tuple[LoaderPart, ...]:
 def deal_epochs(
     saved: Sequence[Sequence[EpochLeft]], *, rank: int, size: int, count: int, begin: EpochParts | None
 ) -> list[EpochLeft]:
-    """Return what one rank out of *size*, with *count* readers, has to give of what all old ranks had.
+    """Return what one rank out of *size*, with *count* readers, has to yield of what all old ranks had.
 
-    As many ranks and readers as before go on with what they had. Otherwise samples, and batches that were not trained, are
-    dealt epoch by epoch.
+    As many ranks and readers as before continue with what they had. Otherwise samples, and batches that were not trained,
+    are dealt epoch by epoch.
 
     Args:
         saved: of each old rank, in their order, as `read_epochs` returns it.
-        begin: what a rank has that has not begun an epoch in which another is already; None where nobody knows.
+        begin: what a rank has that has not begun an epoch in which another is already; None where that is unknown.
 
     Raises:
-        UsageError: two readers have the same sample, or nobody knows what a rank has in an epoch.
+        UsageError: two readers have the same sample, or it is unknown what a rank has in an epoch.
     """
     same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
     dealt: list[EpochLeft] = []
@@ -236,7 +236,7 @@ def deal_epochs(
         if same:
             parts = [part for left in of_ranks if left is not None for part in left.parts or ()]
             if parts:
-                reshard(parts, len(parts))  # refuses what two readers have
+                reshard(parts, len(parts))  # refuses samples that two readers have
             own = of_ranks[rank]
             if own is not None and own.parts and len(parts) == size * count:
                 own = EpochLeft(

@@ -1,4 +1,4 @@
-"""The batch that comes next after a resume, on more or fewer ranks than before: each sample once, none left out.
+"""Loaders that resume at the next batch, on more or fewer ranks than before: each sample once, none skipped.
 
 `Loader` wraps what training iterates over, and is put into the state. What it saves is the state *at the batch that was
 handed out last*, whatever is prefetched behind it:
@@ -9,21 +9,21 @@ handed out last*, whatever is prefetched behind it:
 
 Three kinds of source, by how much is known of them:
 
-- `Reshardable`: says what its readers have still to give, so that it can be dealt to any number of data-parallel ranks
+- `Reshardable`: says what its readers have still to yield, so that it can be dealt to any number of data-parallel ranks
   and workers (`ShardedSampler`, `StreamLoader`, your own).
 - anything with ``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``): comes back on the same number of
   data-parallel ranks and workers, and is refused otherwise, before anything is overwritten.
 - anything else is refused when it is wrapped.
 
-Ranks that read the same data (peers in tensor or pipeline parallelism) give the same data-parallel rank; what they hold
+Ranks that read the same data (peers in tensor or pipeline parallelism) pass the same data-parallel rank; what they hold
 is saved once, and a difference between them is refused when the checkpoint is committed.
 
 With ``count="trained"`` the state moves with what was trained, in any order; what was handed out and not trained comes again
-after a load, first and in order (`aiockpt.data.epochs`, `aiockpt.data.epochs`).
+after a load, first and in order (`aiockpt.data.epochs`).
 
-A ``DataLoader`` without a ``generator`` takes a seed from torch's global one whenever an iteration begins. So that a
-resumed run draws the numbers of one that was never interrupted, the iteration that goes on in place of one that was under
-way takes none; see `Loader`.
+A ``DataLoader`` without a ``generator`` draws a seed from torch's global one whenever an iteration begins. So that a
+resumed run draws the numbers of one that was never interrupted, the iteration that continues one that was under way draws
+none; see `Loader`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FrozenState(msgspec.Struct, frozen=True):
         shared: what all data-parallel ranks have alike; None where they need not be in the same epoch.
         own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``; ``"epochs"`` with what
             is left of each, where batches were handed out and not trained; and ``"iterating"``, whether an iteration was
-            under way, which is to go on.
+            under way, which is to continue.
     """
 
     form: Form
@@ -78,7 +78,7 @@ class FrozenState(msgspec.Struct, frozen=True):
 
 
 class _TakenBatch(msgspec.Struct, frozen=True):
-    """A batch that was taken from the source: as it came, as training gets it, its part, and the source after it."""
+    """A batch that was read from the source: as it came, as training gets it, its part, and the source after it."""
 
     raw: Any
     prepared: Any
@@ -90,17 +90,17 @@ class Loader(Generic[Batch]):
     """Iterates over *source*, and can be saved and loaded at every batch.
 
     Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
-    load, start a new ``for``: it gives the rest of the epoch, or the next epoch where the checkpoint was made after the last
-    batch, inside the loop.
+    load, start a new ``for``: it yields the rest of the epoch, or the next epoch where the checkpoint was made after the
+    last batch, inside the loop.
 
     With ``count="trained"`` a batch counts when `trained` is called with it, from any thread and in any order. A checkpoint
     has what was trained by then; all else is handed out after a load, what was handed out before it first and in order, also
     on another number of ranks. A batch of a `ShardedSampler` is read again; of another source it is saved with the
-    checkpoint as it came: tensors and plain values, which nobody may change until it is trained.
+    checkpoint as it came: tensors and plain values, which must not change until it is trained.
 
     With an `RNG` in the same state, the numbers that training draws after a resume (dropout) are those of a run that was
-    never interrupted, bit by bit: torch's global generator on the CPU gives one number to each ``for`` over a
-    ``DataLoader`` without a ``generator`` of its own, and none to the one that goes on where a checkpoint was made inside
+    never interrupted, bit by bit: torch's global generator on the CPU supplies one number to each ``for`` over a
+    ``DataLoader`` without a ``generator`` of its own, and none to the one that continues where a checkpoint was made inside
     a loop. That holds for any number of workers, for ``persistent_workers``, `StreamLoader` and torchdata's
     ``StatefulDataLoader`` (which by itself draws once more after a resume, and when it is saved before its first batch).
     It does not hold for what workers draw (random augmentation): they are seeded anew in the middle of an epoch. Nor does
@@ -155,7 +155,7 @@ class Loader(Generic[Batch]):
         self._iteration: object = None
         self._goes_on = False
         self.is_over = False
-        # What a load brought and the source does not give: batches that come first, and what follows this epoch.
+        # What a load brought and the source does not yield: batches that come first, and what follows this epoch.
         self._again: deque[Any] = deque()
         self._later: deque[EpochLeft] = deque()
         if self._reader is None and not isinstance(source, SelfSaving):
@@ -169,7 +169,7 @@ class Loader(Generic[Batch]):
 
     @property
     def epoch(self) -> int | None:
-        """The number of the epoch, from 0, as the source tells it; None where it does not.
+        """The number of the epoch, from 0, as the source reports it; None where it does not.
 
         `ShardedSampler` and `StreamLoader` do; it is the next one's once the loop over the last batch has ended, whether or
         not all batches are trained.
@@ -211,8 +211,8 @@ class Loader(Generic[Batch]):
         between the two.
 
         Args:
-            batch: the very object that the loader gave; or instead
-            number: what `numbered` gave with it.
+            batch: the very object that the loader yielded; or instead
+            number: what `numbered` yielded with it.
 
         Raises:
             UsageError: the batch is not handed out, or trained before; or ``count`` is ``"handed"``.
@@ -259,13 +259,13 @@ class Loader(Generic[Batch]):
         finally:
             if self._iteration is iteration:
                 self._iteration = None
-        if may_be_over:  # the checkpoint was made after the last batch: only the source can tell, by giving none
+        if may_be_over:  # the checkpoint was made after the last batch: only a source without batches shows it
             yield from self._iterate(give, by_number=by_number)
 
     def _begin(self) -> tuple[object, Iterator[Batch]]:
         with self._lock:
             if self._ahead_count and self._after is not None:
-                self._go_back(self._after)  # the last loop was left: it had read further than training came
+                self._go_back(self._after)  # the last loop ended early: it had read ahead of training
             let_workers_outlive_signals(self._source)
             batches = begin(self._source, self._goes_on)
             iteration = self._iteration = object()
@@ -275,7 +275,7 @@ class Loader(Generic[Batch]):
             return iteration, batches
 
     def _take_ahead(self, iteration: object, batches: Iterator[Batch]) -> Iterator[_TakenBatch]:
-        """Yield each batch when as many as are wanted ahead were taken after it."""
+        """Yield each batch once `ahead_count` batches were read after it, or the source has ended."""
         taken: deque[_TakenBatch] = deque()
         keeps = bool(self._ahead_count) or self._untrained is not None
         for raw in batches:
@@ -322,7 +322,7 @@ class Loader(Generic[Batch]):
     # ------------------------------------------------------------ saving
 
     def held(self) -> FrozenState:
-        """Return the state at the batch that was handed out last, or of all that is not trained; no worker is asked.
+        """Return the state at the batch that was handed out last, or of all that is not trained; no worker is contacted.
 
         What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
         """
@@ -347,13 +347,13 @@ class Loader(Generic[Batch]):
         return add_untrained(left, () if self._untrained is None else self._untrained.entries(), len(parts or ()))
 
     def _read(self) -> Any:
-        """Return the state of the source as it is: its parts, or what it says itself."""
+        """Return the state of the source as it is: its parts, or its own ``state_dict()``."""
         if self._reader is not None:
             return tuple(self._reader.parts())
-        with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to say where it is
+        with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to report its position
             state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
         if self._ahead_count or self._untrained is not None:
-            state = copy.deepcopy(state)  # the source goes on and may change what it returned
+            state = copy.deepcopy(state)  # the source continues and may change what it returned
         return state
 
     def _go_back(self, after: Any) -> None:
@@ -369,7 +369,7 @@ class Loader(Generic[Batch]):
     # ------------------------------------------------------------ loading
 
     def misfit(self, form: Any, size: int, readers: Mapping[str, Any]) -> str | None:
-        """Return why a saved state cannot go on here, or None.
+        """Return why a saved state cannot be continued here, or None.
 
         Args:
             form: how it was saved.
@@ -407,7 +407,7 @@ class Loader(Generic[Batch]):
         return range(self.rank, self.rank + 1) if size == self.size and self._reader is None else range(size)
 
     def resume(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state. Batches that were handed out before are forgotten.
+        """Continue from a saved state. Batches that were handed out before are released.
 
         Args:
             shared: as in `FrozenState`.
@@ -437,13 +437,13 @@ class Loader(Generic[Batch]):
             self.is_over = self._goes_on and self._has_none_left(saved)
 
     def _has_none_left(self, saved: Sequence[Sequence[EpochLeft]]) -> bool:
-        """Return whether no rank can give anything of the epoch that was saved; alike on every rank."""
+        """Return whether no rank has anything left of the epoch that was saved; alike on every rank."""
         if isinstance(self._reader, ShardedSampler) and self._reader.even:
             return not (len(self._reader) or self._again or self._later)
         return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
-        """Return what this rank goes on with: what it saved where there are as many readers as then, else new shares."""
+        """Return what this rank continues with: what it saved where there are as many readers as then, else new shares."""
         assert self._reader is not None
         if any(epochs[-1].parts is None for epochs in saved):
             raise UsageError(

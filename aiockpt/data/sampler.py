@@ -1,4 +1,4 @@
-"""The samples of a dataset with random access that come next: those of one global order that no rank has had yet.
+"""Sampler for datasets with random access: yields those samples of one global order that no rank has had yet.
 
 `ShardedSampler` stands where ``DistributedSampler`` and ``BatchSampler`` would, and follows `aiockpt.data.loader`:
 its state is the places in the epoch's order that are left, dealt to the ranks one by one, and not tied to their number.
@@ -22,9 +22,9 @@ ORDER = "order"
 
 
 class ShardedSampler:
-    """Yields lists of indices: this rank's batches of one epoch. Give it as ``batch_sampler``.
+    """Yields lists of indices: this rank's batches of one epoch. Pass it as ``batch_sampler``.
 
-    Every rank gives the same number of batches in every epoch, also in the rest of one on another number of ranks, as
+    Every rank yields the same number of batches in every epoch, also in the rest of one on another number of ranks, as
     ``DistributedDataParallel`` needs it. Where the last round has fewer samples than ranks, it is dealt together with the
     one before, in batches whose sizes differ by one, and each sample still comes once. One is repeated only where fewer
     samples than ranks are left of all, or batches have one sample. With *drop_last* every batch is a full one.
@@ -39,10 +39,10 @@ class ShardedSampler:
         size: the same.
         seed: of the order, together with the number of the epoch.
         shuffle: False keeps the order of the dataset.
-        drop_last: leave out what does not fill a batch on every rank.
+        drop_last: skip what does not fill a batch on every rank.
 
     Raises:
-        UsageError: a number is none, or too small.
+        UsageError: an argument is no number, or too small.
     """
 
     _epoch: int
@@ -87,17 +87,17 @@ class ShardedSampler:
         while self._batch_count(left):
             drawn, left = self._draw(left)
             self._drawn.append((drawn, left))
-            # Where others have a sample more, this one repeats one, as DistributedSampler does.
+            # Where other ranks have a sample more, this one repeats one, as DistributedSampler does.
             places = [place for span in drawn for place in span.positions] or [self.rank % self._length]
             yield order[places].tolist()
 
     def hand_out(self) -> LoaderPart:
-        """Note that the oldest batch that was drawn is training's now; return it as a part."""
+        """Note that the oldest batch that was drawn was handed to training; return it as a part."""
         drawn, self._left = self._drawn.popleft()
         return LoaderPart(self._shared, spans=drawn)
 
     def _batch_count(self, left: LoaderPart) -> int:
-        """Return how many batches every rank has still to give, where this one has *left*."""
+        """Return how many batches every rank has still to yield, where this one has *left*."""
         most, least = self._counts(left)
         return least // self.batch_size if self._drop_last else -(-most // self.batch_size)
 
@@ -120,7 +120,7 @@ class ShardedSampler:
         self._begin_epoch(self._epoch + 1)
 
     def parts(self) -> list[LoaderPart]:
-        """Return what this rank has still to give, as one part: workers have no say in which samples come next."""
+        """Return what this rank has still to yield, as one part: workers do not affect which samples come next."""
         return [msgspec.structs.replace(self._left, shared=self._shared)]
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int = 1) -> list[LoaderPart]:
@@ -132,7 +132,7 @@ class ShardedSampler:
         return reshard([own], count)
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
-        """Go on with a part.
+        """Continue with a part.
 
         Raises:
             UsageError: the dataset had another length.

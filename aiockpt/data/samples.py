@@ -1,15 +1,15 @@
-"""Which samples has a job still to read, and who reads them when the number of readers changes? Deal them anew.
+"""Resharding of the samples that a job has still to read, for when the number of readers changes.
 
-A *reader* is a data-parallel rank, or one worker of it. A `LoaderPart` is what it still has to give to training, without
-a word about how many readers there are; `reshard` turns the parts of all old readers into those of the new ones
+A *reader* is a data-parallel rank, or one worker of it. A `LoaderPart` is what it still has to yield to training,
+independent of how many readers there are; `reshard` turns the parts of all old readers into those of the new ones
 (ByteCheckpoint, NSDI'25 §4: copy, split and merge).
 
 Guarantees:
 
 - No sample is lost and none is read twice, over any sequence of sizes; parts that overlap are refused.
 - The same number of readers gets its parts back as they were.
-- New readers in lock step give samples of spans in the order in which the old ones in lock step would have.
-- Pure and deterministic: every rank computes the same parts from the same checkpoint, without a word to the others.
+- New readers in lock step yield samples of spans in the order in which the old ones in lock step would have.
+- Pure and deterministic: every rank computes the same parts from the same checkpoint, without communication.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span(msgspec.Struct, frozen=True):
     """Samples of a source with random access: ``range(start, stop, stride)`` of its order. It may be cut anywhere.
 
     Attributes:
-        source: which order is meant, for instance a dataset, shuffled for one epoch.
+        source: the name of the order, for instance a dataset, shuffled for one epoch.
     """
 
     source: str
@@ -57,7 +57,7 @@ class Stream(msgspec.Struct, frozen=True):
     Attributes:
         source: its name; one reader owns it.
         cursor: where reading goes on, as the reader understands it: any plain value.
-        remaining_count: samples that are left, to share out streams evenly; None when nobody knows.
+        remaining_count: samples that are left, to share out streams evenly; None when unknown.
     """
 
     source: str
@@ -66,11 +66,11 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class LoaderPart(msgspec.Struct, frozen=True):
-    """What one reader still has to give to training.
+    """What one reader still has to yield to training.
 
     Attributes:
         shared: what all readers have alike, such as seed and epoch; kept as it is.
-        buffer: samples, or the beginning of one, that were read and not given out; they come first. Plain values.
+        buffer: samples, or the beginning of one, that were read and not handed out; they come first. Plain values.
         spans, streams: what is to be read after that, in order.
         most, least: samples of spans that any of the ranks has, where that is known; not saved.
     """
@@ -89,7 +89,7 @@ class LoaderPart(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to give."""
+        """Whether nothing is left."""
         return not (self.buffer or self.streams or self.span_count)
 
 
@@ -280,7 +280,7 @@ def _check_owners(streams: Sequence[Stream]) -> None:
 
 
 def _deal_streams(streams: Sequence[Stream], size: int) -> list[list[Stream]]:
-    """Give each stream to the reader that has the least, the longest first; each reader keeps the order they had."""
+    """Assign each stream to the reader that has the least, the longest first; each reader keeps the order they had."""
     known = [stream.remaining_count for stream in streams if stream.remaining_count is not None]
     usual = max(known, default=1)
     weights = [usual if stream.remaining_count is None else stream.remaining_count for stream in streams]
@@ -309,7 +309,7 @@ def read_part(plain: Mapping[str, Any], shared: Any) -> LoaderPart:
     """Return the part that `write_part` wrote.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a part.
     """
     try:
         return LoaderPart(

@@ -1,7 +1,7 @@
-"""How does a streamed dataset go on when workers read ahead? Each batch brings along where its worker was after it.
+"""Loader for streamed datasets whose workers read ahead: each batch carries the position of its worker after it.
 
 `StreamLoader` is a ``DataLoader`` for datasets that are read from front to back. The state of a worker travels with every
-batch, so that a save asks no worker and waits for none, and what is prefetched counts as not read. All that is left is
+batch, so that a save contacts no worker and waits for none; what is prefetched counts as not read. All that is left is
 dealt to data-parallel ranks and their workers, however many there are after a resume:
 
     loader = Loader(StreamLoader(dataset, batch_size=8, num_workers=4))
@@ -23,7 +23,7 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class StreamDataset(Protocol[Sample_co]):
-    """What is read from front to back. It knows nothing of ranks, workers and batches."""
+    """A dataset that is read from front to back. It is independent of ranks, workers and batches."""
 
     def whole(self, epoch: int) -> LoaderPart:
         """Return all that there is to read in an epoch. Every rank must return the same."""
@@ -48,7 +48,7 @@ class StreamLoader(Generic[Sample]):
         dataset: see `StreamDataset`.
         batch_size: samples in a batch of this rank; the last one of each worker may have fewer.
         num_workers: processes that read; 0 reads in this one.
-        rank: as for `aiockpt.data.loader.Loader`; give both of them the same.
+        rank: as for `aiockpt.data.loader.Loader`; pass the same to both.
         size: the same.
         collate_fn: makes a batch of a list of samples.
         options: all else that ``DataLoader`` takes. Its workers live for one epoch, and batches stay in order.
@@ -100,7 +100,7 @@ class StreamLoader(Generic[Sample]):
             yield batch
 
     def hand_out(self) -> None:
-        """Note that the batch that was yielded last is training's now. It cannot be read again: a stream goes forwards."""
+        """Note that the batch that was yielded last was handed to training. A stream cannot read it again."""
         if self._given is not None:
             reader, part = self._given
             shared = self._parts[reader].shared
@@ -112,7 +112,7 @@ class StreamLoader(Generic[Sample]):
         self._begin_epoch(self._epoch + 1)
 
     def parts(self) -> list[LoaderPart]:
-        """Return what each worker has still to give, the one whose batch comes next first."""
+        """Return what each worker has still to yield, the one whose batch comes next first."""
         return [_with_epoch(part, self._epoch) for part in self._in_turn()]
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
@@ -120,7 +120,7 @@ class StreamLoader(Generic[Sample]):
         return [_with_epoch(part, epoch) for part in self._deal(epoch, rank, size, count)]
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
-        """Go on with a part for each worker."""
+        """Continue with a part for each worker."""
         self._epoch = parts[0].shared["epoch"]
         self._turn = 0
         self._parts = [LoaderPart(part.shared["shared"], part.buffer, part.spans, part.streams) for part in parts]
@@ -156,10 +156,10 @@ class _Source(IterableDataset[Any]):
 
 
 class _Collate:
-    """Makes a batch, and says who read it and what that reader has left.
+    """Makes a batch, and returns with it the number of its reader and what that reader has left.
 
     A ``DataLoader`` collates in the process and right after the samples were read, before it reads more; and it sends
-    collate function and dataset to a worker together, so that both know the same object there.
+    collate function and dataset to a worker together, so that both refer to the same object there.
     """
 
     def __init__(self, dataset: StreamDataset[Any], collate: Callable[[list[Any]], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What all operations of one checkpointer share: the loop, the pool, the plan, the lineage, who is watching."""
+"""State that all operations of one checkpointer share: the loop, the pool, the plan, the lineage, the observers."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Engine:
     Args:
         rank, world_size: which this process is of those that save and load together.
         memory: of the staging pool; that of this process alone for None.
-        lender: whom slabs go back to that were written; the pool for None.
+        lender: where written slabs are returned to; the pool for None.
 
     Attributes:
         lineage: where new saves stand among all others.
         block_bytes: of data files: what one checksum is of.
-        busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        busy_attempts: nonces of attempts under way here; garbage collection skips them.
         differing_buffers: those that ranks had differently when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
-        failures: the saves that have failed, until the caller has heard of them.
-        tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
+        failures: the saves that have failed, until the caller has received them.
+        tell_given_up: called with a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Engine:
         )
 
     def screens(self, plan: SavePlan) -> list[FileScreen]:
-        """Return what looks at each file of *plan* while it is written; nothing where nobody asked for that. On the loop."""
+        """Return what screens each file of *plan* while it is written; empty where that was not asked for. On the loop."""
         if self.options.screen is None:
             return []
         if self._spans is None or self._spans[0] is not plan:
@@ -159,14 +159,14 @@ class Engine:
         self._spans = None
 
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
-        """Return a new attempt at a step for the save of that *number*; garbage collection leaves it alone."""
+        """Return a new attempt at a step for the save of that *number*; garbage collection skips it."""
         attempt = await self.lineage.begin_attempt(entry, nonce, number)
         self.busy_attempts.add(attempt.attempt)
         return attempt
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        """The devices that tensors may be on; asked for by who copies."""
+        """The devices that tensors may be on; asked for by the thread that copies."""
         if self.world.accelerator is not None:
             return self.world.accelerator
         from aiockpt.runtime.cuda import Cuda

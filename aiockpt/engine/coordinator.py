@@ -1,7 +1,7 @@
-"""How does a process agree with those that save and load the same state? Alone it has nobody to ask.
+"""Coordination with the other processes that save and load the same state: the protocol, and a process without others.
 
-`Alone` is the process that saves by itself; `aiockpt.ranks.coordinator` is one rank of a job. Whoever makes a checkpointer
-chooses once; nothing else asks how many there are before it tells the story of a save or a load.
+`Alone` is the process that saves by itself; `aiockpt.ranks.coordinator` is one rank of a job. The choice is made once,
+with the checkpointer; no other part of a save or a load asks for the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Coordinator(Protocol):
 
     Attributes:
         rank, world_size: which of them this process is.
-        board_name: what tells their notes from those of other jobs and checkpointers; empty where there are none.
+        board_name: what distinguishes their notes from those of other jobs and checkpointers; empty where there are none.
     """
 
     @property
@@ -62,20 +62,20 @@ class Coordinator(Protocol):
         ...
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
-        """Return what this process writes of *state* where nobody has to be asked; None where they must plan it first.
+        """Return what this process writes of *state* if known without the others; None where the ranks must plan it first.
 
         Any thread.
         """
         ...
 
     def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Tell the others, in the background, why this process takes no part in a round."""
+        """Notify the others, in the background, why this process takes no part in a round."""
 
     def leave(self, save_round: SaveRound) -> None:
-        """Tell the others, in the background, that this process is done with a round."""
+        """Notify the others, in the background, that this process is done with a round."""
 
     def depart(self, reason: str, *, failed: bool) -> None:
-        """Tell the others that this process makes no more calls; wait until they can know.
+        """Notify the others that this process makes no more calls; wait until they can know.
 
         Args:
             failed: whether others may wait for it. Then this does not wait.
@@ -84,7 +84,7 @@ class Coordinator(Protocol):
     # ------------------------------------------------------------------ on the loop
 
     def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
-        """Have the others know what ends this block before `save` has begun.
+        """Notify the others of what ends this block before `save` has begun.
 
         Args:
             places: where the save may be written to.
@@ -104,7 +104,7 @@ class Coordinator(Protocol):
         ...
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Have all know whether the objects of each took what load *number* gave them; raise where they did not."""
+        """Agree on whether the objects of each rank accepted what load *number* gave them; raise where they did not."""
 
     # ------------------------------------------------------------------ on the loop: several places, and a writer process
 
@@ -114,7 +114,7 @@ class Coordinator(Protocol):
         """Return the one of *places* that a save is written to: what *choose* returns on rank 0.
 
         Raises:
-            RankError: rank 0 has not said it, and its vote is in none of them.
+            RankError: rank 0 has not said it, and its vote is not found in any of them.
         """
         ...
 
@@ -136,7 +136,7 @@ class Coordinator(Protocol):
 
         Args:
             what: is waited for.
-            find: looks at the storage, every *pause_s* seconds.
+            find: reads the storage, every *pause_s* seconds.
 
         Raises:
             RankTimeoutError: neither came within *deadline_s* seconds.
@@ -155,17 +155,17 @@ class Coordinator(Protocol):
     def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
-        """Be there for the others while the block waits for a save that another process makes, and leave its round.
+        """Serve the others while the block waits for a save that another process makes, and leave its round.
 
         Args:
             places: where the save may be written to.
-            died: returns how that process ended, if it has, and nobody goes on with the save.
+            died: returns how that process ended, if it has, and no other process goes on with the save.
         """
         ...
 
 
 class Alone:
-    """A process that saves and loads by itself."""
+    """A process that saves and loads by itself. What notifies or awaits other ranks does nothing: there are none."""
 
     rank, world_size, board_name = 0, 1, ""
 
@@ -174,7 +174,7 @@ class Alone:
         return SaveRound(step)
 
     def next_load(self) -> int:
-        """Return 0: nobody counts loads."""
+        """Return 0: loads are not counted."""
         return 0
 
     def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
@@ -186,16 +186,16 @@ class Alone:
         return state
 
     def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def leave(self, save_round: SaveRound) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def depart(self, reason: str, *, failed: bool) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
-        """Return a block that nobody hears of."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     async def save(self, place: Place, job: SaveJob) -> SaveResult:
@@ -220,7 +220,7 @@ class Alone:
         return await choose()
 
     async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
-        """Nobody reads it."""
+        """Does nothing."""
 
     async def hear(
         self,
@@ -233,24 +233,24 @@ class Alone:
         pause_s: float,
         deadline_s: float,
     ) -> N | F:
-        """Return what is found: nobody else will say it."""
+        """Return what *find* returns."""
         found = await find()
         if found is None:
             raise RankTimeoutError(f"{what}: not there, and there is no other rank to wait for", [])
         return found
 
     def join(self, board_name: str) -> None:
-        """There are no notes."""
+        """Does nothing."""
 
     def name_attempt(self, save_round: SaveRound) -> str | None:
         """Return None: any will do."""
         return None
 
     async def announce(self, job: SaveJob) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
-        """Return a block that nobody hears of."""
+        """Return a context that does nothing."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Where do saves go, and where do steps lie? In one place, unless a wing has more to say.
+"""Destinations: where saves go and steps lie. One place, unless tiers or a writer process replace it.
 
 `OnePlace` is a single root, written to from here. `aiockpt.places.tiers.tiers` has several, `aiockpt.worker.client`
 another process that writes.
@@ -27,7 +27,7 @@ class Destination(StepPlaces, Protocol):
     """Where the saves of one checkpointer go, and where what it loads lies."""
 
     def takes(self, step: int) -> bool:
-        """Say whether *step* is saved at all."""
+        """Return whether *step* is saved at all."""
         ...
 
     def places_for(self, step: int) -> Sequence[Place]:
@@ -35,7 +35,7 @@ class Destination(StepPlaces, Protocol):
         ...
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have *step*, which is saved next, go to the durable place that takes it soonest, whatever else it takes.
+        """Send *step*, which is saved next, to the durable place that finishes it soonest, whatever the rules of that place.
 
         Args:
             seconds: that saves took lately, by the URL of the place where they were committed.
@@ -49,7 +49,7 @@ class Destination(StepPlaces, Protocol):
         ...
 
     def announce(self, job: SaveJob) -> None:
-        """Hear that *job* is planned, and copied next; on the thread that copies."""
+        """Announce that *job* is planned, and copied next; on the thread that copies."""
 
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed.
@@ -65,10 +65,10 @@ class Destination(StepPlaces, Protocol):
         """Clean up where a save was committed."""
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that nobody waits for any more. Any thread."""
+        """End a save that is not waited for any more. Any thread."""
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """Tell the other ranks that the copies of a save to the places of these numbers ended with its writer."""
+        """Notify the other ranks that the copies of a save to the places of these numbers ended with its writer."""
 
     async def close(self, patience_s: float) -> None:
         """Finish what is under way, for *patience_s* seconds, and close all places."""
@@ -96,7 +96,7 @@ class OnePlace:
     """A single place, written to from here; see `Destination`.
 
     Args:
-        tier: what was asked of it.
+        tier: its options.
         coordinator: how this process agrees with those that save with it.
     """
 
@@ -109,7 +109,7 @@ class OnePlace:
         self._one_at_a_time = OneAtATime()
 
     def takes(self, step: int) -> bool:
-        """Say whether *step* is saved at all."""
+        """Return whether *step* is saved at all."""
         return self._tier.takes(step) or step == self._hastened
 
     def places_for(self, step: int) -> Sequence[Place]:
@@ -117,18 +117,18 @@ class OnePlace:
         return self.places
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have the place take *step*, whatever else it takes."""
+        """Have the place accept *step*, whatever its rules say."""
         self._hastened = step
 
     def prepare(self, promise: SavePromise) -> None:
-        """There is nothing between a save and its end."""
+        """Does nothing: the save is the only stage."""
 
     def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
-        """Return none."""
+        """Return an empty sequence."""
         return ()
 
     def announce(self, job: SaveJob) -> None:
-        """Nothing has to be known before."""
+        """Does nothing."""
 
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed."""
@@ -143,11 +143,11 @@ class OnePlace:
         await clean_up(self.places[0], result)
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that nobody waits for any more."""
+        """End a save that is not waited for any more."""
         promise.cancel()
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """There are no other places to copy to."""
+        """Does nothing: there are no other places to copy to."""
 
     async def close(self, patience_s: float) -> None:
         """Close the place."""

@@ -1,14 +1,14 @@
-"""Which step is meant, and where is its nearest copy? The newest valid one over all tiers, or the one that was asked for.
+"""Choice of a step and of its nearest copy: the newest valid one over all tiers, or the one that was asked for.
 
 Guarantees:
 
-- No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps. Then one that is
-  stalled is not waited for, either.
+- A failed listing never counts as "no checkpoint": a tier that cannot be listed raises, unless another one has steps.
+  Then one that is stalled is not waited for, either.
 - A commit that a dead job could not finish is finished first.
-- Whatever is bad is passed over and told; what may be well in a minute, and may be the newest, is raised. An outage is not
+- Whatever is bad is skipped and logged; what may be well in a minute, and may be the newest, is raised. An outage is not
   damage, and a sound step of another branch is neither.
-- A newer step that somebody has begun and not committed is told of, when one is chosen to be loaded; and where there is none
-  to load, what may have been meant instead.
+- When a step is chosen to be loaded, a newer one that was begun and not committed is logged; where there is none to load,
+  the error says what may have been meant instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiockpt")
 Skipped = list[tuple[str, str]]
-"""(step id, reason) of each step that was not taken."""
+"""(step id, reason) of each step that was skipped."""
 
 
 class ListedStep(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ async def candidates(
     Of one step the nearest copy comes first; of one that was asked for, copies of its weights alone come last.
 
     Args:
-        to_load: tell of a newer step that is not committed.
+        to_load: log a newer step that is not committed.
 
     Raises:
         StepNotFoundError, ManifestError: of *step*.
@@ -157,7 +157,7 @@ async def _tell_what_is_there_instead(places: StepPlaces) -> None:
 
 
 def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
-    """Tell log and observers why a step is not taken."""
+    """Notify log and observers of why a step is not chosen."""
     skipped.append((step_id, str(error)))
     logger.warning("%s is skipped: %s", step_id, error)
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))

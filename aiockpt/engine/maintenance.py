@@ -1,4 +1,4 @@
-"""What happens to checkpoints after they are committed? Hints, retention, garbage, verification, looking inside."""
+"""Maintenance of committed checkpoints: hints, retention, garbage, verification, looking inside."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Description(msgspec.Struct, frozen=True):
     Attributes:
         alias: names that share the memory of another tensor.
         left_out: names that were not saved because the caller said so; of tensors with dtype code and shape, else None.
-        not_finite: tensors with numbers that are NaN or infinite, and how many, where somebody has looked
+        not_finite: tensors with numbers that are NaN or infinite, and how many, where that was checked
             (``screen="finite"``; `StepInfo.finite` says whether).
         values: the plain values as they are written (docs/format.md#values); ``per_rank`` those of each rank.
     """

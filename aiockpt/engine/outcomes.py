@@ -1,8 +1,8 @@
-"""Who hears how a save or a load ended? Its future; the log; and, of a failure that nobody has asked for, the next call.
+"""Reports of how saves and loads ended: to the future, the log and, for a failure not yet retrieved, the next call.
 
 Guarantees:
 
-- A failure is told once, to whoever asks first, in the way that was chosen; it never loses the save that tells of it
+- A failure is reported once, at the first request, in the way that was chosen; it never loses the save that reports it
   (docs/decisions.md#a-failed-save-never-loses-the-next-one).
 - Each save and each load that worked is one line of the log, at level INFO, on rank 0 alone: the step, its size, the
   seconds, and where. What fails is logged where it fails.
@@ -23,7 +23,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class Failures:
-    """Failed saves, oldest first, until the caller has heard of them. Any thread.
+    """Failed saves, oldest first, until the caller has received them. Any thread.
 
     Args:
         limit: how many are kept at most; all for None.
@@ -37,7 +37,7 @@ class Failures:
         self._untold.append(failed)
 
     def report(self, policy: OnError, just_started: SaveFuture) -> None:
-        """Apply ``on_error`` to the failures that nobody has heard of.
+        """Apply ``on_error`` to the failures not yet reported.
 
         Raises:
             BackgroundSaveError: the policy is "raise"; *just_started* was started all the same.
@@ -54,7 +54,7 @@ class Failures:
                 )
 
     def raise_all(self, just_started: SaveFuture | None = None) -> None:
-        """Raise the failures that nobody has heard of, whatever the policy.
+        """Raise the failures not yet reported, whatever the policy.
 
         Raises:
             BackgroundSaveError: there are some.
@@ -64,9 +64,9 @@ class Failures:
             raise BackgroundSaveError(failed, just_started) from failed[0].exception()
 
     def take(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
-        """Return the failed saves whose error nobody has taken from their future, each once.
+        """Return the failed saves whose error was not retrieved from their future, each once.
 
-        One that this very call has started may have failed already: the next call tells of it.
+        One that this very call has started may have failed already: the next call reports it.
         """
         ended = [self._untold.popleft() for _ in range(len(self._untold))]
         self._untold.extend(future for future in ended if future is just_started)

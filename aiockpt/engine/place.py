@@ -1,4 +1,4 @@
-"""What the operations on one place share: the storage, its uploader, who reads there, what retention knows of it."""
+"""State that the operations on one place share: storage, uploader, readers, what retention knows of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiockpt.storage.retry import Retrying
 logger = logging.getLogger("aiockpt")
 
 UPLOADS_EVERY_S = 3600.0
-"""Between two looks for uploads that dead saves left in an object store; they are a day old before they count."""
+"""Between two searches for uploads that dead saves left in an object store; they are a day old before they count."""
 
 
 async def no_other_copies(_: Manifest) -> Sequence[StepCopy]:
@@ -39,7 +39,7 @@ class Place:
         retention: what is kept here; None keeps all.
 
     Attributes:
-        cleaning: held by whoever deletes here.
+        cleaning: held by each operation that deletes here.
         heads: what retention has read of the steps here.
         thin_steps: (id, generation) of the steps that are known to have their weights alone here.
         other_copies: finds the same save in other places, the nearest first, for what is damaged here.
@@ -76,13 +76,13 @@ class Place:
 
     @asynccontextmanager
     async def holding(self, step_id: str, who: bytes) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Do so for somebody who reads by other means, and yield what makes the lease as good as new.
+        """Do so for a reader outside this process, and yield what renews the lease.
 
         Args:
-            who: written into the lease, for whoever wonders why a step is kept.
+            who: written into the lease, for people who wonder why a step is kept.
 
         Raises:
-            StorageError: the lease cannot be written, so that nobody would see it.
+            StorageError: the lease cannot be written, so that it would have no effect.
         """
         with self._pinning(step_id):
             async with self._leasing(step_id, who, must=True) as renew:
@@ -121,7 +121,7 @@ class Place:
         try:
             await self.backend.put(key, who)
         except CheckpointError:
-            leased = False  # a read-only place: nobody deletes there either
+            leased = False  # a read-only place: nothing is deleted there either
             if must:
                 raise
         try:
@@ -138,7 +138,7 @@ class Place:
             logger.info("lease %s is left to expire: %s", key, error)
 
     def uploads_are_due(self) -> bool:
-        """Say whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
+        """Return whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
         last_ns, now_ns = self._looked_for_uploads_ns, self.engine.now_ns()
         if last_ns is not None and now_ns - last_ns < UPLOADS_EVERY_S * 1e9:
             return False

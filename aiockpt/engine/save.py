@@ -1,6 +1,6 @@
-"""How is a state saved? Begin an attempt, stream its files while the copy still runs, vote, commit.
+"""A save: begin an attempt, stream its files while the copy still runs, vote, commit.
 
-`save` is the story of a process that saves alone; `aiockpt.ranks.save` tells it of many ranks, with the same steps.
+`save` is that of a process that saves alone; `aiockpt.ranks.save` is that of many ranks, with the same steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from aiockpt.units import count
 if TYPE_CHECKING:
     from aiockpt.pipeline.replica_samples import Sampling
 
-# What is one save under way? What is saved, where its slabs go, how it is stopped, how its future is settled.
+# One save under way: what is saved, where its slabs go, how it is stopped, how its future is resolved.
 
 
 logger = logging.getLogger("aiockpt")
@@ -81,23 +81,23 @@ class SaveJob:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
-        promise: what the engine settles; *future* is what the caller holds of it.
+        promise: what the engine resolves; *future* is what the caller holds of it.
         stages: times what is done for it.
         number: of the save, in the order of the calls.
-        nonce: of the attempt; None where whoever begins it makes one.
+        nonce: of the attempt; None where it is made when the attempt begins.
         save_round: which save it is among those of all ranks.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
         snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
-        host_copied: settled when only devices have something left to copy, with the events behind that.
+        host_copied: resolved when only devices have something left to copy, with the events behind that.
         copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
             promise's *snapshotted*.
-        begun: whether it runs, or will: then it tells the other ranks itself what goes wrong.
+        begun: whether it runs, or will: then it notifies the other ranks itself of what goes wrong.
         confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
-        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless somebody else is to have it.
+        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless it goes elsewhere.
         replica_tables: returns what the receipt says of replicas.
         hand_samples: takes the samples of replicas, on the thread that copies, before the copy counts as made.
     """
@@ -174,7 +174,7 @@ class SaveJob:
         if self._stopped_by is None:
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
             self.promise.snapshotted.resolve(None)
-            self.copied.resolve(None)  # last: what is written waits for it, so that all is told in order
+            self.copied.resolve(None)  # last: what is written waits for it, so that all is reported in order
 
     def _run_program(self) -> None:
         capture = self._capture
@@ -201,7 +201,7 @@ class SaveJob:
             self.hand_samples(sampling)
 
     def recheck(self) -> BaseException | None:
-        """Compare the state once more, if the copy is over and nobody has; return why the save ends when it was torn."""
+        """Compare the state once more, if the copy is over and not yet compared; return why the save ends if it was torn."""
         error = self._guard.recheck()
         if error is not None and self._stopped_by is None:
             self.stop(error)
@@ -218,7 +218,7 @@ class SaveJob:
         return self._guard.is_unsure
 
     def leave_to_guard(self) -> None:
-        """Note that the call returns now, before the copy, and have whoever is about to change the state wait for that."""
+        """Note that the call returns now, before the copy, and make each change of the state wait for that."""
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._guard.begin(self)
 
@@ -280,7 +280,7 @@ class SaveJob:
             self._scope.cancel()
 
     async def run(self, save: Callable[[SaveJob], Awaitable[SaveResult]]) -> SaveResult | None:
-        """Run *save* on the loop and settle the future; return the result, or None when it failed."""
+        """Run *save* on the loop and resolve the future; return the result, or None when it failed."""
         result: SaveResult | None = None
         failure: BaseException | None = None
         try:
@@ -329,7 +329,7 @@ CLEAN_UP_DEADLINE_S = 60.0
 _NAMES_TOLD = 5
 MOST_RECORDS_BYTES = 16 << 20
 RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
-"""Room asked for beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
+"""Room required beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
 
 
 async def save(place: Place, job: SaveJob) -> SaveResult:
@@ -349,7 +349,7 @@ async def save(place: Place, job: SaveJob) -> SaveResult:
 
 
 def emit_start(engine: Engine, job: SaveJob) -> None:
-    """Tell observers what is saved."""
+    """Notify observers of what is saved."""
     plan, now_ns = job.plan, engine.now_ns()
     engine.emit(
         SaveStarted(
@@ -405,7 +405,7 @@ async def _find_existing(place: Place, entry: StepEntry) -> Manifest | None:
 
 
 def left_alone(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult:
-    """Return the result of a save that found its step committed, and tell observers of it."""
+    """Return the result of a save that found its step committed, and notify observers."""
     engine.emit(SaveSkipped(at_ns=engine.now_ns(), step=job.step, reason="committed already"))
     return msgspec.structs.replace(existing, seconds=engine.since_s(job.begun_ns))
 
@@ -490,7 +490,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
 
 
 def _tell_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
-    """Tell observers what was found in *files*, and the log whenever it is found in other tensors than before."""
+    """Notify observers of what was found in *files*, and the log whenever it is found in other tensors than before."""
     found: Counter[str] = Counter()
     for file in files:
         found.update(file.not_finite or {})
@@ -528,7 +528,7 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
 
 
 async def _forget(place: Place, attempt: Attempt) -> None:
-    """Remove what an attempt left that has not voted: nobody can commit it. Garbage collection is the net below."""
+    """Remove what an attempt left that has not voted: it cannot be committed. Garbage collection is the net below."""
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
             await collect(place.backend, Garbage(attempt.id, attempt.attempt), place.engine.token(16))
@@ -565,7 +565,7 @@ def _log_buffers(engine: Engine, votes: Sequence[Receipt]) -> None:
 
 
 def committed(engine: Engine, job: SaveJob, generation: int) -> SaveResult:
-    """Return the result of a save that is committed, and tell observers of it."""
+    """Return the result of a save that is committed, and notify observers."""
     result = SaveResult(
         step=job.step,
         id=step_id(job.step),

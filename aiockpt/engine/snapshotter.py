@@ -1,7 +1,7 @@
-"""How is a state to be copied? `Eager` copies it in the call; `aiockpt.lazy` beside the program, or on its device.
+"""Ways to copy a state: `Eager` copies it in the call; `aiockpt.lazy` beside the program, or on its device.
 
-A snapshotter is asked with `CaptureRequest` and answers with a `Capture`: the tensors to copy, whether that is done in the
-call or beside the program, behind which device events, and the `SaveGuard` that has others wait for the copy and compares
+A snapshotter receives a `CaptureRequest` and returns a `Capture`: the tensors to copy, whether that is done in the
+call or beside the program, behind which device events, and the `SaveGuard` that makes others wait for the copy and compares
 the state when it is over. Where the call copies, nothing can change meanwhile, and the guard is `Unguarded`.
 """
 
@@ -52,24 +52,24 @@ class SaveGuard(CopyGuard, Protocol):
         ...
 
     def begin(self, job: Copying) -> None:
-        """Have whoever is about to change the state wait for the copy of *job*: its call returns before that."""
+        """Make each change of the state wait for the copy of *job*: its call returns before that."""
 
     def check_addresses(self) -> None:
         """Raise TornSnapshotError when a tensor is not where it was: nothing may be read from there."""
 
     def recheck(self) -> TornSnapshotError | None:
-        """Compare once more, if the copy is over and nobody has; return why it is torn, if it is. Any thread."""
+        """Compare once more, if the copy is over and not yet compared; return why it is torn, if it is. Any thread."""
         ...
 
     def hurry(self) -> None:
-        """Have the copy go as fast as it can: it is waited for, or not wanted any more. Any thread; idempotent."""
+        """Expedite the copy: it is waited for, or not wanted any more. Any thread; idempotent."""
 
     def stopped(self, error: BaseException) -> None:
-        """Hear that the save has ended with *error*: nothing needs to be compared, and nothing kept. Any thread."""
+        """End, as the save did, with *error*: nothing needs to be compared, and nothing kept. Any thread."""
 
 
 class Unguarded:
-    """The guard of a state that is copied in the call, or that nobody changes: nothing waits, and nothing is compared."""
+    """The guard of a state that is copied in the call, or that is never changed: nothing waits or is compared."""
 
     throttle = None
     compares_bytes = False
@@ -77,22 +77,22 @@ class Unguarded:
     took_whole = True
 
     def begin(self, job: Copying) -> None:
-        """Have nobody wait: the state of *job* may change already."""
+        """Does nothing: the state of *job* may change already."""
 
     def check_addresses(self) -> None:
-        """Find every tensor where it was."""
+        """Does nothing."""
 
     def compare(self) -> None:
-        """Find nothing changed."""
+        """Does nothing."""
 
     def recheck(self) -> None:
-        """Find nothing changed."""
+        """Does nothing."""
 
     def hurry(self) -> None:
-        """Go on: it goes as fast as it can."""
+        """Does nothing."""
 
     def stopped(self, error: BaseException) -> None:
-        """Keep nothing, as before."""
+        """Does nothing."""
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: its tensors do not change until they are copied, or are copies of their own.
         snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
-        reason: why not as it was asked for.
+        reason: why not as requested.
         copied_at_call_bytes: bytes of the tensors that were copied in the call already.
         beside: whether it is copied beside the program, after the call has returned.
         is_temporary: whether all tensors were made for this save, and the next one will have others.
@@ -181,14 +181,14 @@ class Eager:
 
 
 class ByCall:
-    """Chooses for each call who captures its state: an eager one outside of event loops is *eager*, all else *beside*."""
+    """Chooses a snapshotter for each call: *eager* for an eager save outside of event loops, *beside* for all else."""
 
     def __init__(self, eager: Snapshotter, beside: Snapshotter) -> None:
         self._eager = eager
         self._beside = beside
 
     def capture(self, request: CaptureRequest) -> Capture:
-        """Have the right one capture the state."""
+        """Capture the state with the right one."""
         in_call = request.snapshot == "eager" and not runs_event_loop()
         return (self._eager if in_call else self._beside).capture(request)
 

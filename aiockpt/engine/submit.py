@@ -1,12 +1,12 @@
-"""Takes a save from the caller's thread onto the loop: walked, captured, planned, registered, copied; few at a time.
+"""Submission of saves from the caller's thread to the loop: walked, captured, planned, registered, copied; few at a time.
 
 Guarantees:
 
 - A save whose state is copied beside the program is registered, and its state guarded, before the call returns; then a
   worker copies it.
 - A save that must wait for another one to end, or for other ranks, never holds up an event loop: it waits on a worker, and
-  whoever is about to change the state waits for it.
-- Any thread may save: calls are taken one at a time, but for their waits and the copy itself.
+  each change of the state waits for it.
+- Any thread may save: calls are accepted one at a time, but for their waits and the copy itself.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
 - After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
   copies end in time with a few slabs.
@@ -66,7 +66,7 @@ class Submitter:
     Args:
         destination: where saves go.
         coordinator: how this process agrees with those that save with it.
-        copies: which copies are made beside the program, and who changes the state by hand.
+        copies: which copies are made beside the program, and which changes of the state are made by hand.
         snapshotter: says how states are copied.
     """
 
@@ -166,7 +166,7 @@ class Submitter:
         return job, None
 
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
-        """Begin a copy beside the program, and have later saves wait for it, and whoever is about to change the state."""
+        """Begin a copy beside the program, and make later saves, and each change of the state, wait for it."""
         try:
             self._saves.append(job.promise)
             self._last_copy = job.copied
@@ -175,7 +175,7 @@ class Submitter:
                 self._engine.loop.submit(self._copy_later, before, job)
             else:
                 self._engine.loop.in_worker(self._copy_elsewhere, job)
-        except BaseException as error:  # an interrupt: nobody else would end it
+        except BaseException as error:  # an interrupt: nothing else would end it
             self._refuse(job, error)
             raise
 
@@ -195,7 +195,7 @@ class Submitter:
                 return
             if job.begun:
                 job.refuse(error)
-            else:  # nobody but the caller knows of it
+            else:  # known to the caller only
                 self._coordinator.abort(job.save_round, error)
             raise
 
@@ -214,13 +214,13 @@ class Submitter:
             job.copy()
 
     def _refuse(self, job: SaveJob, error: BaseException) -> None:
-        """End a save that may not have begun; if so, it cannot tell the other ranks."""
+        """End a save that may not have begun; if so, it cannot notify the other ranks."""
         if not job.begun:
             self._coordinator.abort(job.save_round, error)
         job.refuse(error)
 
     def _begin(self, job: SaveJob) -> None:
-        """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
+        """Plan this save and have it run; from here on it notifies the other ranks itself of failures."""
         with made_for_the_loop():
             job.prepare(self._coordinator)
         self._destination.announce(job)
@@ -256,7 +256,7 @@ class Submitter:
                 logger.warning("no more slabs for the next snapshot, which will wait for these: %s", error)
 
     def _why_full(self, snapshot: Snapshot) -> str | None:
-        """Say why a save that begins now would wait; None when it would not."""
+        """Return why a save that begins now would wait; None when it would not."""
         if self._is_full():
             many = len(self._saves)
             return f"{count(many, 'save')} {'is' if many == 1 else 'are'} in flight"

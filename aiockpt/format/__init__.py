@@ -1,1 +1,1 @@
-"""How is a checkpoint written down? Names, dtypes, checksums, data files, manifests; docs/format.md in code, without I/O."""
+"""The stored form of a checkpoint: names, dtypes, checksums, data files, manifests; docs/format.md in code, without I/O."""

@@ -1,4 +1,4 @@
-"""How are bytes proven to be those that were saved? xxh3_64 over file blocks, xxh3_128 over documents.
+"""Checksums that prove bytes to be those that were saved: xxh3_64 over file blocks, xxh3_128 over documents.
 
 Guarantees:
 
@@ -24,11 +24,11 @@ class BlockHasher:
         self._state = xxhash.xxh3_64()
 
     def update(self, data: memoryview) -> None:
-        """Take the block's next bytes."""
+        """Add the block's next bytes."""
         self._state.update(data)
 
     def digest(self) -> bytes:
-        """Return the sum of what was taken so far (8 bytes)."""
+        """Return the sum of what was added so far (8 bytes)."""
         return self._state.digest()
 
 

@@ -1,4 +1,4 @@
-"""How does a small document (manifest, receipt) prove itself, and how is it parsed without being hurt by it?
+"""Sealed documents (manifest, receipt): small, proven by their own digest, and parsed safely whatever they hold.
 
 A sealed document is one line of JSON whose last member is the digest of every byte before it
 (docs/format.md#sealed-documents). The digest is compared *before* anything is parsed. It finds damage, not malice, so
@@ -41,8 +41,8 @@ _LEVELS[list(b"[{")] = 1
 _LEVELS[list(b"]}")] = -1
 
 RARELY = 10_000_019
-"""New objects between two looks of a collector that is paused: more than any document has. The number is nobody else's,
-which tells our threshold from one that the program has set."""
+"""New objects between two passes of a collector that is paused: more than any document has. The number is unusual, which
+distinguishes our threshold from one that the program has set."""
 _pauses: list[None] = []
 """The pauses under way, of all threads."""
 _usual: tuple[int, ...] = ()
@@ -110,9 +110,9 @@ def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
 def collector_paused() -> Iterator[None]:
     """Keep the cyclic collector from walking the growing result again and again (2–10 × slower).
 
-    Whether it is on is the program's business: many trainers call ``gc.disable()`` and collect at steps of their choice,
+    Whether it is on is the program's choice: many trainers call ``gc.disable()`` and collect at steps of their choice,
     and they may do so at any moment of a pause on another thread. So the collector is not switched: it is made to run
-    rarely, by its threshold, which goes back when the last pause ends, unless somebody has set another one meanwhile.
+    rarely, by its threshold, which goes back when the last pause ends, unless another one was set meanwhile.
     """
     global _usual
     _pauses.append(None)  # one call of C code, as `pop` is: two threads cannot lose count

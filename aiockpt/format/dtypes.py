@@ -1,4 +1,4 @@
-"""Which element types exist, how wide are they, and what do torch and safetensors call them? One table.
+"""The table of element types: which there are, how wide they are, and what torch and safetensors call them.
 
 Guarantees:
 

@@ -1,13 +1,13 @@
-"""Which values are NaN or infinite? Asked of raw bytes, by comparing their bits as integers.
+"""The count of values that are NaN or infinite in raw bytes, by comparing their bits as integers.
 
 Guarantees:
 
 - Exact for every dtype: no sum that may overflow, no conversion.
-- Memory in which all is finite is read twice, by one thread that has let go of the GIL, and nothing is allocated.
+- Memory in which all is finite is read twice, by one thread that has released the GIL, and nothing is allocated.
 
 Of numbers in the formats of IEEE 754, those that are not finite are the ones whose exponent has all bits set. Taken as
 integers with a sign they are the greatest of all (no sign bit), taken as integers without they are (with a sign bit): so two
-maxima tell.
+maxima suffice.
 """
 
 from __future__ import annotations

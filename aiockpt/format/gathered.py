@@ -1,6 +1,6 @@
-r"""How do the receipts of many ranks fit into one object? Line by line, each still its own proof.
+r"""Receipts of many ranks in one object: line by line, each still its own proof.
 
-At 10,000 ranks rank 0 cannot read 10,000 receipts one by one in good time. So each group of ranks leaves its receipts
+At 10,000 ranks rank 0 cannot read 10,000 receipts one by one in good time. So each group of ranks puts its receipts
 in one object more, ``g/r00064-r00127.jsonl`` in the attempt's folder: one sealed receipt a line, by rank
 (docs/format.md#receipts). Of receipts with equal plain values only the first says them; the others' ``state`` is null.
 

@@ -1,4 +1,4 @@
-"""What does a checkpoint consist of? The manifest (the commit), the receipts (the votes), and their JSON.
+"""What a checkpoint consists of: the manifest (the commit), the receipts (the votes), and their JSON.
 
 Guarantees:
 
@@ -64,7 +64,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         axes: its axes as they lay in memory, slowest first, where that is not their own order (`aiockpt.state.layout`);
-            unset where it is, or where nobody can tell. Bytes in files are row-major whatever it says.
+            unset where it is, or where it is unknown. Bytes in files are row-major whatever it says.
     """
 
     dtype: str
@@ -83,12 +83,12 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         p: path relative to the step's folder.
         size: bytes, header included.
-        rank: who wrote it.
+        rank: the one that wrote it.
         algo, block: what the sums are, and the bytes under each.
         sums: base64 of the blocks' sums, 8 bytes each.
         digest: xxh3_128 of the sums.
-        kind: "weights" where all that is in it is held by modules, "rest" where nothing is; unset where nobody has told.
-        not_finite: tensors with numbers in it that are NaN or infinite, and how many; unset where nobody has looked.
+        kind: "weights" where all that is in it is held by modules, "rest" where nothing is; unset where that is unknown.
+        not_finite: tensors with numbers in it that are NaN or infinite, and how many; unset where they were not checked.
     """
 
     p: str
@@ -137,7 +137,7 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 def are_finite(files: Sequence[FileEntry]) -> bool | msgspec.UnsetType:
-    """Return what a manifest of *files* says of them: whether all numbers are finite, if all were looked at."""
+    """Return what a manifest of *files* says of them: whether all numbers are finite, if all were checked."""
     if any(file.not_finite is msgspec.UNSET for file in files) or not files:
         return msgspec.UNSET
     return not any(file.not_finite for file in files)
@@ -164,7 +164,7 @@ ForkedFrom = tuple[str, str, str]
 """Place, step id and run of a step of another place."""
 MAX_OLDER = 64
 Older = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_OLDER)]
-"""Steps by id and highest generation; generation 0 where that could not be seen."""
+"""Steps by id and highest generation."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +178,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ancestors: run and sequence of the save that was loaded, then of the one that its run had loaded, and so on, at most
             `MAX_ANCESTORS`: they stay true when a step is deleted or saved anew.
         forked_from: place, step id and run of the step of another place that the line of saves began from.
-        finite: whether no file holds a number that is NaN or infinite; unset where nobody has looked at all of them.
-        write_id: random, of the writer who created this object; says whose create succeeded.
+        finite: whether no file holds a number that is NaN or infinite; unset where not all of them were checked.
+        write_id: random, of the writer that created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
         left_out: what was not saved because the caller said so; a state that has it keeps it as it is.
@@ -277,7 +277,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class _Envelope(msgspec.Struct):
-    """What is looked at before the rest is decoded: who may read it, and the parts whose size must be bounded first."""
+    """What is read before the rest: what a reader must know, and the parts whose size must be bounded first."""
 
     format: str
     version: int

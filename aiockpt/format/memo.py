@@ -1,6 +1,6 @@
-"""Was that asked just now? A job saves one structure again and again; what follows from it alone is found out once.
+"""A memo of the last question: a job saves one structure again and again; what follows from it alone is computed once.
 
-A question is compared by its value, never by its name or place, so an answer is right whoever asks. Comparing equal
+A question is compared by its value, never by its name or place, so an answer is right for any caller. Comparing equal
 structures is one pass in C; what it spares is some sixty calls of Python a tensor, on the thread that all saves share.
 """
 

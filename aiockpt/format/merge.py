@@ -1,4 +1,4 @@
-"""What checkpoint do these votes make? Receipts of all ranks become one manifest (docs/format.md#the-merge).
+"""The merge of votes: receipts of all ranks become one manifest (docs/format.md#the-merge).
 
 Guarantees:
 
@@ -7,7 +7,7 @@ Guarantees:
   is that the pieces of each tensor are complete.
 - A piece that several ranks wrote is taken from the lowest of them; what then overlaps or leaves a gap is refused.
 - Replicas that ranks have differently are refused (`aiockpt.format.replicas`).
-- Plain values are the union of what the ranks say, who must agree wherever they say the same (`values`).
+- Plain values are the union of what the ranks say; they must agree wherever they say the same (`values`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _check_agreement(first: Receipt, vote: Receipt) -> None:
 
 
 def _merge_values(votes: Sequence[Receipt]) -> Any:
-    """Unite the global trees; ranks with equal digests said the same, so one of them is looked at."""
+    """Unite the global trees; ranks with equal digests said the same, so one of them is read."""
     distinct = {vote.scalars_digest: vote for vote in reversed(votes)}
     said = sorted((vote.rank, vote.state) for vote in distinct.values())
     tree, conflicts = unite(said)
@@ -162,7 +162,7 @@ def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
 
 
 def _count_pieces(votes: Sequence[Receipt], most: int) -> int:
-    """Return how many there are, or some number above *most*: to look at each of ten million costs half a second."""
+    """Return how many there are, or some number above *most*: to visit each of ten million costs half a second."""
     pieces_of, count = attrgetter("pieces"), 0
     for vote in votes:
         count += sum(map(len, map(pieces_of, vote.tensors.values())))

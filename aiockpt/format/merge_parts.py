@@ -1,9 +1,9 @@
-"""How do the pieces of very many receipts become one table? As `aiockpt.format.merge` does, in columns.
+"""The merge of the pieces of very many receipts into one table: as `aiockpt.format.merge` does, in columns.
 
 Guarantees:
 
 - The same pieces in the same order as a merge one by one: of equal boxes that of the lowest rank, by their offsets.
-- Each receipt is looked at once, while it is in the processor's cache; some together go to their places.
+- Each receipt is read once, while it is in the processor's cache; some together go to their places.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_table(
         votes: by rank.
         entries: every tensor that the votes have, those of the first one first.
         alike: the ranks that have those of the first one, in its order.
-        check: refuses a vote that describes one in another way; asked when the vote is about to be looked at.
+        check: refuses a vote that describes one in another way; called when the vote is about to be read.
 
     Raises:
         CommitError: a piece lies in no file of its rank, or has other dimensions than its tensor.

@@ -1,4 +1,4 @@
-"""What is everything called? Keys of the objects of a checkpoint, and names of the leaves of a state.
+"""Keys of the objects of a checkpoint, and names of the leaves of a state.
 
 Guarantees:
 

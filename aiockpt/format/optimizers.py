@@ -1,4 +1,4 @@
-"""The nodes that all ranks wrote of one optimizer become one: by the names of its parameters.
+"""The union of the nodes that all ranks wrote of one optimizer: by the names of its parameters.
 
 Ranks may have other parameters (stages of a pipeline, groups of experts) and so other groups. Guarantees:
 
@@ -32,7 +32,7 @@ class Conflict(msgspec.Struct, frozen=True):
     theirs: Any
 
     def __str__(self) -> str:
-        """Say where, who and what, short."""
+        """Say the place, the ranks and the difference, in short."""
         where = self.path or "everything"
         return f"{where} ({self.ours!r:.40} on rank {self.first}, {self.theirs!r:.40} on rank {self.other})"
 
@@ -174,7 +174,7 @@ def _unite_by_place(votes: Nodes, path: str, unite: Unite) -> list[dict[str, Any
 
 
 def _unite_by_name(votes: Nodes, path: str, conflicts: list[Conflict]) -> list[dict[str, Any]]:
-    """Return groups in which every parameter has the values that the ranks who have it give it."""
+    """Return groups in which every parameter has the values that its own ranks give it."""
     groups: dict[bytes, dict[str, Any]] = {}
     homes: dict[str, tuple[int, dict[str, Any]]] = {}
     for rank, one in votes:

@@ -1,4 +1,4 @@
-"""How are ten million pieces written down? As columns beside the manifest, not as JSON in it.
+"""Tables of up to ten million pieces: columns beside the manifest, not JSON in it.
 
 Beyond `MAX_PIECES` a manifest ``requires`` ["parts"]: its tensors have no pieces there, and ``parts`` describes columns
 that are blobs in the attempt's folder, ``p/<column>-0000.bin`` and so on, 64 MiB each but the last:
@@ -11,7 +11,7 @@ offsets, then sizes. The manifest has the digest of every blob, so its own diges
 
 Guarantees:
 
-- A table stays columns: a tensor's ``pieces`` is a view of it that makes a `Piece` only for who asks for one.
+- A table stays columns: a tensor's ``pieces`` is a view of it that makes a `Piece` only on access.
 - `attach` believes no blob before its digest, and allocates no more than the blobs that it was given. What the numbers
   mean to each other is for `aiockpt.format.validate` to check.
 """

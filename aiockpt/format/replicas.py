@@ -3,8 +3,8 @@
 A receipt has a table of 16 bytes for each box of a tensor that its rank and others have: which box of which tensor, and the
 digest of some of its bytes. Guarantees:
 
-- Pure. Ranks are compared box by box, whatever else each of them has, and whoever writes the box.
-- A table has no names: each is the hash of one that some receipt has. What is looked at is each distinct table, once.
+- Pure. Ranks are compared box by box, whatever else each of them has, and whichever writes the box.
+- A table has no names: each is the hash of one that some receipt has. Each distinct table is read once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What stands at the beginning of a data file? A plain safetensors header, padded so that the payload is page-aligned.
+"""The beginning of a data file: a plain safetensors header, padded so that the payload is page-aligned.
 
 Guarantees:
 
 - What `encode_header` returns, followed by the payload, opens in every safetensors reader (docs/format.md#data-files).
 - `decode_header` accepts what the safetensors library accepts and no more: entries tile the payload, sizes agree, no
-  key comes twice. For anything else it raises `CorruptionError`, before a byte of payload is looked at.
+  key comes twice. For anything else it raises `CorruptionError`, before a byte of payload is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do these boxes tile that shape: is every element in exactly one of them?
+"""The tiling check: whether every element of a shape is in exactly one of some boxes.
 
 Guarantees:
 
@@ -10,8 +10,8 @@ The idea: give each cut of each axis a random number; a box weighs the product o
 number at its start), modulo the prime 2⁶¹ − 1. Weight is additive, so boxes that tile weigh together what the whole
 weighs. If some element is covered twice or never, the difference is a polynomial in the random numbers that is not zero
 and has at most 32 axes as degree: it vanishes by chance only (Schwartz–Zippel; coverage counts stay below the prime).
-The numbers come from a cryptographic digest of the boxes themselves, so they are the same everywhere and nobody can
-choose boxes to fit them.
+The numbers come from a cryptographic digest of the boxes themselves, so they are the same everywhere and boxes
+cannot be chosen to fit them.
 """
 
 from __future__ import annotations

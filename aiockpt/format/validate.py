@@ -1,4 +1,4 @@
-"""May a reader believe this manifest? Every check of docs/format.md that needs no I/O, before anything is opened.
+"""The validation of a manifest: every check of docs/format.md that needs no I/O, before anything is opened.
 
 Guarantees:
 
@@ -41,7 +41,7 @@ from aiockpt.format.replicas import ROW
 from aiockpt.format.safetensors import Entry, Header, read_below
 from aiockpt.format.tiling import tiles
 
-# Are the pieces of a table inside their files and tensors, and do they tile them? All at once, not one by one.
+# Checks of the pieces of a table: inside their files and tensors, which they tile. All at once, not one by one.
 #
 # Guarantees:
 #
@@ -89,7 +89,7 @@ def find_bad_piece(
 
 
 def _cut(tensors: Ints, counts: Ints) -> Iterator[Ints]:
-    """Cut *tensors* into some that have about as many pieces together as are looked at once."""
+    """Cut *tensors* into some that have about as many pieces together as are checked at once."""
     groups = np.cumsum(counts[tensors]) // _ROWS_AT_ONCE
     yield from np.split(tensors, np.flatnonzero(np.diff(groups)) + 1)
 
@@ -151,7 +151,7 @@ def _weigh_as_much(shape: tuple[int, ...], offsets: Ints, sizes: Ints, cut: Sequ
 MAX_PIECES = 2 * 10**6
 """In JSON; beyond it they are in columns (`aiockpt.format.parts`)."""
 _FEW_ROWS = 16
-"""Pieces of one tensor that are looked at one by one, also those of a table: arrays have their price."""
+"""Pieces of one tensor that are checked one by one, also those of a table: arrays have their price."""
 MAX_TENSORS = 10**6
 MAX_WORLD = 65_536
 MAX_DIM = 2**48
@@ -161,7 +161,7 @@ _PATH_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[0-9a-f]{12}")
 _MAX_PATH_PARTS = 4
 _MAX_REASON = 600
-"""Characters: names and shapes in a message come from whoever wrote the document."""
+"""Characters: names and shapes in a message come from the document, which is not trusted."""
 
 _MEMO_PIECES = 100_000
 """Of a layout that may be kept in memory for the next manifest to be compared with."""
@@ -275,7 +275,7 @@ def _check_files(files: Sequence[FileEntry], document: Manifest | Receipt, what:
     seen: set[str] = set()
     for file in files:
         _check_path(file.p, prefix, what)
-        folded = file.p.lower()  # some file systems do not tell case apart
+        folded = file.p.lower()  # some file systems do not distinguish case
         if folded in seen:
             _refuse(what, f"the file {file.p!r} is listed twice")
         seen.add(folded)

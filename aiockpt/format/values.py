@@ -1,4 +1,4 @@
-"""What do all ranks together say of the plain values? The trees of all ranks become one, or the differences are named.
+"""The union of the plain values of all ranks: their trees become one, or the differences are named.
 
 Ranks of one job may see different parts of it: stages of a pipeline and groups of experts have other modules, and their
 optimizers other parameters. So a tree is the union of all:

@@ -1,4 +1,4 @@
-"""What does the first rank find? Asked there alone, and told to all."""
+"""Calls made on the first rank only, with the result broadcast to all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def ask_first_rank(ask: Callable[[], T]) -> T:
-    """Return what rank 0 gets from *ask*, on all ranks. Every rank calls it; a process without others asks itself.
+    """Return what rank 0 gets from *ask*, on all ranks. Every rank calls it; a single process calls *ask* itself.
 
     Raises:
         CheckpointError: what *ask* raised on rank 0, on all ranks.

@@ -1,4 +1,4 @@
-"""The indices that a ``DataLoader`` reads, made so that the rest of an epoch can be given again.
+"""The indices that a ``DataLoader`` reads, made so that the rest of an epoch can be repeated.
 
 They are drawn again with the random numbers of the begin of the epoch, and those that were trained are passed over. No
 sample is read for it.
@@ -50,7 +50,7 @@ def read_generators(generators: list[torch.Generator]) -> list[bytes]:
 
 
 class Indices:
-    """What gives a ``DataLoader`` its indices, and can give the rest of an epoch again.
+    """The indices of a ``DataLoader``, which can repeat the rest of an epoch.
 
     Attributes:
         start: the random generators when the epoch's indices were begun, or None.
@@ -106,7 +106,7 @@ class Indices:
         return isinstance(getattr(_batch_sampler(self._source), "sampler", self._source), SequentialSampler)
 
     def go_on(self, start: Any, passed: int, seen: int = 0) -> None:
-        """Have the next iteration be the one that began at *start*, without its first items.
+        """Make the next iteration the one that began at *start*, without its first items.
 
         Args:
             passed: how many items.
@@ -116,7 +116,7 @@ class Indices:
             self._go_on = (start, passed, seen)
 
     def forget(self) -> None:
-        """Have the next iteration be a whole one: of the one that was to go on, nothing was left."""
+        """Make the next iteration a whole one: of the one that was to go on, nothing was left."""
         self._go_on = None
 
     def own(self) -> list[bytes]:

@@ -1,12 +1,12 @@
-"""Ray Train (2.60): report a save when it is committed, and go on from what Ray says is the newest checkpoint.
+"""Ray Train (2.60): reports of saves when they are committed, and a resume from the newest checkpoint that Ray knows.
 
     with aiockpt.Checkpointer("/shared/run-7") as ckpt:
         for step in range(resume(ckpt, state), steps):
             loss = train_one_step()
             report({"loss": loss}, ckpt.save(step, state) if step % 100 == 0 else None)
 
-Ray keeps a *handle* of each checkpoint, a folder with one small file that says which step of which place it is. Tensors go
-from the workers to the place; nothing is uploaded twice. Ray hears of a checkpoint when all ranks have committed it, in the
+Ray keeps a *handle* of each checkpoint, a folder with one small file that names the step and the place. Tensors go from the
+workers to the place; nothing is uploaded twice. Ray is notified of a checkpoint when all ranks have committed it, in the
 order of the reports, while training goes on.
 """
 
@@ -28,7 +28,7 @@ HANDLE = "aiockpt.json"
 
 
 class RayHandle(msgspec.Struct, frozen=True):
-    """What Ray keeps of a checkpoint: the *step* and *id* of it, and the *url* of the place where it is."""
+    """The handle of a checkpoint that Ray keeps: the *step* and *id* of it, and the *url* of the place where it is."""
 
     url: str
     step: int
@@ -47,7 +47,7 @@ def report(metrics: Mapping[str, Any], save: aiockpt.SaveFuture | None = None, *
     """
     waits = {"checkpoint_upload_mode": _train.CheckpointUploadMode.ASYNC, **options}
     if save is None or _train.get_context().get_world_rank() != 0 or _was_skipped(save):
-        _train.report(dict(metrics), **waits)  # the others take their turn: Ray counts reports
+        _train.report(dict(metrics), **waits)  # the other workers report, too: Ray counts reports
         return
 
     def write(local: Any, name: str) -> Any:
@@ -61,14 +61,14 @@ def report(metrics: Mapping[str, Any], save: aiockpt.SaveFuture | None = None, *
 
 
 def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
-    """Load into *state* what Ray goes on from, and return the next step; every worker calls it.
+    """Load the step that Ray goes on from into *state*, and return the next step; every worker calls it.
 
     That is the step of ``ray.train.get_checkpoint()``, so that reports and checkpoints agree: a step that was committed and
-    not reported before a worker died is trained again. When Ray knows of none, it is the newest step of the place.
+    not reported before a worker died is trained again. When Ray has none, it is the newest step of the place.
 
     Raises:
         UsageError: Ray's newest checkpoint was not made by `report`.
-        StepNotFoundError: the place has not the step; retention has deleted it, or it is in another place.
+        StepNotFoundError: the place does not have the step; retention has deleted it, or it is in another place.
     """
     checkpoint = _train.get_checkpoint()
     if checkpoint is None:

@@ -5,8 +5,8 @@
     ckpt.resume(state)
     ckpt.step(state)                                               # after each step of torchft's optimizer
 
-All groups hold the same model, so one of them writes it: the first that takes part in the step. Each group has read its own
-samples, and writes the position of its own loader. torchft's counters are in the checkpoint, as it wants it.
+All groups hold the same model, so one of them writes it: the first that participates in the step. Each group has read
+its own samples, and writes the position of its own loader. torchft's counters are in the checkpoint, as it requires.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReplicaCheckpointer:
         """Load the newest checkpoint into *state* and the manager, and this group's position at that step into its loader.
 
         The group that wrote the model wrote its position with it, so that a job of one group finds both or neither. Another
-        one that had no position at that step takes its newest one before it, or begins its data anew. Returns the number of
+        one that had no position at that step uses its newest one before it, or begins its data anew. Returns the number of
         steps that are done; 0 when there is no checkpoint. What the living groups have trained since comes from them, at
         the first step.
         """
@@ -122,7 +122,7 @@ class ReplicaCheckpointer:
 class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # Any, where torchft is not installed
     """Brings the state to a group that is behind through a place that both see: every block is compared as it is read.
 
-    Give one to each Manager. Processes of the same rank in their groups exchange what they hold, so that shards go as they
+    Pass one to each Manager. Processes of the same rank in their groups exchange what they hold, so that shards go as they
     are.
 
     Args:
@@ -141,7 +141,7 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
         return self._url
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Save *state_dict* for those that are behind; it may change when this returns."""
+        """Save *state_dict* for groups that are behind; it may change when this returns."""
         if self._sent is None:
             keep = aiockpt.Retention(last=1)
             self._sent = aiockpt.Checkpointer(self._url, ranks=aiockpt.Ranks(), retention=keep)
@@ -151,7 +151,7 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
         """Return at once: what was sent is a copy."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Return what was sent of *step*, as soon as it is there.
+        """Return the state of *step* that was sent, as soon as it is there.
 
         Raises:
             TimeoutError: it did not come in time.

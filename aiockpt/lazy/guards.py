@@ -1,6 +1,6 @@
-"""The table of what guards a tensor of a lazy save against which change until it is copied: the code's, and the guide's.
+"""Table of the guards: what guards a tensor of a lazy save against which change until it is copied, in code and guide.
 
-`aiockpt.lazy.mutability` asks for the kind of a tensor in the order of `KINDS`, and copies in the call what it says there.
+`aiockpt.lazy.mutability` finds the kind of a tensor in the order of `KINDS`, and copies in the call those that it marks.
 What is left in place is guarded as `CHANGES` says: `aiockpt.lazy.version_check` compares of each tensor what its column
 names (`COMPARED`), and nothing else. A test makes each of these changes to each such tensor, and another keeps the table in
 docs/guide/lazy.md equal to what `render` returns.

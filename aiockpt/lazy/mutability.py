@@ -1,10 +1,10 @@
-"""Decides which tensors of a state a lazy save leaves in place, and copies the others in the call.
+"""Choice of the tensors of a state that a lazy save leaves in place; the others are copied in the call.
 
-While a snapshot is copied beside the running program optimizers wait for that, and nobody else does. Forward itself
-changes buffers (BatchNorm statistics, FP8 amax, router bias), teachers (momentum encoders) and embeddings with a
-``max_norm``, an EMA is updated by hand, and bare tensors are the user's. So only what an optimizer owns that waits is
-left in place (`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same memory. What is
-on a device is copied there, in the order of its compute stream: the call does not wait for it.
+While a snapshot is copied beside the running program only optimizers wait for that. Forward itself changes buffers
+(BatchNorm statistics, FP8 amax, router bias), teachers (momentum encoders) and embeddings with a ``max_norm``, an EMA is
+updated by hand, and bare tensors are the user's. So only what is owned by an optimizer that waits is left in place
+(`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same memory. What is on a device is
+copied there, in the order of its compute stream: the call does not wait for it.
 
 What is left in place is compared all the same (`aiockpt.lazy.version_check`). So it is copied at the call, too, where that
 would see nothing or too much: a tensor without a counter of its changes (of inference mode), one that shares its storage,
@@ -45,7 +45,7 @@ class Mutability:
         mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
         immutable: the same of tensors that change only in optimizer steps although no optimizer owns them, such as the
             frozen weights under an adapter. The longer name wins.
-        accelerator: copies what is on a device; None takes CUDA's.
+        accelerator: copies what is on a device; None for CUDA's.
 
     Attributes:
         kinds: of the tensors of the last call, by name; of one with several parts here, that of the last part.
@@ -63,7 +63,7 @@ class Mutability:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the last state."""
+        """Release the last state."""
         self.kinds: dict[str, KindKey] = {}
         self.in_place: tuple[TensorShard, ...] = ()
         self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
@@ -125,7 +125,7 @@ class Mutability:
         return tuple(copies)
 
     def _note_torn(self, tensors: Sequence[TensorShard]) -> None:
-        """Distrust what was torn, and say once how the program can say so itself."""
+        """Distrust what was torn, and log once how the program can declare it."""
         newly_torn, self._newly_torn = self._newly_torn, []
         torn = self._torn.union(newly_torn)
         if torn != self._torn:
@@ -139,7 +139,7 @@ class Mutability:
             )
 
     def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
-        """Say whether *tensors* are like the last ones: the same, but that some that are copied may be in other memory."""
+        """Return whether *tensors* are the last ones, but that some that are copied may be in other memory."""
         known, with_trust = self._seen
         if with_trust != trusting or len(known) != len(tensors) or not self._owned.is_current():
             return False
@@ -159,7 +159,7 @@ class Mutability:
         return [index for index, kind in enumerate(kinds) if kind in COPIED]
 
     def _kind_of(self, shard: TensorShard, rule: bool | None) -> KindKey:
-        """Return what a tensor is by itself; *rule* says what the user says."""
+        """Return the kind of a tensor by itself; *rule* is the user's rule for it."""
         owner = self._owned.kind_of
         fits: dict[KindKey, Callable[[], bool]] = {
             "named": lambda: rule is True,
@@ -185,13 +185,13 @@ class Mutability:
                 logger.warning("mutable or immutable: no tensor here is %r, or begins with it", join_name(rule))
 
     def _rule(self, path: Path) -> bool | None:
-        """Return what the user says of the tensor at *path*: that it may change, that it does not, or nothing."""
+        """Return the user's rule for the tensor at *path*: that it may change, that it does not, or none."""
         said = [parts for parts in self._rules if path[: len(parts)] == parts]
         return self._rules[max(said, key=len)] if said else None
 
 
 def _alike(shard: TensorShard, known: TensorShard) -> bool:
-    """Say whether one is what the other was, in other memory."""
+    """Return whether one is what the other was, in other memory."""
     return (
         (shard.name, shard.dtype, shard.shape, shard.boxes) == (known.name, known.dtype, known.shape, known.boxes)
         and shard.data.shape == known.data.shape

@@ -1,12 +1,12 @@
-"""Finds the tensors that change only in optimizer steps which call torch's hooks: they do not while those steps wait.
+"""Detection of the tensors that change only in optimizer steps which call torch's hooks, and so not while those steps wait.
 
 Guarantees:
 
 - Trusted is what lies in the parameters or the state of an optimizer whose every step calls torch's hooks
-  (`aiockpt.lazy.optimizer_owned`): one that the state names, or when it names none, any of this process.
-- Not trusted, whoever owns it, is what something else changes too: an optimizer without hooks, or forward itself
-  (`aiockpt.lazy.optimizer_owned`).
-- What was found is believed as long as nobody came or went, and nobody's groups, states or steps are others.
+  (`is_announced`): one that the state names, or when it names none, any of this process.
+- Not trusted, whatever owns it, is what something else changes too: an optimizer without hooks, or forward itself
+  (`changed_in_forward`).
+- A result stays valid while no optimizer or module was made or freed, and the groups, states and steps are the same.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from aiockpt.state.shards import TensorShard
 
 # Finds the optimizers of this process, and the modules whose forward changes parameters, at every save.
 #
-# Nothing leads from a tensor to who changes it, so they are found by what refers to their classes, as objects do. That walks
-# over all objects there are (tens of milliseconds), and is done again only when some came or went: each object counts as a
-# reference to its class, and classes are few.
+# Nothing leads from a tensor to what changes it, so they are found by what refers to their classes, as objects do. That
+# walks over all objects there are (tens of milliseconds), and is done again only when some came or went: each object
+# counts as a reference to its class, and classes are few.
 #
 # To refer to all objects, even for a moment, breaks other threads: a tuple that is being made from an iterator cannot grow
-# when anybody else has it.
+# when another reference to it exists.
 
 
 _LEARNED_RANGE = "torch.ao.quantization._learnable_fake_quantize"
 
 
 class OptimizerFinder:
-    """Finds them, and remembers who was found, without keeping anybody alive."""
+    """Finds them, and remembers the result, without keeping any of them alive."""
 
     def __init__(self) -> None:
         self._counts: list[tuple[int, int]] = []
@@ -66,8 +66,8 @@ def changed_in_forward(module: object) -> Iterator[torch.Tensor]:
     """Yield the parameters that forward of *module* changes by itself.
 
     From torch 2.13's source: ``max_norm`` renormalises the rows that are looked up, in place; a learned fake quantisation
-    limits its scale. A module of somebody else with a ``max_norm`` is taken for one that hands it, and parameters of its
-    own, to torch.
+    limits its scale. A third-party module with a ``max_norm`` is assumed to pass it, and parameters of its own, to
+    torch.
     """
     if not isinstance(module, nn.Module) or "_parameters" not in vars(module):  # none yet in the middle of `__init__`
         return
@@ -95,11 +95,11 @@ def _with_subclasses(kinds: tuple[type, ...]) -> Iterator[type]:
     return iter(dict.fromkeys(classes))
 
 
-# Tells whether torch calls its hooks in every step of an optimizer: only then our hook can have it wait.
+# Decides whether torch calls its hooks in every step of an optimizer: only then our hook can have it wait.
 #
 # Torch puts its hooks around ``step`` of a class when the first instance runs ``Optimizer.__init__``. So a class that leaves
 # that out does not wait, nor does an instance whose ``step`` was replaced. A function that only looks like torch's
-# (everything that ``functools.wraps`` made of it does) is told by where its code is from.
+# (everything that ``functools.wraps`` made of it does) is recognised by where its code is from.
 
 
 _HOOKING = sys.modules[Optimizer.__module__]
@@ -137,7 +137,7 @@ def _token(step: Any) -> Hashable:
 
 
 def _calls_hooks(step: Any) -> bool:
-    """Say whether *step* is torch's wrapper with the hooks, or what a scheduler or ``torch.compile`` put around that.
+    """Return whether *step* is torch's wrapper with the hooks, or what a scheduler or ``torch.compile`` put around that.
 
     Both call it, and compiled code runs the hooks again in every call.
     """
@@ -161,7 +161,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class OptimizerOwned:
-    """What was found for the last state."""
+    """The owners that were found for the last state."""
 
     def __init__(self) -> None:
         self._finder = OptimizerFinder()
@@ -169,7 +169,7 @@ class OptimizerOwned:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the last state."""
+        """Release the last state."""
         self._facts: list[object] | None = None
         self._watched: frozenset[int] = frozenset()
         self._limited: list[nn.Module] = []
@@ -178,7 +178,7 @@ class OptimizerOwned:
         self._trusted = self._changed_elsewhere = TensorMemory(())
 
     def find(self, state: Mapping[str, Any], tensors: Sequence[TensorShard], *, trusting: bool) -> None:
-        """Find who changes *tensors*.
+        """Find what changes *tensors*.
 
         Args:
             trusting: also trust parameters that no optimizer is known to own.
@@ -188,7 +188,7 @@ class OptimizerOwned:
         living = self._finder.take()
         named = list(_of_kind(state, Optimizer))
         optimizers = [one for one in living if isinstance(one, Optimizer)]
-        # What the walker watches needs no second look: the same walk says that they are as they were.
+        # What the walker watches needs no second check: the same walk shows that it is as it was.
         self._watched = frozenset(id(one) for one in named if is_plain(one))
         self._facts = self._facts_of(living)  # first: what another thread changes from here on is another fact
         silent = [one for one in {id(one): one for one in (*named, *optimizers)}.values() if not is_announced(one)]
@@ -217,7 +217,7 @@ class OptimizerOwned:
     def _remember_addresses(
         self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]
     ) -> None:
-        """Remember the addresses of those that are trusted with any of *tensors* and that nobody else watches."""
+        """Remember the addresses of those that are trusted with any of *tensors* and that nothing else watches."""
         watched = {id(t) for one in named if id(one) in self._watched for t in _tensors_of(one)}
         wanted = TensorMemory(shard.data for shard in tensors)
         locals_ = (local for tensor in _plain(owned) if id(tensor) not in watched for local in local_tensors(tensor))
@@ -225,7 +225,7 @@ class OptimizerOwned:
         self._pointers = list(map(torch.Tensor.data_ptr, self._trusted_locals))
 
     def _facts_of(self, living: Sequence[object]) -> list[object]:
-        """Return what tells of any change; the identities are of what `_trusted_locals` keeps alive, where that matters."""
+        """Return what shows any change; the identities are of what `_trusted_locals` keeps alive, where that matters."""
         facts: list[object] = [len(living), *map(id, living)]
         facts += [limit_of(one) is None for one in chain(living, self._limited) if not isinstance(one, Optimizer)]
         for one in living:
@@ -262,7 +262,7 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out what has no addresses, or no bytes of its own."""
+    """Skip what has no addresses, or no bytes of its own."""
     return [value for value in tensors if is_spread(value) or _has_address(value)]
 
 

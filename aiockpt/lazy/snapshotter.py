@@ -1,4 +1,4 @@
-"""Copies states beside the program: where they are, but for what may change there; or from a copy on the device.
+"""Copies of states beside the program: where they are, but for what may change there; or from a copy on the device.
 
 An eager save inside a running event loop is one of these, too: where its copy would hold the loop up (a large state, or one
 that must wait for something) it is made on a worker, else in the call.
@@ -33,17 +33,17 @@ from aiockpt.runtime.pending_copies import PendingCopies, pending_copies
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import ShardedState
 
-# Keeps optimizers from changing what is still being copied, without the program doing anything for it.
+# The hook that keeps optimizers from changing what is still being copied, without any call by the program.
 #
 # While a snapshot is copied on another thread, a global pre-hook of optimizer steps blocks every optimizer of the process
 # until the *whole* state is copied. Guarantees:
 #
-# - What devices will copy by themselves blocks no optimizer on the host: its compute stream waits for them, in its place.
+# - What devices will copy by themselves blocks no optimizer on the host: its compute stream waits for them instead.
 # - The hook comes with the first checkpointer of the process and stays: optimizers walk torch's hooks without a lock, and
-#   one that is added or removed meanwhile, by whoever begins or finishes a copy, makes ``step()`` raise on another thread.
+#   one that is added or removed meanwhile, when a copy begins or ends, makes ``step()`` raise on another thread.
 #   While nothing is copied it costs a step less than a microsecond.
 # - A save that begins inside an optimizer's step, in its closure or in a hook of it, does not block that step: our hook has
-#   been passed. `in_optimizer_step` tells, by the frames of the caller, which no exception can leave behind.
+#   been passed. `in_optimizer_step` finds that in the frames of the caller, which no exception can leave behind.
 #
 # What else waits for a copy, and how, is in `aiockpt.runtime.pending_copies`.
 
@@ -82,21 +82,21 @@ _STEP = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def in_optimizer_step() -> bool:
-    """Say whether the calling thread is inside the step of an optimizer of torch: in its closure, or in a hook."""
+    """Return whether the calling thread is inside the step of an optimizer of torch: in its closure, or in a hook."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _STEP:
         frame = frame.f_back
     return frame is not None
 
 
-# Copies a whole state on its device, in the call, in the order of the compute streams; that takes milliseconds.
+# Copies of a whole state on its device, in the call, in the order of the compute streams; that needs milliseconds.
 #
 # Guarantees:
 #
 # - The copies hold the state as of the call, whatever the program does next; no optimizer waits for anything.
 # - Training keeps the memory that it needs: there is one such copy at a time, and none where the device has no room beside
-#   the peak of training. Then the snapshot is lazy, and says why.
-# - What is in host memory is copied in the call as well. A state that is all there is copied eagerly.
+#   the peak of training. Then the snapshot is lazy, and its reason is logged.
+# - What is in host memory is copied in the call as well. A state that lies entirely there is copied eagerly.
 
 
 logger = logging.getLogger("aiockpt")
@@ -162,7 +162,7 @@ class LazySnapshotter:
         options: what is ``mutable`` and ``immutable``, and whether digests are compared.
         accelerator: the devices of the process.
         devices: which of them states are on.
-        copies: where those look who must wait for a copy.
+        copies: the copies that a thread about to change the state waits for.
         pool: the slabs that copies go to, and *busy_slabs* how many of them keep all writers busy.
         now_ns: the monotonic time.
     """
@@ -237,14 +237,14 @@ class LazySnapshotter:
         self._devices.pin(walked.tensors)
 
     def forget(self) -> None:
-        """Let go of the last state."""
+        """Release the last state."""
         self._devices.forget()
         self._mutability.forget()
         self._versions.forget()
 
 
 def _holds_loop_up(request: CaptureRequest) -> bool:
-    """Say whether an eager copy in this call would hold up the event loop of its thread."""
+    """Return whether an eager copy in this call would hold up the event loop of its thread."""
     return runs_event_loop() and (request.waits or sum(map(_NBYTES, request.walked.tensors)) > INLINE_COPY_BYTES)
 
 

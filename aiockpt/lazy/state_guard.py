@@ -1,7 +1,7 @@
-"""Guards the state of one save until it is copied: others wait for the copy, and the state is compared when it is over.
+"""Guard of the state of one save until it is copied: changes wait for the copy, and the state is compared when it is over.
 
 It is compared twice. Torch counts a change *after* its operation, which may have been under way at the first comparison, on
-the thread that copies; so there is a second one on a thread of the program, whose operations are over when it comes to us.
+the thread that copies; so there is a second one on a thread of the program, whose operations are over when it comes here.
 Once the second comparison is made the state may change.
 """
 
@@ -22,11 +22,11 @@ class StateGuard:
     """The guard of one save.
 
     Args:
-        copies: where those look who must wait for the copy.
-        note_torn: told the names of tensors that changed while they were being copied.
+        copies: the copies that a thread about to change the state waits for.
+        note_torn: called with the names of tensors that changed while they were being copied.
         versions: counters and samples to compare; None where no tensor was left in place.
-        digests: all bytes to compare, for who asks for that.
-        throttle: holds the copy back while nobody waits for it; None for one that goes as fast as it can.
+        digests: all bytes to compare, where ``debug="digest"`` asks for that.
+        throttle: holds the copy back while nothing waits for it; None for one that goes as fast as it can.
 
     Attributes:
         compared: whether the first comparison found no difference.
@@ -62,11 +62,11 @@ class StateGuard:
         return self.throttle is None or self.throttle.whole
 
     def begin(self, job: Copying) -> None:
-        """Have whoever is about to change the state wait for the copy of *job*; of a copy on the device nobody needs to."""
+        """Have each change of the state wait for the copy of *job*; a copy on the device needs no wait."""
         throttle = self.throttle
         if throttle is not None:
             for point in (job.promise.snapshotted, job.copied, job.host_copied):
-                point.on_wait = throttle.end  # before anybody can find them
+                point.on_wait = throttle.end  # before another thread can find them
         if job.snapshot == "device":
             job.promise.snapshotted.resolve(None)
         else:
@@ -92,7 +92,7 @@ class StateGuard:
         self.compared = True
 
     def recheck(self) -> TornSnapshotError | None:
-        """Compare for the second time, if the first one was made and nobody else has; return why the copy is torn, if it is.
+        """Compare for the second time, if the first was made and this was not; return why the copy is torn, if it is.
 
         Of a copy that is known to be torn, this finds what else has changed by now.
         """
@@ -112,7 +112,7 @@ class StateGuard:
             self.throttle.end()
 
     def stopped(self, error: BaseException) -> None:
-        """Let go of the tensors, unless the second comparison can still find what else has changed."""
+        """Release the tensors, unless the second comparison can still find what else has changed."""
         self._digests = None
         if isinstance(error, TornSnapshotError):
             self._tear(error)

@@ -1,4 +1,4 @@
-"""Holds a copy back to a few slabs at a time for as long as nobody waits for it.
+"""Throttle of a copy: a few slabs at a time for as long as nothing waits for it.
 
 A copy beside the running program has until the optimizer steps. Where the bytes reach the storage before that, a few slabs
 that go round between the copy and the writers are enough, and no copy of the whole state is ever made (DataStates-LLM
@@ -7,10 +7,10 @@ docs/decisions.md#copies-in-the-order-of-the-file). They go in *batches*: some a
 before the next ones are filled, as long as that ends in time: a thread that copies beside one that hashes, and a loop
 that is woken for every slab, cost training twice as much. Guarantees:
 
-- Whoever waits for a snapshot ends its throttle at once: what is left is copied as fast as memory allows.
+- The first wait for a snapshot ends its throttle at once: what is left is copied as fast as memory allows.
 - It also ends by itself before an optimizer is expected, so that what is left is copied until then; a program that was not
   seen to step yet is expected at any moment.
-- It never outlasts the deadline for a slab: a storage that stands still is told of as it is for any save.
+- It never outlasts the deadline for a slab: a storage that stands still is reported as it is for any save.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Pacing:
 
 
 class Throttle:
-    """Holds the copy of one snapshot back while nobody waits for it.
+    """Holds the copy of one snapshot back while nothing waits for it.
 
     Attributes:
         whole: whether slabs for the whole state may have been wanted at once.
@@ -88,7 +88,7 @@ class Throttle:
         self._pacing.stepped(self._elapsed_s())
 
     def end(self) -> None:
-        """End it: somebody waits for the copy. Any thread; idempotent."""
+        """End it: the copy is waited for. Any thread; idempotent."""
         if not self.whole:
             self.whole = True
             self._pool.wake()
@@ -122,7 +122,7 @@ class Throttle:
         self._left_of_batch = BATCH - 1
 
     def _ends_in(self, seconds: float, left_bytes: int) -> bool:
-        """Say whether batch after batch writes *left_bytes* in *seconds*; nothing is known of that before the second one."""
+        """Return whether batch after batch writes *left_bytes* in *seconds*; not known, so False, before the second one."""
         return self._bytes_per_s is None or left_bytes <= seconds * self._bytes_per_s
 
     def _elapsed_s(self) -> float:

@@ -1,11 +1,11 @@
-"""Finds tensors that have changed since the call that saves them, by torch's counters, some bytes, and their addresses.
+"""Detection of tensors that changed since the call that saves them, by torch's counters, some bytes, and their addresses.
 
 Torch counts the changes of every tensor (``tensor._version``), those through views, slices and ``detach()`` too, and of all
 views together. Of what it does not count (``.data``, numpy, fused kernels, ``_foreach_*`` on DTensors) 16 bytes from the
-middle of a tensor in host memory may tell; on a device, to look would be to wait. What is compared of which tensor is read
-from the table in `aiockpt.lazy.guards`. Guarantees:
+middle of a tensor in host memory may show it; on a device, to read would be to wait. What is compared of which tensor is
+read from the table in `aiockpt.lazy.guards`. Guarantees:
 
-- What was counted between the note and a check is told, by the names of the tensors.
+- What was counted between the note and a check is reported, by the names of the tensors.
 - Nothing is read from where a tensor is no more.
 - A note costs about 0.1 µs a tensor, a check at an optimizer's step the same: all loops are C code.
 
@@ -56,7 +56,7 @@ class VersionNotes:
         return VersionCheck(self._sources) if shards else None
 
     def forget(self) -> None:
-        """Let go of the last tensors."""
+        """Release the last tensors."""
         self._shards, self._sources = (), _Sources((), self._accelerator)
 
 
@@ -147,7 +147,7 @@ class _Sources:
         return [number for number, where in enumerate(self._where) if guard in COMPARED[where]]
 
     def versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # classes with a say in what is read of them
+        with torch._C.DisableTorchFunctionSubclass():  # classes that override what is read of them
             return list(map(_version, self._counted))
 
 

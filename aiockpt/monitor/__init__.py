@@ -1,9 +1,9 @@
-"""Who watches? Observers to give to a checkpointer (`aiockpt.events` says what they see), and what is made of it afterwards.
+"""Monitoring: observers for a checkpointer (`aiockpt.events` defines what they receive), and analysis of their records.
 
 - `TraceFile` writes every event of a process into a file beside the run.
-- `Heartbeat` says every few seconds what this rank does, for ``aiockpt top``.
-- `Metrics` counts for Prometheus, and `Scalars` hands numbers by step to a logger of experiments.
-- `Endpoint` answers over HTTP whether this rank is well; `OpenTelemetry` makes spans.
+- `Heartbeat` reports every few seconds what this rank does, for ``aiockpt top``.
+- `Metrics` counts for Prometheus, and `Scalars` passes numbers by step to a logger of experiments.
+- `Endpoint` reports over HTTP whether this rank is healthy; `OpenTelemetry` makes spans.
 - `aiockpt.monitor.read_run` reads the files of all ranks, and of all starts of a run, as one on one clock.
 """
 

@@ -1,4 +1,4 @@
-"""Where can a timeline be looked at that others have built? The spans of a run as a trace of Chrome, which Perfetto opens.
+"""Export of the spans of a run as a trace of Chrome, which Perfetto opens.
 
 A host is a process there, and a rank has a row for each kind of operation; groups of blocks are rows below. The format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.

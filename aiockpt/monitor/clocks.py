@@ -1,9 +1,9 @@
-"""How far apart are the clocks of a run's hosts? As far as its saves prove, which all ranks go through together.
+"""Alignment of the clocks of a run's hosts, as far as its saves prove an offset: all ranks go through them together.
 
-A save is a round trip through the store: the first rank writes the manifest when it has seen the vote of another one, and
-that one sees the manifest when it is written. So what the other told before its vote was before the first rank's commit, and
-what it told after it had heard of the commit came after that. Over many saves the two bounds come close: it is what NTP does
-with messages. Where the wall clocks agree with both they are right, or as good as anybody can tell.
+A save is a round trip through the store: the first rank writes the manifest when it has seen the receipt of another one,
+and that one sees the manifest when it is written. So the other's events before its receipt were before the first rank's
+commit, and its events after it had read the commit came after that. Over many saves the two bounds come close: it is what
+NTP does with messages. Where the wall clocks agree with both they are right, as far as can be known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiockpt.monitor.run_starts import start_numbers
 
 
 class _Seen(msgspec.Struct):
-    """When one rank voted for, wrote, or heard of a commit, by step, in nanoseconds of its own wall clock."""
+    """Times of one rank's receipt for a commit, of the commit, or of reading it, by step, in ns of its own wall clock."""
 
     voted: dict[int, int]
     begun: dict[int, int]
@@ -28,7 +28,7 @@ class _Seen(msgspec.Struct):
 
 
 def align_clocks(run: RunLog) -> RunLog:
-    """Return *run* with the clocks of each start's ranks laid on that of its first rank, where they contradict its saves."""
+    """Return *run* with the clocks of each start's ranks set to that of its first rank, where they contradict its saves."""
     by_start: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, number in enumerate(start_numbers(run) if run.processes else []):
         by_start[number][run.processes[place].opened.rank].append(place)
@@ -58,7 +58,7 @@ def _seen(logs: Iterable[ProcessLog]) -> _Seen:
 
 
 def _shift(first: _Seen, other: _Seen) -> int:
-    """Return what to add to the clock of *other*, in nanoseconds; 0 where nothing speaks against it, or all is in doubt."""
+    """Return what to add to the clock of *other*, in nanoseconds; 0 where nothing contradicts it, or nothing is certain."""
     steps = [step for step in first.begun if step in other.voted and step in other.heard and step not in other.begun]
     if not steps:
         return 0

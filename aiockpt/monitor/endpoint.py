@@ -1,7 +1,7 @@
-"""Is this rank well? A small HTTP server in its process says it: ``/health`` for supervisors, ``/metrics`` for Prometheus.
+"""The health endpoint of a rank: a small HTTP server with ``/health`` for supervisors, ``/metrics`` for Prometheus.
 
-Opt-in, on the machine itself unless another address is given, and it only answers questions: nothing can be changed there.
-It runs on the engine's loop, so that an answer also says that this loop is alive.
+Opt-in, on the machine itself unless another address is given, and read-only: nothing can be changed there. It runs on the
+engine's loop, so that an answer also shows that this loop is alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``/health`` says.
+    """The answer of ``/health``.
 
     Attributes:
         well: whether nothing is overdue, and the last save did not fail.
@@ -46,13 +46,13 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint:
-    """Serves ``/health`` and ``/metrics``; give one to each checkpointer's ``observers``.
+    """Serves ``/health`` and ``/metrics``; add one to each checkpointer's ``observers``.
 
     ``/health`` is answered with status 200 or, when something is overdue or the last save has failed, with 503; both as
     JSON (`Health`). ``/metrics`` is what ``prometheus_client`` has counted (`aiockpt.monitor.Metrics`).
 
     Args:
-        port: 0 takes a free one, which *port* says when it is open; ranks of one host need one each.
+        port: 0 chooses a free one, which *port* is when it is open; ranks of one host need one each.
         host: the address to listen at. By default the machine itself alone; ``"0.0.0.0"`` is everybody who can reach it.
         overdue_s: a save or a load that takes longer is a problem.
         registry: of ``prometheus_client``; None is its default one.
@@ -70,7 +70,7 @@ class Endpoint:
         registry: CollectorRegistry | None = None,
     ) -> None:
         try:
-            import aiohttp  # noqa: F401  said now, and not in the background
+            import aiohttp  # noqa: F401  fails now, and not in the background
         except ImportError as error:
             raise UsageError("Endpoint() needs aiohttp: pip install 'aiockpt[metrics]'") from error
         if not (isinstance(port, int) and 0 <= port < 1 << 16):
@@ -87,7 +87,7 @@ class Endpoint:
         self._begun, self._ending = anyio.Event(), anyio.Event()
 
     def on_event(self, event: Event) -> None:
-        """Take note of *event*."""
+        """Record *event*."""
         self._under_way.hear(event)
         match event:
             case Opened():
@@ -130,12 +130,12 @@ class Endpoint:
                 await runner.cleanup()
 
     async def aclose(self) -> None:
-        """Let `run` end."""
+        """Stop `run`."""
         self._ending.set()
         self._begun.set()
 
     def health(self) -> Health:
-        """Return how this rank does. On the loop."""
+        """Return the health of this rank. On the loop."""
         assert self._opened is not None, "the first event says who this is"
         now_ns = time.monotonic_ns()
         pending = self._under_way.pending(now_ns)

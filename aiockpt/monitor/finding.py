@@ -1,4 +1,4 @@
-"""What is something that an operator should know, and how is it said? For `aiockpt.monitor.findings` and its parts.
+"""One finding: something that an operator should know. For `aiockpt.monitor.findings` and its parts.
 
 Times are fields of a finding and not in its words, so that each reader's clock can show them.
 """
@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 Level = Literal["bad", "warning", "note"]
-"""Work is in danger; saves are slower or work was lost; worth a look."""
+"""Work is in danger; saves are slower or work was lost; worth attention."""
 LATE = 3.0
-"""So many usual intervals without a durable step, or without a word, are too long."""
+"""So many usual intervals without a durable step, or without an event, are too long."""
 MOST_NAMED = 5
 """Ranks or steps that a sentence names."""
 
@@ -22,9 +22,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         what: in one sentence, with where it is.
-        advice: what to look at, or what is likely the cause; may be empty.
+        advice: what to inspect, or the likely cause; may be empty.
         since_s: seconds since 1970.
-        rank, step, stage: what to look at in the figures.
+        rank, step, stage: what to inspect in the figures.
     """
 
     level: Level

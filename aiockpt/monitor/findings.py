@@ -1,4 +1,4 @@
-"""What is wrong with a run, where, and since when? In words for who is woken by it: the worst comes first."""
+"""The findings of a run: what is wrong, where, and since when, in words for the person on call; the worst comes first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
     """Return what is wrong with *run*, the worst first; nothing of a run in which all went well.
 
     Args:
-        now_s: seconds since 1970, by the clock of whoever asks.
+        now_s: seconds since 1970, by the caller's clock.
     """
     some = [
         *rank_findings.two_jobs(run),
@@ -74,7 +74,7 @@ def _retries(run: RunLog) -> Iterator[Finding]:
 
 
 def _unread_traces(run: RunLog) -> Iterator[Finding]:
-    """Tell of traces that could not be read, in whole or in part: what these ranks did is not known."""
+    """Report traces that could not be read, in whole or in part: what these ranks did is not known."""
     if run.missing:
         names = list_names(tuple(one.name for one in run.missing))
         yield Finding(

@@ -1,11 +1,11 @@
-"""Is this rank alive, and what does it wait for? Each rank says so every few seconds, in a small object beside the run.
+"""Heartbeats: what each rank does and waits for, written every few seconds to a small object beside the run.
 
 Guarantees:
 
 - No save waits for it: an event is a few assignments, and a task of its own writes.
 - What is pending for longer than a deadline is logged, with all that is known of it, also while storage hangs.
-- A rank that is slower than its peers is told (`aiockpt.events.StragglerFound`), about every minute, by rank 0.
-- The last words are written when the checkpointer is closed. A process that is killed falls silent, which is seen, too.
+- A rank that is slower than its peers is reported (`aiockpt.events.StragglerFound`), about every minute, by rank 0.
+- The last beat is written when the checkpointer is closed. A process that is killed falls silent, which is seen, too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger("aiockpt")
 
 BEGINS = "beat-"
 LOOK_S = 1.0
-"""Between two looks for what is overdue."""
+"""Seconds between two checks for what is overdue."""
 BEATS_TO_COMPARISON = 12
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself.
+    """The state of a rank, as it reports it.
 
     Attributes:
         number: counts them, in one process.
@@ -47,7 +47,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         places: url → the last step that was copied there.
         bytes_per_s: written since the beat before.
         last_error: of the last save or load that failed.
-        slow: ranks that are slower than their peers, as rank 0 says.
+        slow: ranks that are slower than their peers, as rank 0 reports them.
         ended: the checkpointer was closed in order.
     """
 
@@ -76,10 +76,10 @@ def beat_key(rank: int) -> str:
 
 
 class Heartbeat:
-    """Says every few seconds what this rank does, for ``aiockpt top RUN``; give one to each checkpointer's ``observers``.
+    """Reports every few seconds what this rank does, for ``aiockpt top RUN``; add one to each checkpointer's ``observers``.
 
     Args:
-        url: where to: a folder or a URL that all ranks and whoever looks can see. None: the nearest place of the
+        url: where to: a folder or a URL that all ranks and the reader can see. None: the nearest place of the
             checkpointer that other hosts see, in ``monitor/beat-00000.json``.
         every_s: seconds from one to the next.
         overdue_s: a save or a load that takes longer is logged with all that is pending, and again each time it has
@@ -104,10 +104,10 @@ class Heartbeat:
         self._last_error = ""
         self._counted_from_ns = time.monotonic_ns()
 
-    # ------------------------------------------------------------------ hearing, on the loop thread
+    # ------------------------------------------------------------------ events, on the loop thread
 
     def on_event(self, event: Event) -> None:
-        """Take note of *event*."""
+        """Record *event*."""
         self._under_way.hear(event)
         self._peers.hear(event)
         match event:
@@ -127,10 +127,10 @@ class Heartbeat:
                 self._retried += 1
 
     def tell_through(self, emit: Callable[[Event], object]) -> None:
-        """Take what shows an event to all observers."""
+        """Set the function that emits an event to all observers."""
         self._emit = emit
 
-    # ------------------------------------------------------------------ saying
+    # ------------------------------------------------------------------ writing
 
     async def run(self) -> None:
         """Write a beat every few seconds until `aclose`, and a last one then.
@@ -157,12 +157,12 @@ class Heartbeat:
             await backend.close()
 
     async def aclose(self) -> None:
-        """Let `run` end with the last words."""
+        """Stop `run` after a last beat."""
         self._ending.set()
         self._begun.set()
 
     def beat(self) -> Beat:
-        """Return what there is to say now."""
+        """Return the beat of this moment."""
         assert self._opened is not None, "the first event says who this is"
         now_ns = time.monotonic_ns()
         apart_s = max((now_ns - self._counted_from_ns) / 1e9, 1e-3)
@@ -190,7 +190,7 @@ class Heartbeat:
         )
 
     async def _beat(self, backend: Backend, was_failing: bool) -> bool:
-        """Write a beat and what is told beside it; return whether that failed. Only the first failure in a row is logged."""
+        """Write a beat and the times beside it; return whether that failed. Only the first failure in a row is logged."""
         assert self._opened is not None, "the first event says who this is"
         beat = self.beat()
         try:

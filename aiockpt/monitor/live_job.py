@@ -1,6 +1,6 @@
-"""How does a running job do at this moment? Its heartbeats, read again and again, and who has fallen silent.
+"""The state of a running job at this moment: its heartbeats, polled, and the ranks that have fallen silent.
 
-Clocks of other hosts are not trusted: a rank is silent for as long as whoever looks has seen no new beat. At the first look
+Clocks of other hosts are not trusted: a rank is silent for as long as the reader has seen no new beat. At the first poll
 they are all there is.
 """
 
@@ -20,7 +20,7 @@ from aiockpt.storage.transfer import get_many
 
 _decoder = msgspec.json.Decoder(Beat)
 MISSED = 3
-"""Beats in a row that a rank that is well does not miss."""
+"""Beats in a row that a healthy rank does not miss."""
 GRACE_S = 2.0
 """And so much more, for the way through the storage."""
 MAX_BYTES = 1 << 20
@@ -47,14 +47,14 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     """A job at this moment.
 
     Attributes:
-        ranks: those that were heard of, by number.
-        missing: ranks of the world that have never said anything.
-        durable_step, durable_s: what all fall back to after a crash: the newest that any rank tells of, and the seconds of
+        ranks: those with a beat, by number.
+        missing: ranks of the world that have never written a beat.
+        durable_step, durable_s: what all fall back to after a crash: the newest that any rank reports, and the seconds of
             work since then.
         in_flight: the steps that are being saved.
         slow: ranks that are slower than their peers, the slowest first.
         damaged: heartbeats in the storage that cannot be read, by key: the file is damaged, or of another version.
-        doubled: ranks of which two processes speak in turns: two jobs have one place.
+        doubled: ranks of which two processes write alternately: two jobs have one place.
     """
 
     ranks: list[RankNow]
@@ -83,14 +83,14 @@ class JobWatch:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[str, tuple[Stat, Beat, float]] = {}
-        """Key → what the listing said, the beat, and the second of our clock at which it was said."""
+        """Key → the entry of the listing, the beat, and the second of our clock at which it was read."""
         self._earlier: dict[int, set[tuple[str, int]]] = defaultdict(set)
-        """Rank → processes that spoke of it before another one did."""
+        """Rank → processes that wrote its beats before another one did."""
         self._doubled: set[int] = set()
         self._damaged: set[str] = set()
 
     async def look(self) -> JobNow | None:
-        """Read what has changed, and return how the job does; None where there is no heartbeat."""
+        """Read what has changed, and return the state of the job; None where there is no heartbeat."""
         listing = await self._backend.list(FOLDER)
         there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
         self._known = {key: known for key, known in self._known.items() if key in there}
@@ -115,7 +115,7 @@ class JobWatch:
         self._known[stat.key] = (stat, beat, time.monotonic() - silent_s)
 
     def _compare_tellers(self, before: Beat, beat: Beat) -> None:
-        """Note where a process speaks again after another one did: a start that follows an earlier one does not."""
+        """Note where a process writes again after another one did: a start that follows an earlier one does not."""
         was, now = (before.host, before.pid), (beat.host, beat.pid)
         if was != now:
             self._earlier[beat.rank].add(was)

@@ -1,8 +1,8 @@
-"""What does a dashboard want to know of a run? The events of a checkpointer as metrics of Prometheus, or as scalars by step.
+"""Metrics for dashboards: the events of a checkpointer as metrics of Prometheus, or as scalars by step.
 
 `Metrics` counts into a registry of ``prometheus_client``, which serves it (``start_http_server(9464, addr="127.0.0.1")``) or
-pushes it. What is true of an instant only (memory in use, what waits, ages) is looked up when somebody asks the registry, on
-that one's thread. `Scalars` hands numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
+pushes it. What is true of an instant only (memory in use, what waits, ages) is read when the registry is collected, on the
+collecting thread. `Scalars` passes numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 
 
 class Metrics:
-    """Counts what happens; give it to one checkpointer: ``Checkpointer(…, observers=[Metrics()])``.
+    """Counts events; add it to one checkpointer: ``Checkpointer(…, observers=[Metrics()])``.
 
     Args:
-        registry: of ``prometheus_client``; None is its default one, which takes the metrics of one checkpointer.
+        registry: of ``prometheus_client``; None is its default one, which holds the metrics of one checkpointer.
 
     Raises:
         UsageError: ``prometheus_client`` is not installed, or the registry has another one's metrics.
@@ -117,7 +117,7 @@ class Metrics:
         self._take = self._table()
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
-        """Look at *statistics* whenever the registry is asked, as long as the checkpointer is there."""
+        """Read *statistics* whenever the registry is collected, as long as the checkpointer is there."""
         read = weakref.WeakMethod(statistics)
 
         def use(of: Callable[[Statistics], float]) -> Callable[[], float]:
@@ -206,7 +206,7 @@ class Metrics:
         if self._begun[event.step]:
             self._begun[event.step] -= 1
             self._in_flight.dec()
-        self._begun += Counter()  # forgets those of which none is left
+        self._begun += Counter()  # drops those of which none is left
 
 
 def _age_s(queue: Mapping[int, int]) -> float:
@@ -215,7 +215,7 @@ def _age_s(queue: Mapping[int, int]) -> float:
 
 
 class Scalars:
-    """Hands numbers of each step to *log*, on a worker thread, so that it may take its time.
+    """Passes numbers of each step to *log*, on a worker thread, so that it may be slow.
 
     Args:
         log: called with values by name, such as ``{"checkpoint/pause_s": 0.07}``, and their step. One that raises is logged,
@@ -229,14 +229,14 @@ class Scalars:
         self._ending = False
 
     def on_event(self, event: Event) -> None:
-        """Queue what *event* has to say in numbers."""
+        """Queue the numbers of *event*."""
         values = _numbers(event)
         if values:
             self._queue.append(({f"checkpoint/{name}": value for name, value in values.items()}, event.step))
             self._news.set()
 
     async def run(self) -> None:
-        """Hand on what is queued, until `aclose`."""
+        """Pass on what is queued, until `aclose`."""
         self._ending = False
         while not self._ending or self._queue:
             while self._queue:
@@ -247,7 +247,7 @@ class Scalars:
                 await self._news.wait()
 
     async def aclose(self) -> None:
-        """Let `run` end when all is handed on."""
+        """Stop `run` when all is passed on."""
         self._ending = True
         self._news.set()
 

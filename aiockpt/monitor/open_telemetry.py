@@ -1,8 +1,8 @@
-"""How do saves and loads look beside all else that is traced? As spans of OpenTelemetry, through its API alone.
+"""Saves and loads as spans of OpenTelemetry, through its API alone.
 
-Whoever runs the program chooses where they go (the SDK and its exporters). A save is a span from its call to its commit, a
-load one from when a step is looked for until the state is filled, a copy one from when it is queued, or begins, until it is
-there; their stages are children. A load that passes over a damaged step has one span for each step that it tried.
+The program's configuration of the SDK and its exporters decides where they go. A save is a span from its call to its
+commit, a load from the search for a step until the state is filled, a copy from when it is queued, or begins, until it is
+there; their stages are children. A load that skips a damaged step has one span for each step that it tried.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _Which = tuple[Operation, int, str]
 
 
 class OpenTelemetry:
-    """Makes spans of what happens; give one to each checkpointer's ``observers``.
+    """Makes spans of events; add one to each checkpointer's ``observers``.
 
     Each has the attributes ``aiockpt.step``, ``aiockpt.rank``, ``aiockpt.host``, and where they apply ``aiockpt.bytes``,
     ``aiockpt.key`` (the data file, or how a snapshot was taken) and ``aiockpt.url`` (where a save or a copy goes). What
-    failed has the status ERROR and says why. A save or a load that is called inside a span of the program is its child.
+    failed has the status ERROR and the reason. A save or a load that is called inside a span of the program is its child.
 
     Args:
         tracer: None is the one called ``"aiockpt"`` of the global provider.

@@ -1,7 +1,7 @@
-"""Which rank is slower than its peers, while the job runs? Each rank says what its stages took, and rank 0 compares.
+"""Detection of slow ranks while the job runs: each rank publishes what its stages took, and rank 0 compares.
 
-The last saves and loads of a rank are one small object beside the run, written when there is something new. What rank 0
-finds there is told once, and again when it has been well meanwhile.
+The last saves and loads of a rank are one small object beside the run, written when there is something new. A straggler
+that rank 0 finds there is reported once, and again when it was not one meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("aiockpt")
 
 BEGINS = "times-"
 KEPT_STEPS = 24
-"""Of which a rank tells: enough for a median, and a small object."""
+"""Steps that a rank publishes: enough for a median, and a small object."""
 MAX_BYTES = 1 << 20
 
 
@@ -38,7 +38,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerTimes:
-    """What this rank tells of itself, and, on rank 0, the comparison of all. On the loop thread.
+    """The times that this rank publishes, and, on rank 0, the comparison of all. On the loop thread.
 
     Attributes:
         slow: the stragglers that were found by the last comparison.
@@ -50,7 +50,7 @@ class PeerTimes:
         self._news = False
 
     def hear(self, event: Event) -> None:
-        """Take note of what a stage took."""
+        """Record what a stage took."""
         match event:
             case StageEnded(failed=False):
                 self._add(event, (event.operation, event.stage), event.seconds)
@@ -67,7 +67,7 @@ class PeerTimes:
                 self._steps.pop(next(iter(self._steps)))
 
     async def publish(self, backend: Backend, opened: Opened) -> None:
-        """Write what this rank has to say, where that is new."""
+        """Write the times of this rank, where they are new."""
         if self._news:
             self._news = False
             rows = [(*key, step, seconds) for step, taken in self._steps.items() for key, seconds in taken.items()]
@@ -75,7 +75,7 @@ class PeerTimes:
             await backend.put(f"{FOLDER}/{BEGINS}{opened.rank:05}.json", msgspec.json.encode(told))
 
     async def compare(self, backend: Backend, opened: Opened) -> list[Straggler]:
-        """Read what all ranks say, and return who is slow now and was not at the last comparison; that is logged, too."""
+        """Read the times of all ranks; return, and log, the ranks that are slow now and were not at the last comparison."""
         listing = await backend.list(FOLDER)
         times = StageTimes(remote=is_remote(opened.urls))
         keys = [stat.key for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")]
@@ -83,7 +83,7 @@ class PeerTimes:
             if data is not None:  # else gone meanwhile
                 _add_told(times, data, opened)
         known = {_who(one) for one in self.slow}
-        self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s of a thousand ranks
+        self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s for a thousand ranks
         new = [one for one in self.slow if _who(one) not in known]
         for one in new:
             logger.warning("%s", explain(one))
@@ -91,7 +91,7 @@ class PeerTimes:
 
 
 def _add_told(times: StageTimes, data: bytes, opened: Opened) -> None:
-    """Add what one rank says, unless it is of an earlier start, or of another version."""
+    """Add the times of one rank, unless they are of an earlier start, or of another version."""
     try:
         told = msgspec.json.decode(data, type=RankTimes)
     except msgspec.MsgspecError:
@@ -103,13 +103,13 @@ def _add_told(times: StageTimes, data: bytes, opened: Opened) -> None:
 
 
 def found_event(slow: Straggler, at_ns: int) -> StragglerFound:
-    """Return what observers are told of a straggler."""
+    """Return the event of a straggler for observers."""
     told = msgspec.structs.asdict(slow)
     return StragglerFound(at_ns=at_ns, step=told.pop("since"), **told)
 
 
 def explain(slow: Straggler) -> str:
-    """Return in one sentence who is slow, where, since when, by how much, and why that may be."""
+    """Return in one sentence which rank is slow, where, since when, by how much, and why that may be."""
     return (
         f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} × as long as on the others, "
         f"{slow.extra_s:.3g} s more each {slow.operation}, since step {slow.since}; likely: {slow.cause}"

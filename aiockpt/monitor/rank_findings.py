@@ -1,4 +1,4 @@
-"""Which processes are not well? Two jobs in one place, ranks that have fallen silent, ranks that are slow."""
+"""Findings about processes: two jobs in one place, ranks that have fallen silent, ranks that are slow."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiockpt.runtime.notes import name_ranks
 from aiockpt.units import duration
 
 LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
-"""Without a word are told at the earliest; the second where nobody knows how often the run saves."""
+"""Without an event are reported at the earliest; the second where it is not known how often the run saves."""
 AT_ONCE_S = 5.0
-"""Of two processes; less is in doubt, for clocks differ."""
+"""Overlap of two processes; less is uncertain, for clocks differ."""
 
 
 def two_jobs(run: RunLog) -> Iterator[Finding]:
-    """Tell of processes that saved at the same time as the same rank: each deletes and finishes what the other saves."""
+    """Report processes that saved at the same time as the same rank: each deletes and finishes what the other saves."""
     latest: dict[int, ProcessLog] = {}
     found: list[tuple[float, ProcessLog, ProcessLog]] = []
     for log in run.processes:  # in the order in which they began
@@ -47,7 +47,7 @@ def two_jobs(run: RunLog) -> Iterator[Finding]:
 
 
 def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[Finding]:
-    """Tell of ranks of which nothing was ever heard, and of those that stopped before the others, or all at once."""
+    """Report ranks without any event, and those that stopped before the others, or all at once."""
     usual_s = usual_interval_s(points)
     last_start = _last_start(run)
     last: dict[int, float] = {}
@@ -81,10 +81,10 @@ def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[F
 def _fell_silent(
     last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, told: Collection[int]
 ) -> Iterator[Finding]:
-    """Tell that ranks have told nothing for long, up to now, though nobody has closed their checkpointer.
+    """Report that ranks have emitted nothing for long, up to now, though their checkpointer was not closed.
 
     Args:
-        told: ranks of which that is told already.
+        told: ranks of which that is reported already.
     """
     logs: dict[int, list[ProcessLog]] = defaultdict(list)
     for log in last_start:
@@ -113,7 +113,7 @@ def _last_start(run: RunLog) -> list[ProcessLog]:
 
 
 def slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell of each host with stragglers once: a slow disk shows in several stages, and on all ranks of its host."""
+    """Report each host with stragglers once: a slow disk shows in several stages, and on all ranks of its host."""
     begun = {one.step: one.begun_s for one in reversed(points)}
     by_host: dict[tuple[str, str], list[Straggler]] = defaultdict(list)
     for slow in summary.stragglers:

@@ -1,7 +1,7 @@
-"""Reads what all processes of a run told: the files of `aiockpt.monitor.trace`, of all ranks and starts, as one.
+"""The reader of a run's events: the files of `aiockpt.monitor.trace`, of all ranks and starts, as one.
 
 Guarantee: whatever is in the files, the rest of them is read. Lines that are no event are counted, and so are those that
-nobody can place because the line before them that says which process it was is bad; files that cannot be read are named.
+belong to no known process because the line before them that names it is bad; files that cannot be read are named.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Trace = tuple[str, Callable[[], bytes]]
 
 
 def read_run(where: str | os.PathLike[str]) -> RunLog:
-    """Return what is told in *where*: a file of a `TraceFile`, a folder with some, or the folder of a run; path or URL.
+    """Return the events in *where*: a file of a `TraceFile`, a folder with some, or the folder of a run; path or URL.
 
     Raises:
         UsageError: there is none, or none from which anything can be read; or no such file or folder.
@@ -88,7 +88,7 @@ def _files(path: Path) -> Iterable[Trace]:
 
 
 async def _fetch(url: str) -> list[Trace]:
-    """Return the traces below *url*, read; those that could not be raise when they are asked for."""
+    """Return the traces below *url*, read; those that could not be read raise on access."""
     root, _, name = url.rpartition("/")
     backend = open_backend(root if name.endswith(ENDING) else url)
     found: dict[str, Callable[[], bytes]] = {}
@@ -161,7 +161,7 @@ def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
 
 
 def _is_sound(event: Event) -> bool:
-    """Say whether the numbers of *event* can be meant: a flipped bit makes years of them that no calendar has."""
+    """Return whether the numbers of *event* are plausible: a flipped bit makes years of them that no calendar has."""
     if not 0 <= event.at_ns < LATEST_NS:
         return False
     if isinstance(event, Opened):

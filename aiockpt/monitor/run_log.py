@@ -1,7 +1,7 @@
-"""What did all processes of a run tell? One story, on one clock (`aiockpt.monitor.read_run` reads it).
+"""The events of all processes of a run, on one clock (`aiockpt.monitor.read_run` reads them).
 
-A process that begins says where and when it is; from then on its events are on its own monotonic clock. They are laid side
-by side by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.clocks`).
+A process that begins records its host, its rank and its wall clock; from then on its events are on its own monotonic clock.
+They are aligned by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.clocks`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ E = TypeVar("E", bound=Event)
 
 
 class ProcessLog(msgspec.Struct, frozen=True):
-    """What one checkpointer told, from its making to its end, or to the kill.
+    """The events of one checkpointer, from its making to its end, or to the kill.
 
     Attributes:
         opened: which process it was.
-        events: in the order in which they were told, after *opened*.
+        events: in the order in which they were emitted, after *opened*.
         shift_ns: what its wall clock is behind that of the first rank (`aiockpt.monitor.clocks`).
     """
 
@@ -51,7 +51,7 @@ class ProcessLog(msgspec.Struct, frozen=True):
 
     @property
     def last_told_s(self) -> float:
-        """The last time that something happened there: to compare ranks by, of which the first alone says that it lives."""
+        """The last time that something happened there: for comparing ranks, as the first alone writes signs of life."""
         told = [event.at_ns for event in self.events if type(event) is not Alive]
         return self.wall_s(max(told, default=self.opened.at_ns))
 
@@ -76,7 +76,7 @@ class RunLog(msgspec.Struct, frozen=True):
     missing: tuple[UnreadFile, ...] = ()
 
     def told(self, kind: type[E]) -> Iterator[tuple[ProcessLog, E]]:
-        """Yield the events of a kind, each with the process that told it."""
+        """Yield the events of a kind, each with the process that emitted it."""
         for process in self.processes:
             for event in process.events:
                 if isinstance(event, kind):

@@ -1,7 +1,7 @@
-"""Which processes of a run began together? A job that is killed and begun anew has one start more.
+"""The starts of a run: processes that began together. A job that is killed and begun anew has one start more.
 
 Ranks begin within seconds of each other, and starts are farther apart: a process belongs to the start of the lowest rank
-that is nearest in time, so that a start with fewer ranks, and a rank that comes back later, are told apart.
+that is nearest in time, so that a start with fewer ranks, and a rank that comes back later, are distinguished.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _Process = tuple[str, int, str]
 
 
 def first_starts(run: RunLog) -> list[ProcessLog]:
-    """Return what the lowest rank told first in each start; of several checkpointers in one process the first."""
+    """Return the first log of the lowest rank in each start; of several checkpointers in one process the first."""
     return [logs[0] for logs in leading_logs(run)]
 
 
 def leading_logs(run: RunLog) -> list[list[ProcessLog]]:
-    """Return what the lowest rank told in each start: of all checkpointers of its process, in their order."""
+    """Return the logs of the lowest rank in each start: of all checkpointers of its process, in their order."""
     lowest = min(process.opened.rank for process in run.processes)
     starts: dict[_Process, list[ProcessLog]] = {}
     for one in run.processes:
@@ -38,7 +38,7 @@ def start_numbers(run: RunLog) -> list[int]:
 
 
 def process_of(one: ProcessLog) -> _Process:
-    """Return what tells its process from all others."""
+    """Return what distinguishes its process from all others."""
     return one.opened.host, one.opened.pid, one.opened.process
 
 

@@ -1,9 +1,9 @@
-"""How much of its time does a run train? What one process can say of itself, from the events of its checkpointer alone.
+"""The part of its time that a run trains, as one process knows it from the events of its checkpointer alone.
 
-Time runs from when the step was saved that this process went on from, or from when its checkpointer was made where it loaded
-none. Lost of it is what lay between that save and this start: work that is done again, and the time down. Held is what calls
-of save, waits of optimizers and loads took. The rest is trained (ETTR, effective training time ratio; others say goodput).
-A run that has restarted often is told apart by its trace: ``aiockpt report``.
+Time runs from the save of the step that this process resumed from, or from the making of its checkpointer where it loaded
+none. Lost of it is what lay between that save and this start: work that is done again, and the time down. Held is what
+calls of save, waits of optimizers and loads took. The rest is trained (ETTR, effective training time ratio; also called
+goodput). For a run that has restarted often, ``aiockpt report`` reads its trace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from aiockpt.events import BarrierWaited, Committed, Event, Loaded, Opened, Snap
 
 
 class RunTime:
-    """What became of the time of one process. Told on the loop thread, asked on any, by the monotonic clock."""
+    """The use of the time of one process. Updated on the loop thread, read on any, by the monotonic clock."""
 
     def __init__(self) -> None:
         self._opened: Opened | None = None
@@ -21,7 +21,7 @@ class RunTime:
         self._durable_from_ns: int | None = None
 
     def hear(self, event: Event) -> None:
-        """Take note of *event*."""
+        """Record *event*."""
         match event:
             case Opened():
                 self._opened, self._durable_from_ns = event, event.at_ns
@@ -40,7 +40,7 @@ class RunTime:
                 self._resume(event)
 
     def _resume(self, event: Loaded) -> None:
-        """Take the first load, where nothing was saved before it, for what this process goes on from."""
+        """Treat the first load, where nothing was saved before it, as what this process resumes from."""
         if not self._resumed and self._opened is not None and event.saved_ns:
             self._lost_s = max((self._opened.time_ns - event.saved_ns) / 1e9, 0.0)
         self._resumed = True

@@ -1,4 +1,4 @@
-"""What became of each save, over all ranks? One point for each, for figures over the steps of a run."""
+"""The outcome of each save over all ranks: one point for each, for figures over the steps of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         start: the number of the start.
-        begun_s, ended_s: of the first rank that began and the last one that told something, in seconds since 1970.
+        begun_s, ended_s: of the first rank that began and the last one with an event, in seconds since 1970.
         durable_s: from the call to the commit, on the rank that took longest; None where it was not committed.
         pause_s: how long the call held its caller, the median of the ranks; *most_pause_s* on *most_pause_rank*.
         bytes: that all ranks wrote.
-        ranks: that began it; *unwritten* those of them whose data were not durable, *open* those that have told no end.
-        error: why it failed on the first rank that said so; empty where it did not.
+        ranks: that began it; *unwritten* those of them whose data were not durable, *open* those without an end.
+        error: why it failed on the first rank that reported it; empty where it did not.
     """
 
     step: int
@@ -48,7 +48,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gathered:
-    """What the ranks have told so far of one save."""
+    """The events of all ranks so far of one save."""
 
     def __init__(self) -> None:
         self.begun: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What took from when to when? The events of a run as spans: whole operations, their stages, and groups of blocks."""
+"""The events of a run as spans of time: whole operations, their stages, and groups of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long did each stage of each step take on each rank? What ranks are compared by."""
+"""Seconds of each stage of each step on each rank: what ranks are compared by."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StageTimes:
         return list(self._taken)
 
     def steps(self, key: StageKey, least_ranks: int) -> dict[int, dict[int, float]]:
-        """Return step → rank → seconds, in the order of steps, of those that *least_ranks* tell of."""
+        """Return step → rank → seconds, in the order of steps, of those that *least_ranks* report."""
         return {step: ranks for step, ranks in sorted(self._taken[key].items()) if len(ranks) >= least_ranks}
 
     def together(self, keys: Iterable[StageKey], least_ranks: int) -> dict[int, dict[int, float]]:
@@ -64,6 +64,6 @@ def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
 
 
 def is_remote(urls: Iterable[str]) -> bool:
-    """Return whether the first of the places of a checkpointer is reached through a network, as far as its URL says."""
+    """Return whether the first of the places of a checkpointer is reached through a network, as far as its URL shows."""
     first = next(iter(urls), "")
     return not first.startswith(("file:", "shm:", "memory:"))

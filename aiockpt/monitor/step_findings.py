@@ -1,4 +1,4 @@
-"""Which saves and steps are not well? What came too late or not at all, what failed, what is damaged, what took long."""
+"""Findings about saves and steps: what came too late or not at all, what failed, what is damaged, what took long."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from aiockpt.runtime.notes import name_ranks
 from aiockpt.units import duration, name_numbers
 
 PAUSED = 0.02
-"""Of the time: a larger part in which training is held is told."""
+"""Part of the time: a larger one in which training is held is reported."""
 
 
 def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell that no step has become durable for long."""
+    """Report that no step has become durable for long."""
     usual_s = usual_interval_s(points)
     commits = [one for one in points if one.durable_s is not None]
     if not points:
@@ -43,7 +43,7 @@ def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell of saves that do not end, and of the ranks whose data they lack."""
+    """Report saves that do not end, and the ranks whose data they lack."""
     last_start = max((one.start for one in points), default=0)
     lasted = [one.durable_s for one in points if one.durable_s is not None]
     hosts = {process.opened.rank: process.opened.host for process in run.processes}
@@ -68,7 +68,7 @@ def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell of each error that saves failed with once; it is bad where no later step is durable."""
+    """Report each error that saves failed with once; it is bad where no later step is durable."""
     if not summary.failures:
         return
     last_commit_s = max((one.ended_s for one in points if one.durable_s is not None), default=0.0)
@@ -91,7 +91,7 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
 
 
 def failed_loads(run: RunLog) -> Iterator[Finding]:
-    """Tell of each error that loads failed with once; it is bad where nothing was loaded or saved since."""
+    """Report each error that loads failed with once; it is bad where nothing was loaded or saved since."""
     later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.told(kind)]
     by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for one, event in run.told(LoadFailed):
@@ -112,7 +112,7 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
 
 
 def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell of numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
+    """Report numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
     told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.told(NotFiniteFound)))}
     durable = [one for one in points if one.durable_s is not None]
     bad = [one for one in durable if one.step in told]
@@ -139,7 +139,7 @@ def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def damaged(run: RunLog) -> Iterator[Finding]:
-    """Tell of steps in storage that are not what was saved, as a scrub found, and of those that it mended from a copy."""
+    """Report steps in storage that are not what was saved, as a scrub found, and those that it repaired from a copy."""
     told = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepDamaged)]
     mended = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepRepaired)]
     mended_s = {(event.step, event.url): at_s for at_s, event in mended}
@@ -173,7 +173,7 @@ def _name_steps(steps: Iterable[int]) -> str:
 
 
 def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell that saves take longer than they did, where no straggler of that size explains it."""
+    """Report that saves take longer than they did, where no straggler of that size explains it."""
     durable = [(one.step, one.durable_s, one.begun_s) for one in points if one.durable_s is not None]
     if not durable:
         return
@@ -197,7 +197,7 @@ def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def held(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Tell where the calls of save held training for a large part of the time."""
+    """Report where the calls of save held training for a large part of the time."""
     lasted_s = summary.ended_s - summary.begun_s
     held_s = sum(one.most_pause_s for one in points)
     if points and held_s > PAUSED * lasted_s:

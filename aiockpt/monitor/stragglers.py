@@ -1,14 +1,14 @@
-"""Which rank is slower than its peers, in which stage, since when, by how much, and why?
+"""Stragglers: ranks that are slower than their peers; in which stage, since when, by how much, and why.
 
 A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. It is slow
 there where that is `FACTOR` or more. The steps from which on slow ones outnumber the others most are those since when it is
 slow; it is a straggler where they do so by `STEPS` at least, the median of them is `FACTOR` or more, and what it adds is
-`LEAST_S` or more: one outlier is nobody's property, and a small stage is of no matter. Where the other ranks are often slow
-in that stage, too, as on a machine with more ranks than cores, it takes more steps than `STEPS`: so many that a rank like
-them would come to it by chance in `CHANCE` of all runs. And what it takes longer there must show in all that it does itself:
-who makes up for it in other stages keeps nobody waiting. Waiting is what the others do. All
-that a rank does itself is compared in the same way, with `FACTOR_OF_ALL`, for such sums vary less; what is found there
-alone has the stage that adds most.
+`LEAST_S` or more: one outlier proves nothing, and a small stage does not matter. Where the other ranks are often slow in
+that stage, too, as on a machine with more ranks than cores, it takes more steps than `STEPS`: so many that a rank like
+them would come to it by chance in `CHANCE` of all runs. And what it takes longer there must show in all that it does
+itself: a rank that makes up for it in other stages delays no other rank. Waiting is what the others do. All that a rank
+does itself is compared in the same way, with `FACTOR_OF_ALL`, for such sums vary less; what is found there alone has the
+stage that adds most.
 
 Why: a rank that is slow in what only its processor does, too, lacks processor time, whatever stage shows it most, where
 that is `PART` at least of what it takes longer: some milliseconds more of hashing explain no half second of writing. Else
@@ -35,7 +35,7 @@ LEAST_S = 0.02
 PART = 0.05
 CHANCE = 1e-3
 MOST_OFTEN = 0.45
-"""Who is slow as often as not has no peers."""
+"""A rank that is slow more often has no peers."""
 STAGES = 10
 """That are compared, about: each on each rank is a chance of its own."""
 RANKS = 3
@@ -98,7 +98,7 @@ def stragglers(times: StageTimes) -> list[Straggler]:
 def _compare(
     key: StageKey, compared: Mapping[int, Mapping[int, float]], least: float, times: StageTimes
 ) -> Iterable[Straggler]:
-    """Yield the ranks that are slow by a factor of *least* in what step → rank → seconds says."""
+    """Yield the ranks that are slow by a factor of *least*, from step → rank → seconds."""
     usual = {step: median(ranks.values()) for step, ranks in compared.items()}
     by_rank: dict[int, dict[int, float]] = defaultdict(dict)
     for step, ranks in compared.items():
@@ -130,7 +130,7 @@ def _compare(
 
 
 def _made_up_for(found: Straggler, own: Mapping[Operation, Mapping[int, Mapping[int, float]]]) -> bool:
-    """Say whether a rank that is slow in a stage is not, by half of that at least, in all that it does itself."""
+    """Return whether a rank that is slow in a stage is not, by half of that at least, in all that it does itself."""
     if found.stage not in _OWN.get(found.operation, ()) and found.stage not in _PARTS:
         return False
     extra = [
@@ -142,7 +142,7 @@ def _made_up_for(found: Straggler, own: Mapping[Operation, Mapping[int, Mapping[
 
 
 def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> Straggler:
-    """Return who is slow in all that it does, with the stage that adds most to that."""
+    """Return a rank that is slow in all that it does, with the stage that adds most to that."""
 
     def extra_s(stage: str) -> float:
         steps = times.steps((found.operation, stage), RANKS)
@@ -168,9 +168,9 @@ def _storage(times: StageTimes) -> str:
 
 
 def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra_s: float, times: StageTimes) -> bool:
-    """Say whether a rank is slow, over the steps *slow*, in what only its processor does, and by how much matters.
+    """Return whether a rank is slow, over the steps *slow*, in what only its processor does, and by how much matters.
 
-    In sum, for a processor that is taken away comes and goes; but without the worst step, which may be a hiccup.
+    In sum, for a lack of processor time comes and goes; but without the worst step, which may be a hiccup.
     """
     alone = times.together([(operation, one) for one in _PROCESSOR], RANKS)
     pairs = [(alone[step][rank], median(alone[step].values())) for step in slow if rank in alone.get(step, {})]

@@ -1,4 +1,4 @@
-"""What is to be known of a run at a glance: its saves, what its stages took on which rank, its restarts, its failures."""
+"""The summary of a run: its saves, what its stages took on which rank, its restarts, its failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A save, or its copy to another place, that failed with one error on one rank or more.
 
     Attributes:
-        at_s: in seconds since 1970, on the *rank* that said so first.
+        at_s: in seconds since 1970, on the *rank* that reported it first.
         ranks: how many did.
     """
 
@@ -99,7 +99,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
-    """Return what is to be known of *run*, of which *found* are the spans."""
+    """Return the summary of *run*, of which *found* are the spans."""
     lowest = min(process.opened.rank for process in run.processes)
     whole = [span for span in found if span.rank == lowest and span.operation == "save" and span.stage == WHOLE]
     committed = [span for span in whole if not span.failed]
@@ -140,7 +140,7 @@ def _covered_s(intervals: list[tuple[float, float]]) -> float:
 
 
 def _holds(span: TimeSpan) -> bool:
-    """Say whether training is held meanwhile."""
+    """Return whether training is held meanwhile."""
     return span.stage in ("pause", "barrier") or (span.operation, span.stage) == ("load", WHOLE)
 
 
@@ -187,7 +187,7 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
 
 
 def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list[Restart]:
-    """Return the starts after the first one; of each what all checkpointers of one process told."""
+    """Return the starts after the first one; of each the events of all checkpointers of one process."""
     restarts = []
     for before, after in pairwise(starts):
         opened = after[0].opened

@@ -1,4 +1,4 @@
-"""What happened, to be read later? Every event as one line of JSON in a file.
+"""The trace of a process: every event as one line of JSON in a file.
 
 Guarantees:
 
@@ -7,10 +7,10 @@ Guarantees:
   more than that.
 - When the checkpointer is closed, also at interpreter exit, the file ends with its last event, in whole lines. A process
   that is killed may leave half a line; the next one that appends begins a new line.
-- Where several processes append to one file, two jobs that were given one folder, the line that says who writes comes again
-  with what each appends after another one.
-- While nothing is told, the first rank writes that it lives (`alive_after_s`): when a run died that was killed, and so how
-  much work was lost, is known to a tenth of the time since the last event, or to a minute.
+- Where several processes append to one file, two jobs that were given one folder, the line that identifies the process
+  comes again with what each appends after another one.
+- While there is no event, the first rank writes signs of life (`alive_after_s`): the time of a kill, and so how much work
+  was lost, is known to a tenth of the time since the last event, or to a minute.
 - A file that cannot be written harms no save: that is logged, and no more events are kept.
 """
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 FOLDER = "monitor"
 """Beside the steps of a run."""
 GATHER_S = 0.05
-"""Between two visits to the file: a save has some fourteen events in a moment, and the two calls on a worker that a visit
-takes cost more than all lines."""
+"""Seconds between two writes of the file: a save has some fourteen events in a moment, and the two calls on a worker of a
+write cost more than all lines."""
 
 
 def alive_after_s(quiet_s: float) -> float:
-    """Return how long to wait until the next sign of life, where nothing was told for *quiet_s*."""
+    """Return how long to wait until the next sign of life, where there was no event for *quiet_s*."""
     return min(max(1.0, quiet_s / 10), 60.0)
 
 
 class TraceFile:
-    """Appends every event to a file; give it to one checkpointer: ``Checkpointer(…, observers=[TraceFile()])``.
+    """Appends every event to a file; add it to one checkpointer: ``Checkpointer(…, observers=[TraceFile()])``.
 
     Each process has a file of its own; ``aiockpt report RUN`` reads those of all ranks as one.
 
@@ -116,7 +116,7 @@ class TraceFile:
             self._lines.clear()
 
     async def aclose(self) -> None:
-        """Let `run` end when all is written."""
+        """Stop `run` when all is written."""
         self._ending = True
         if self._end is not None:
             self._end.set()
@@ -161,7 +161,7 @@ def _coordinates(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
 
 
 async def _write(file: AsyncFileIO, data: bytes) -> int:
-    """Append all of *data*, which a file that is not buffered may take in parts; return its size."""
+    """Append all of *data*, which an unbuffered file may accept in parts; return its size."""
     left = memoryview(data)
     while left:
         left = left[await file.write(left) :]
@@ -169,7 +169,7 @@ async def _write(file: AsyncFileIO, data: bytes) -> int:
 
 
 async def _begin(file: AsyncFileIO) -> int:
-    """End the half line that whoever wrote last was killed in, if any; return where the file ends."""
+    """End the half line of a writer that was killed in it, if any; return where the file ends."""
     size: int = await file.seek(0, os.SEEK_END)
     if size:
         await file.seek(size - 1)

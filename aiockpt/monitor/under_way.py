@@ -1,4 +1,4 @@
-"""What has begun and not ended? A save or a load under way, with the stage that it is in, from the events alone."""
+"""Unfinished saves and loads, with the stage that each is in, from the events alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PendingWork(msgspec.Struct, frozen=True, kw_only=True):
     """A save or a load that has begun and not ended.
 
     Attributes:
-        stage: what it is in, as far as events say.
+        stage: what it is in, as far as events show.
         for_s: seconds since it began.
         silent_s: seconds since its last event.
         done_bytes: of *bytes*, that have reached the storage.
@@ -74,7 +74,7 @@ class UnderWay:
         self._durable: tuple[int, int] | None = None
 
     def hear(self, event: Event) -> None:
-        """Take note of *event*."""
+        """Record *event*."""
         match event:
             case SaveStarted():
                 self._work["save", event.step] = _Work("save", event.step, "snapshot", event.at_ns, event.bytes)
@@ -100,7 +100,7 @@ class UnderWay:
         return None if self._durable is None else (self._durable[0], (now_ns - self._durable[1]) / 1e9)
 
     def grew_overdue(self, now_ns: int, overdue_s: float) -> bool:
-        """Say whether something has taken longer than *overdue_s*, or twice as long as when that was said of it."""
+        """Return whether something has taken longer than *overdue_s*, or twice as long as when that was last reported."""
         late = [work for work in self._work.values() if work.lasts_ns(now_ns) > max(overdue_s * 1e9, 2 * work.told_ns)]
         for work in late:
             work.told_ns = work.lasts_ns(now_ns)

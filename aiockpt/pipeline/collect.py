@@ -1,13 +1,13 @@
-"""How are steps and garbage removed, so that a crash at any point leaves nothing that looks committed and is not whole?
+"""Removal of steps and garbage: a crash at any point leaves nothing that looks committed and is not whole.
 
 Guarantees (docs/format.md#deletion):
 
 - A step goes manifest by manifest, from the lowest generation to the highest, then its data: nothing older reappears.
 - Before a manifest goes, its attempt's decision is turned to *collect*: a step without a manifest whose votes are all
   there would else look like a commit to be finished, and come back.
-- An attempt nobody committed is removed only after this collector created its decision record, and only when it is older
+- An uncommitted attempt is removed only after this collector created its decision record, and only when it is older
   than the grace by the storage's own clock.
-- A step with a live lease of a reader is left alone.
+- A step with a live lease of a reader is skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from aiockpt.policies.retention import StepFacts, lineage
 from aiockpt.storage.backend import PROOF_KEY, Backend, UnfinishedUpload, keeps_uploads
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 
-# How does a step give up all but its weights, so that a crash at any point leaves it whole or thin, and never less?
+# Thinning: a step gives up all but its weights. A crash at any point leaves it whole or thin, never less.
 #
 # A thinned step is a generation of its own: a new manifest that names the same weight files, of the same attempt. It says
 # that it is weights alone, so nothing is resumed from it, and it loads into bare modules.
@@ -55,9 +55,9 @@ from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 # Guarantees:
 #
 # - The new manifest is durable before anything is removed. Then the other files go, and the old manifest last: while that is
-#   there, whoever cleans up knows that there is something left to remove, and what.
+#   there, any clean-up knows that there is something left to remove, and what.
 # - Readers take the higher generation, whose files stay: no read of the weights is disturbed.
-# - Only a step whose files are of one kind each is thinned; one that was written otherwise is left, with the reason.
+# - Only a step whose files are of one kind each is thinned; one that was written otherwise is skipped, with the reason.
 
 
 class Thinned(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ async def remove_overtaken(backend: Backend, older: Manifest, newer: Manifest) -
 
 LEASE_S = 6 * 3600.0
 LEASE_BYTES = 4096
-"""At most, of what a lease says of who has it."""
+"""The most that is read of a lease, which names its holder."""
 _LEASE_PREFIX = "lease-"
 
 
@@ -190,7 +190,7 @@ async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Co
     manifest, and whether its data files are there with the sizes that this names.
 
     Args:
-        trusted: runs of this process, whose steps need no look.
+        trusted: runs of this process, whose steps need no check.
     """
     facts = list(facts)
     while sound := [fact for fact in lineage(facts) if not fact.damaged]:
@@ -230,7 +230,7 @@ def _a_vote(step_id: str, attempt: str) -> str:
 
 
 async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
-    """Decide that a committed attempt is collected; whoever finds its manifest gone finds this."""
+    """Decide that a committed attempt is collected; a process that finds its manifest gone finds this."""
     key = decision_key(step_id, attempt)
     data = msgspec.json.encode(Decision(decision="collect", attempt=attempt, write_id=""))
     try:
@@ -254,7 +254,7 @@ async def find_garbage(
     busy: Collection[str],
     doubted: Collection[str] = (),
 ) -> list[Garbage]:
-    """Return what of a step nobody needs: older generations, and attempts without a manifest older than the grace.
+    """Return what of a step is not needed: older generations, and attempts without a manifest older than the grace.
 
     Args:
         busy: attempts of this process that are under way.
@@ -307,7 +307,7 @@ async def _read_sound(backend: Backend, entry: StepEntry, doubted: Collection[st
 
 
 async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
-    """Remove one piece of garbage; return False when somebody is committing it."""
+    """Remove one piece of garbage; return False when it is being committed."""
     if garbage.generation is not None and garbage.shares:
         entry = await look_at(backend, garbage.step_id)
         newest = await read_manifest(backend, garbage.step_id, entry.generations[0])
@@ -339,7 +339,7 @@ def lease_key(step_id: str, nonce: str) -> str:
 
 
 async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
-    """Return who has a live lease on the step, by the storage's clock, in words; None where nobody has."""
+    """Return the holder of a live lease on the step, by the storage's clock, in words; None where there is none."""
     leases = [
         stat for stat in (await backend.list(step_id)).objects if stat.key.rpartition("/")[2].startswith(_LEASE_PREFIX)
     ]
@@ -348,19 +348,19 @@ async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
     now_ns = await storage_now_ns(backend, nonce)
     alive = [stat for stat in leases if now_ns - stat.modified_ns < LEASE_S * 1e9]
     for stat in alive:
-        with suppress(StorageError):  # let go at this moment
+        with suppress(StorageError):  # released at this moment
             if stat.size and (who := await backend.get(stat.key, LEASE_BYTES)):
                 return f"it is held by {who.decode(errors='replace')}"
     return "another process is reading it" if alive else None
 
 
-# How is a step, or a whole run, removed because somebody asked for it? Only what is ours, whatever state it is in.
+# Removal of a step, or of a whole run, on request: only what is ours, whatever state it is in.
 #
 # Guarantees:
 #
 # - Nothing is touched but step folders with a manifest or an attempt of ours in them, the hint, the marks of this program at
 #   the root, and unfinished uploads below our attempts. What else lies there is named and stays.
-# - Steps go one by one, the oldest first, each as retention removes it: whoever is interrupted keeps the newest ones.
+# - Steps go one by one, the oldest first, each as retention removes it: an interrupted removal keeps the newest ones.
 
 
 _MARKS = re.compile(r"\.clock-[0-9a-f]+|\.aiockpt-probe-[0-9a-f]+|\.exclusive-[0-9a-f]+|\.seen-[0-9a-f]+")
@@ -424,7 +424,7 @@ async def remove(backend: Backend, removal: Removal, on_step: Callable[[str], ob
     """Remove what was planned, as far as it is still there.
 
     Args:
-        on_step: told the id of each step that is gone.
+        on_step: called with the id of each step that is gone.
     """
     entries = {entry.id: entry for entry in await scan(backend)}
     for step_id in removal.steps:
@@ -439,7 +439,7 @@ async def remove(backend: Backend, removal: Removal, on_step: Callable[[str], ob
 
 
 async def _uploads_of(backend: Backend, entries: list[StepEntry] | None) -> list[UnfinishedUpload]:
-    """Return the uploads of ours below some steps, or all; none where the store does not tell."""
+    """Return the uploads of ours below some steps, or all; empty where the store does not list them."""
     store = keeps_uploads(backend)
     if store is None:
         return []
@@ -451,16 +451,16 @@ async def _uploads_of(backend: Backend, entries: list[StepEntry] | None) -> list
     return [upload for upload, ours in found if ours is not None and (ids is None or ours[0] in ids)]
 
 
-# Which uploads did dead writers leave in an object store, and which of them may be aborted?
+# Uploads that dead writers left in an object store, and which of them may be aborted.
 #
-# An object store keeps the parts of an upload that nobody finished, and asks money for them, until somebody aborts it.
+# An object store keeps the parts of an unfinished upload, and charges for them, until it is aborted.
 #
 # Guarantees:
 #
-# - Only uploads of data files below our own ``a-<nonce>/`` folders are looked at: what another program left is its own.
+# - Only uploads of data files below our own ``a-<nonce>/`` folders are considered: what another program left is its own.
 # - Aborted is what is older than the grace by the storage's clock, of a rank without a receipt in that attempt: a rank that
-#   voted has finished its uploads. Attempts that are under way here are left alone whatever their age.
-# - Nothing here fails a save or a clean-up: a store that does not let us list or abort is told, and asked no more.
+#   voted has finished its uploads. Attempts that are under way here are skipped whatever their age.
+# - Nothing here fails a save or a clean-up: a store that does not let us list or abort is reported, and not asked again.
 
 
 class DeadUploads(msgspec.Struct, frozen=True):
@@ -476,7 +476,7 @@ class DeadUploads(msgspec.Struct, frozen=True):
 
 
 async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> DeadUploads:
-    """Return the uploads below the root that nobody will finish.
+    """Return the uploads below the root that will not be finished.
 
     Args:
         busy: attempts of this process that are under way.

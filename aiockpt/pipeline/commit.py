@@ -1,10 +1,10 @@
-"""How do written data become a checkpoint? An attempt begins, ranks vote with receipts, one exclusive create decides.
+"""The commit of written data: an attempt begins, ranks vote with receipts, one exclusive create decides.
 
 Guarantees (docs/format.md#the-commit; power-cut in tests/crash):
 
 - Nothing is visible before the manifest is; the manifest is created exclusively, after every vote is durable.
 - A generation is fixed when the attempt begins, so a stale attempt can never overtake a newer one.
-- Finishing is idempotent and open to anyone: whoever finds all votes may roll forward; garbage collection contends for
+- Finishing is idempotent and open to any process that finds all votes (roll forward); garbage collection contends for
   the same decision record, so that an attempt is either committed or collected, never both.
 """
 
@@ -59,7 +59,7 @@ DECISION_LIMIT_BYTES = 4096
 LAST_LOOK_S = 30.0
 """For the receipts to be read once more when the deadline for them has passed."""
 LOOK_PAUSE_S = 0.2
-"""Before the next look, when one found no new vote."""
+"""Before the next poll, when one found no new vote."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ async def wait_votes(
     """Return the receipts of all ranks, waiting up to *deadline_s* seconds for the others.
 
     Args:
-        until_likely: waits until it is worth looking (again): the storage is the truth, but a slow one to ask.
+        until_likely: waits until a poll is worthwhile (again): the storage is the truth, but slow to read.
 
     Raises:
         CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
@@ -182,15 +182,15 @@ async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Ma
 
 
 async def publish(backend: Backend, manifest: Manifest) -> Manifest:
-    """Create *manifest*, whose files are durable; return it, or the equal one of whoever was faster.
+    """Create *manifest*, whose files are durable; return it, or the equal one of a faster process.
 
     Raises:
         CommitConflictError, CommitError: as `commit`.
     """
     await _decide(backend, manifest)
-    await check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
+    await check_sizes(backend, manifest)  # after the decision: a collector of the attempt removed the data first
     written, parts = detach(manifest)
-    for path, blob in parts.items():  # nobody reads them before the manifest names them; two committers write the same
+    for path, blob in parts.items():  # they are not read before the manifest names them; two committers write the same
         if not await put_once(backend, f"{manifest.id}/{path}", blob):
             raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
     data = encode_manifest(written)
@@ -203,7 +203,7 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
 
 
 async def check_sizes(backend: Backend, manifest: Manifest) -> None:
-    """Refuse data files that are gone or have another size. One listing tells of all; a doubt is asked about alone."""
+    """Refuse data files that are gone or have another size. One listing shows all; a doubtful one is checked alone."""
     listed: dict[str, int] = {}
     for folder in sorted({file.p.rpartition("/")[0] for file in manifest.files}):
         listed |= {stat.key: stat.size for stat in (await backend.list(f"{manifest.id}/{folder}")).objects}
@@ -228,10 +228,10 @@ async def _decide(backend: Backend, manifest: Manifest) -> None:
 
 
 async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, write_id: str) -> Verdict:
-    """Create the attempt's one decision record; return what was decided, by us or by whoever was first.
+    """Create the attempt's one decision record; return what was decided, by us or by an earlier process.
 
     Raises:
-        StorageFullError: it does not fit; of *collect*, nothing of the attempt can take its name either.
+        StorageFullError: it does not fit; of *collect*, nothing of the attempt can get its name either.
     """
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
@@ -284,13 +284,13 @@ async def _decided(backend: Backend, key: str) -> Verdict:
             return "collect"
         return msgspec.json.decode(data, type=Decision).decision
     except ObjectNotFoundError:
-        return "collect"  # it was there and went while we looked: the attempt is being removed
+        return "collect"  # it was there and went while we read: the attempt is being removed
     except (msgspec.DecodeError, UnicodeDecodeError, ManifestError) as error:  # msgspec lets the second one through
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 
 
 async def _settle(backend: Backend, ours: Manifest) -> Manifest:
-    """Someone created our manifest's name: the same attempt means success (theirs, or our own lost answer)."""
+    """Our manifest's name is taken: the same attempt means success (theirs, or our own lost answer)."""
     try:
         theirs = await read_manifest(backend, ours.id, ours.generation)
     except ManifestError as error:
@@ -307,7 +307,7 @@ async def _settle(backend: Backend, ours: Manifest) -> Manifest:
 
 
 async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list[Manifest]:
-    """Commit what the dead could not: every attempt of the step whose votes are complete and whose number is free.
+    """Commit what dead writers could not: every attempt of the step whose votes are complete and whose number is free.
 
     Of several for one number the newest has it.
     """

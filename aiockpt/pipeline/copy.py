@@ -1,4 +1,4 @@
-"""How does a committed step get to another place? Read window by window, compared, written, and committed there.
+"""The copy of a committed step to another place: read window by window, compared, written, and committed there.
 
 Guarantees:
 
@@ -6,8 +6,8 @@ Guarantees:
   as a checkpoint of their own (`aiockpt.planning.weights`). Its generation is the next one there. Every block was compared
   with its checksum on the way.
 - A block that one copy cannot give is read from the next copy.
-- A copy that died is taken up again: a data file that is durable at the target has a mark beside it and is not moved twice.
-- Any number of processes may copy one step at once: nobody writes into another's file, and they meet at the manifest.
+- A copy that died is resumed: a data file that is durable at the target has a mark beside it and is not moved twice.
+- Any number of processes may copy one step at once: no process writes into another's file; they contend for the manifest.
 - No more memory is used than the windows given, whatever the size of the step. (Weights also need, for the moment of a
   read, what lies between them in their blocks.)
 """
@@ -37,9 +37,9 @@ from aiockpt.storage.transfer import read_record, walk
 
 WINDOW_BYTES = 16 * MIB
 ABORT_DEADLINE_S = 5.0
-"""What is not aborted by then is left to prune: whoever gives a place up waits for it no longer than this."""
+"""What is not aborted by then is left to prune: giving a place up takes no longer than this."""
 FLUSHED_BYTES_PER_S = 50e6
-"""No place flushes a file more slowly; meanwhile nothing can be seen to move."""
+"""No place flushes a file more slowly; meanwhile no progress is visible."""
 
 
 class Windows:
@@ -78,10 +78,10 @@ async def copy_step(
     """Make a step durable and visible at *target*; return its manifest there. One that is there already is left as it is.
 
     Args:
-        source: what is copied; somebody keeps retention away from where it comes from.
+        source: what is copied; the caller protects its origin from retention meanwhile.
         windows: those that *source* was loaded for.
         pace: how fast bytes go to the target.
-        on_copied: told the bytes of each window, also of those that need not be moved any more.
+        on_copied: called with the bytes of each window, also of those that need not be moved any more.
 
     Raises:
         CorruptionError: a block is bad in all copies; nothing became visible.
@@ -98,7 +98,7 @@ async def copy_step(
         there = await find_copy(target, source.id, source.attempt)
         if there is None:
             raise
-        return there  # another copier was faster, and has tidied up
+        return there  # another copier was faster, and has cleaned up
 
 
 async def copy_files(
@@ -111,9 +111,9 @@ async def copy_files(
     only: Callable[[FileEntry], bool] = lambda _: True,
     on_copied: Callable[[int], object] = lambda _: None,
 ) -> dict[int, FileEntry]:
-    """Make the data files of a step durable at *target*, those that somebody has copied before left out.
+    """Make the data files of a step durable at *target*, except those that were copied before.
 
-    Several processes may each copy some of the files; who has them all, `copy_step` makes visible.
+    Several processes may each copy some of the files; `copy_step` makes the step visible when all are there.
 
     Args:
         only: says which files; all by default.
@@ -203,7 +203,7 @@ async def copied_files(target: Backend, source: CopySource) -> dict[int, FileEnt
 
 
 def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
-    """Return the file that a mark tells of; None when it cannot be file number *index*."""
+    """Return the file that a mark describes; None when it cannot be file number *index*."""
     wanted = source.files[index]
     try:
         file = msgspec.json.decode(data, type=FileEntry)

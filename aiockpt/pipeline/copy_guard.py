@@ -1,4 +1,4 @@
-"""What a copy is told by whoever guards its state: how fast to go, and what to compare at the end. Protocols; no torch."""
+"""Protocols between a copy and the guard of its state: how fast to go, and what to compare at the end. No torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Copies tensors on devices straight into slabs, in streams of their own, while the devices compute.
+"""The copy of tensors on devices straight into slabs, in streams of its own, while the devices compute.
 
 Guarantees:
 
-- No copy is waited for before the next one is enqueued, as far as there are slabs; none of the calls holds the GIL long.
+- No copy is waited for before the next one is enqueued, as far as there are slabs; no call holds the GIL long.
 - Small tensors that are neighbours in the file travel together: gathered on the device, then moved as one. A move costs
   some microseconds to start however small it is, which is what 64 KiB take on their way.
 - What is not row-major is made so on the device, in the stream's order, with memory that is freed with its last window.
-- A run shares no memory on the device with another one. When a slab is full is told by events: `aiockpt.pipeline.snapshot`.
+- A run shares no memory on the device with another one. Events say when a slab is full: `aiockpt.pipeline.snapshot`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard, are_same
 
-# Knows which devices a state is on, and how far they were when it was saved; looked up again when the tensors are others.
+# The devices that a state is on, and how far they were when it was saved; looked up again when the tensors are others.
 #
 # A copy on a device begins behind all that the device's compute stream had been given at the call.
 
@@ -61,7 +61,7 @@ class StateDevices:
         return [(device, self._accelerator.now(device)) for device in self.sizes(tensors)]
 
     def forget(self) -> None:
-        """Let go of the last state."""
+        """Release the last state."""
         self._seen, self._sizes = (), {}
 
 
@@ -128,7 +128,7 @@ class DeviceCopies:
         return DeviceRun(self)
 
     def forget(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self.tensors, self.windows = (), []
 
 

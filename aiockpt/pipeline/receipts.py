@@ -1,4 +1,4 @@
-"""Who has voted, and with what? Receipts, read one by one or many at once where a group has gathered them.
+"""Receipts, the votes of ranks: read one by one, or many at once where a group has gathered them.
 
 Guarantees:
 
@@ -6,7 +6,7 @@ Guarantees:
   whole (`aiockpt.format.gathered`); one that is damaged, late or missing costs time and no checkpoint.
 - Nothing is gathered before every rank of the group has voted, so a gathered object never stands for a missing vote.
 - What is damaged or belongs to another attempt is no vote, and left out.
-- A reader asks the storage a few things at once, and for nothing that it knows.
+- A reader makes a few requests at once, and no request for what it knows.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ PATIENCE_S = 5.0
 
 
 async def gather(backend: Backend, own: Receipt, group: range) -> None:
-    """Leave the receipts of *group*, all of whose ranks have voted, in one object.
+    """Write the receipts of *group*, all of whose ranks have voted, into one object.
 
-    Its want is made good by whoever reads the receipts themselves, so nothing that goes wrong here is raised.
+    Without it readers read the receipts themselves, so nothing that goes wrong here is raised.
     """
     others = set(group) - {own.rank}
     try:
@@ -83,7 +83,7 @@ async def any_receipt(backend: Backend, step_id: str, attempt: str) -> Receipt |
 
 
 class ReceiptReader:
-    """Collects the votes of an attempt while they are cast, one look after the other.
+    """Collects the votes of an attempt while they are cast, one poll after the other.
 
     Attributes:
         votes: what was found so far, by rank.
@@ -117,7 +117,7 @@ class ReceiptReader:
         self.votes |= await read_receipts(*self._place, known=self.votes)
 
     async def _ungathered(self) -> set[int]:
-        """Return the missing ranks of groups that were complete one patience ago, and are still not gathered."""
+        """Return the missing ranks of groups that have been complete long enough, and are still not gathered."""
         voted, missing = await ranks_that_voted(*self._place), self.missing
         before = self._complete
         self._complete = {group for group in self._groups if missing & set(group) and voted >= set(group)}
@@ -125,7 +125,7 @@ class ReceiptReader:
 
 
 async def ranks_that_voted(backend: Backend, step_id: str, attempt: str) -> set[int]:
-    """Return the ranks whose receipts are there, as far as their names tell."""
+    """Return the ranks whose receipts are there, as far as their names say."""
     listing = await backend.list(receipt_folder(step_id, attempt))
     ranks = (parse_receipt(stat.key.rpartition("/")[2]) for stat in _of_possible_size(listing))
     return {rank for rank in ranks if rank is not None}

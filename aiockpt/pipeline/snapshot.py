@@ -1,4 +1,4 @@
-"""Copies live tensors into slabs, and blocks training for as short a time as it can.
+"""The copy of live tensors into slabs, which blocks training for as short a time as it can.
 
 Guarantees:
 
@@ -9,12 +9,12 @@ Guarantees:
   runs, and one slab is enough to drain any state.
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
   state stays where it is, and the loop does nothing but ``memmove``.
-- The GIL is let go during the largest move of every fourth window, not with every tensor: getting it back from the
+- The GIL is released during the largest move of every fourth window, not with every tensor: getting it back from the
   writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
-- Beside the running program (a lazy snapshot) the GIL is let go during every move of 256 KiB and more.
+- Beside the running program (a lazy snapshot) the GIL is released during every move of 256 KiB and more.
 - What is on a device is copied from there into the slabs (`aiockpt.pipeline.device_copy`), beside what the host copies.
-- A program refers to its tensors and their storages: their memory cannot be freed while it may be copied, unless somebody
-  resizes a storage, which is noticed.
+- A program refers to its tensors and their storages: their memory cannot be freed while it may be copied, unless a
+  storage is resized, which is noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from aiockpt.state.shards import TensorShard, are_same
 #
 # Guarantees:
 #
-# - A slab is delivered, or given back, only when nothing writes into it any more, whatever fails. If the device never
+# - A slab is delivered, or returned, only when nothing writes into it any more, whatever fails. If the device never
 #   answers, it is never used again.
 # - Slabs that are being filled are no reason to wait for ever: where none is free, they are waited for and delivered, so
 #   that one slab is enough for any state.
@@ -150,7 +150,7 @@ class InFlightSlabs:
             self._pool.lose(left.slab)
 
 
-# Compares the addresses of tensors: a storage that was resized lies elsewhere, and so does a tensor that was moved.
+# Comparison of the addresses of tensors: a storage that was resized lies elsewhere, and so does a tensor that was moved.
 #
 # A storage that is freed and allocated again at the same address is not noticed. A check costs some ten nanoseconds a tensor
 # (all loops are C code).
@@ -160,7 +160,7 @@ _pointer = torch.Tensor.data_ptr
 
 
 class AddressCheck:
-    """Remembers where tensors are, and refers to them and their storages: nobody else's tensor can be there.
+    """Remembers where tensors are, and refers to them and their storages: no other tensor can be there.
 
     Args:
         shards: their names.
@@ -194,12 +194,12 @@ class AddressCheck:
         )
 
     def forget(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._names, self._tensors, self._pointers = [], [], []
 
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
-"""The GIL is let go in each of the first windows, so that writing starts, and in every eighth from there on. Measured
+"""The GIL is released in each of the first windows, so that writing starts, and in every eighth from there on. Measured
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
 LONG_MOVE_BYTES = 256 << 10
 """What takes longer than getting the GIL back."""
@@ -258,12 +258,12 @@ class CopyProgram:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
         Blocks the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
-        save has failed or was cancelled, and nobody needs the rest.
+        save has failed or was cancelled, and the rest is not needed.
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
             after: how far the compute stream of each device was at the call: copies there begin behind that.
-            guard: has the copy wait where nobody waits for it, and compares the state before the last window is delivered.
+            guard: has the copy wait where no caller waits for it; compares the state before the last window is delivered.
             begun: what else devices read of the state: the events behind that.
             host_copied: called once nothing is left but what devices will do by themselves, with the events behind that;
                 not where no device has a part.
@@ -304,7 +304,7 @@ class CopyProgram:
                 host_copied(list(last_events.values()))
 
     def forget(self) -> None:
-        """Let go of the tensors, whoever still holds this program: the traceback of a copy that failed does."""
+        """Release the tensors, even while something holds this program, as the traceback of a failed copy does."""
         self._shards, self._dense, self._windows = (), [], []
         self._addresses.forget()
         self._devices.forget()

@@ -1,9 +1,9 @@
-"""How do full slabs become a durable data file? Hash, write, give the slab back; flush when all are written.
+"""The upload of full slabs to a durable data file: hash, write, return the slab; flush when all are written.
 
 Guarantees:
 
 - Every slab that arrives goes back to the pool exactly once, whatever fails or is cancelled.
-- A slab is given back only when no thread reads it any more.
+- A slab is returned only when no thread reads it any more.
 - After an error the file is abandoned: a failed flush is never retried on it (docs/format.md#commit-on-posix).
 """
 
@@ -30,12 +30,12 @@ from aiockpt.runtime.stages import Stages
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Seen, Upload
 
-# Which tensors hold values that are NaN or infinite? Looked at beside the hash, while their bytes are in the cache.
+# The screen for values that are NaN or infinite: beside the hash, while the bytes of the tensors are in the cache.
 #
 # Guarantees:
 #
-# - What is told is what was written: the bytes in the slabs, and not the tensors that have gone on since.
-# - On worker threads, and without a lock: each run of a file is looked at as its own, and once more where it is written once
+# - What is reported is what was written: the bytes in the slabs, and not the tensors that have gone on since.
+# - On worker threads, and without a lock: each run of a file is screened as its own, and once more where it is written once
 #   more.
 
 
@@ -49,7 +49,7 @@ class FloatSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 def find_spans(tensors: Mapping[str, TensorEntry], file_count: int) -> list[list[FloatSpan]]:
-    """Return what is to be looked at in each of the files that hold *tensors*, in the order of the bytes."""
+    """Return what is to be screened in each of the files that hold *tensors*, in the order of the bytes."""
     spans: dict[int, list[FloatSpan]] = defaultdict(list)
     for name, entry in tensors.items():
         if may_be_not_finite(entry.dtype):
@@ -60,7 +60,7 @@ def find_spans(tensors: Mapping[str, TensorEntry], file_count: int) -> list[list
 
 
 class FileScreen:
-    """Looks for values that are not finite in one data file, run by run."""
+    """Counts values that are not finite in one data file, run by run."""
 
     def __init__(self, spans: Sequence[FloatSpan]) -> None:
         self._spans = spans
@@ -68,7 +68,7 @@ class FileScreen:
         self._found: dict[int, Counter[str]] = {}
 
     def look_at(self, offset: int, run: memoryview) -> None:
-        """Look at the bytes of the file from *offset* on; whole elements, as every run of whole pages is. Any thread."""
+        """Screen the bytes of the file from *offset* on; whole elements, as every run of whole pages is. Any thread."""
         found: Counter[str] = Counter()
         end = offset + run.nbytes
         for span in self._spans[bisect_right(self._ends, offset) :]:
@@ -84,7 +84,7 @@ class FileScreen:
         return {name: count for name, count in sorted(total.items()) if count}
 
 
-# What are the checksums of a data file? Hashed from the very memory that is written, block by block.
+# The checksums of a data file, hashed from the very memory that is written, block by block.
 
 
 class BlockSums:
@@ -94,10 +94,10 @@ class BlockSums:
         size: of the file, in bytes.
         block_bytes: bytes under one checksum; the last block may be shorter.
         now_ns: the monotonic time, from any thread.
-        screen: looks at each window, too.
+        screen: reads each window, too.
 
     Attributes:
-        hash_ns: how long threads have hashed, and looked, in sum.
+        hash_ns: how long threads have hashed, and screened, in sum.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Handover:
     ``arrive`` and ``close`` are called on the loop thread. After ``close`` slabs that still arrive go back at once.
 
     Args:
-        pool: where slabs go back to that nobody takes.
+        pool: where slabs go back to that are not taken.
         count: the windows of the file.
     """
 
@@ -193,7 +193,7 @@ class Handover:
             return self._to_take > 0
 
     def take(self, most: int) -> list[tuple[Window, Slab]]:
-        """Return up to *most* full windows, adjacent and in order; whoever takes them gives their slabs back."""
+        """Return up to *most* full windows, adjacent and in order; the caller returns their slabs."""
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._to_take -= len(taken)
         if not self._to_take:
@@ -201,7 +201,7 @@ class Handover:
         return taken
 
     def close(self) -> None:
-        """Give back what nobody took. Idempotent."""
+        """Return what was not taken. Idempotent."""
         self._closed = True
         while self._waiting:
             self._pool.give(self._waiting.popleft()[1])

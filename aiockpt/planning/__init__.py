@@ -1,1 +1,1 @@
-"""WHO moves WHICH bytes? Pure functions from descriptions to plans; `pipeline/` executes them."""
+"""Plans of which rank moves which bytes: pure functions from descriptions to plans; `pipeline/` executes them."""

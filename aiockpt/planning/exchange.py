@@ -1,12 +1,12 @@
-"""Which rank reads which blocks when several want the same, and to whom does it send them?
+"""The exchange of blocks that several ranks want: which rank reads them, and which ranks it sends them to.
 
-``plan_exchange`` meets what the ranks of a group want from the same files, in whole checksum blocks. Blocks that one
-rank wants are its own affair. Those that several want travel in *parcels*: one of them reads, the others receive.
+``plan_exchange`` matches what the ranks of a group want from the same files, in whole checksum blocks. Blocks that one
+rank wants it reads alone. Those that several want travel in *parcels*: one of them reads, the others receive.
 
 Guarantees:
 
 - Pure and deterministic: every rank plans alone from the same wants, and all plans are equal.
-- Every wanted block reaches every rank that wants it exactly once, from storage or in a parcel; nobody else is sent it.
+- Every wanted block reaches every rank that wants it exactly once, from storage or in a parcel; no other rank is sent it.
 - A rank reads what it wants itself, and all read about as much as the others: within one parcel where all want all.
 
 (Read once and spread: ByteCheckpoint, NSDI'25 §4.1; MegaScale, NSDI'24 §5.3.)
@@ -41,7 +41,7 @@ class SharedRange(msgspec.Struct, frozen=True):
 
     Attributes:
         reader: one of the *takers*.
-        takers: all who want it, in order.
+        takers: all ranks that want it, in order.
         spans: the blocks, one after the other as in the message.
         opens: files of which this is the first parcel: its reader compares their headers for all.
     """
@@ -88,7 +88,7 @@ def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Seque
 
 
 def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *, parcel_bytes: int) -> Exchange:
-    """Return who reads what and sends it to whom.
+    """Return which rank reads what, and the ranks that it sends that to.
 
     Args:
         wanted: by each rank of the group, as `wanted_spans` returns it.

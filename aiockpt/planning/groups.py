@@ -1,6 +1,6 @@
-"""Which ranks have their receipts gathered into one object, and in which worlds?
+"""Groups of ranks whose receipts are gathered into one object, and the worlds that have them.
 
-Two levels, of about √N each: whoever gathers reads the receipts of its group, rank 0 reads one object a group. So at
+Two levels, of about √N each: the gathering rank reads the receipts of its group, rank 0 reads one object a group. So at
 10,000 ranks no process reads more than 128 + 79 of them. A third level would spare reads that run 32 at once anyway, and
 cost a write, a wake-up and a listing in line (`python -m benchmarks run gathering` shows what is waited for).
 

@@ -1,4 +1,4 @@
-"""Which names of a state are modules? The tree of values says so; what lies below them are weights. Pure."""
+"""The names of a state that are modules: the tree of values says so; what lies below them are weights. Pure."""
 
 from __future__ import annotations
 

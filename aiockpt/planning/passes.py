@@ -1,4 +1,4 @@
-"""In which order are bytes read that land in many memories? In passes over the files, most often one.
+"""The order of reads that land in many memories: passes over the files, most often one.
 
 A pass never has two landings for the same bytes of a file, and brings no more into scratch memory than there may be.
 """

@@ -1,6 +1,6 @@
-"""Which bytes of which data file must be read, and where does each of them land?
+"""The plan of a load: which bytes of which data file are read, and where each of them lands.
 
-``plan_load`` meets what is wanted (a box of a tensor, lying row-major in memory) with what is stored (pieces, lying
+``plan_load`` matches what is wanted (a box of a tensor, lying row-major in memory) with what is stored (pieces, lying
 row-major in files). No communication is needed: every rank plans its own reads from the manifest alone.
 
 Guarantees:
@@ -8,7 +8,7 @@ Guarantees:
 - Pure. Every wanted byte has exactly one landing, or the tensor is refused by name.
 - Landings of one pass do not overlap in the file, so a block is read once a pass; only a tensor that is wanted twice,
   or more scratch memory than there may be at once, needs another pass.
-- Whole blocks are read (so that each can be verified); what of them nobody wants is `LoadPlan.spare_bytes`.
+- Whole blocks are read (so that each can be verified); what of them is not wanted is `LoadPlan.spare_bytes`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FEW_PIECES = 16
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A box of a tensor that somebody wants, row-major in a memory of its own."""
+    """A wanted box of a tensor, row-major in a memory of its own."""
 
     name: str
     box: Box
@@ -124,7 +124,7 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
 def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
     """Return the pieces that have elements of *wanted*, with their box and the part that is wanted.
 
-    Pieces lie in the order of their offsets as a rule (`aiockpt.format.merge`), so most of many need no look. The rule
+    Pieces lie in the order of their offsets as a rule (`aiockpt.format.merge`), so most of many need no check. The rule
     is a guess that proves itself: pieces are disjoint, so elements as many as wanted are all of them.
     """
     if len(entry.pieces) > _FEW_PIECES:
@@ -194,7 +194,7 @@ def plan_reads(
     """Cut one file's sorted landings into reads of at most *read_bytes*.
 
     With *whole_blocks* reads are made of whole checksum blocks, so that each can be verified: the bytes of a block that
-    nobody wants go into gaps. Without it only wanted bytes are read.
+    are not wanted go into gaps. Without it only wanted bytes are read.
     """
     first = 0
     for offset, stop in _units(landings, file_size, block_bytes if whole_blocks else 1, read_bytes):

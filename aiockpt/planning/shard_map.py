@@ -1,8 +1,8 @@
-"""Who holds which parts of which tensors? The holdings of all ranks as columns, each distinct thing once.
+"""The map of shards: which ranks hold which parts of which tensors, as columns, each distinct thing once.
 
 Guarantees:
 
-- Pure and deterministic; ranks with equal lists of holdings cost one look each, equal holdings one, equal boxes one.
+- Pure and deterministic; ranks with equal lists of holdings cost one comparison each, equal holdings one, equal boxes one.
 - Ranks that disagree about a dtype or a shape, gaps, and boxes that overlap without being equal are refused, all of
   them by name; by volumes and the sweep of `aiockpt.format.tiling`, never in pairs.
 """
@@ -102,7 +102,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
 class ShardMap(msgspec.Struct, frozen=True, eq=False):
     """All boxes of all ranks, each once, and where each holder has them.
 
-    A box of volume 0 is in nobody's hands and is left out. An *incidence* says that a list of holdings has a box; the
+    A box of volume 0 has no holder and is left out. An *incidence* says that a list of holdings has a box; the
     incidences of one box follow one another, from ``first[box]`` to ``first[box + 1]``.
 
     Attributes:
@@ -129,7 +129,7 @@ class ShardMap(msgspec.Struct, frozen=True, eq=False):
 
 
 def survey(holdings: Sequence[Sequence[LocalBoxes]]) -> ShardMap:
-    """Return who holds what, checked; one list of holdings for each rank.
+    """Return which ranks hold what, checked; one list of holdings for each rank.
 
     Raises:
         RanksDisagreeError: the holdings do not make whole tensors; names the tensors and the ranks.

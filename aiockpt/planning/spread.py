@@ -1,4 +1,4 @@
-"""Who writes what, when several ranks hold the same? Replicas once, and every rank about as much as the others.
+"""The spread of writes over ranks that hold the same: replicas once, and every rank about as much as the others.
 
 Guarantees:
 
@@ -69,7 +69,7 @@ def plan_shares(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = 
     """Return what each rank writes, ordered by holding, then by start; and what it has that others have, too.
 
     Args:
-        holdings: of each rank, its list; the same list given for many ranks is looked at once.
+        holdings: of each rank, its list; the same list given for many ranks is read once.
         block_bytes: how uneven the ranks may be, and the largest box that is never cut.
 
     Raises:
@@ -183,7 +183,7 @@ def _units(holders: ShardMap) -> list[_Unit]:
 
 
 def _give_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
-    """Give each unit to one of its holders: few bytes to the lowest, more to who has least, the largest first."""
+    """Give each unit to one of its holders: few bytes to the lowest, more to the one with the least, the largest first."""
     few = sum(unit.nbytes for unit in units) <= LOWEST_RANK_BYTES
     for unit in units if few else sorted(units, key=lambda unit: -unit.nbytes):
         ranks = unit.group.ranks

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint is its weights, and how is that written as a checkpoint of its own?
+"""The weights of a checkpoint: which part they are, and how they are written as a checkpoint of their own.
 
 Weights are what the modules of a state hold: their tensors, and their values of ``get_extra_state()``. The tree of values
 says which names are modules. Guarantees:
@@ -7,7 +7,7 @@ says which names are modules. Guarantees:
   names for the same checkpoint. The attempt's name is derived from that of the whole one, so neither is taken for the
   other.
 - What is planned is a checkpoint like any other: its own files and manifest, merged and checked as votes are. It loads into
-  bare modules, and `has_weights_only` tells what it is.
+  bare modules, and `has_weights_only` recognises it.
 """
 
 from __future__ import annotations

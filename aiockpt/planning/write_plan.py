@@ -1,4 +1,4 @@
-"""Which bytes of this rank go where in which data file, and in what order are they copied?
+"""The plan of a rank's save: which bytes go where in which data file, and in what order they are copied.
 
 Guarantees:
 

@@ -1,1 +1,1 @@
-"""When a save is made, and which steps are kept."""
+"""Policies: when a save is made, and which steps are kept."""

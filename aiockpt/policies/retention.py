@@ -1,4 +1,4 @@
-"""Which steps are kept? A pure decision from what the manifests say; `pipeline.collect` carries it out.
+"""Retention, the choice of steps to keep: a pure decision from what the manifests say; `pipeline.collect` carries it out.
 
 Guarantees:
 
@@ -21,7 +21,7 @@ _NOT_FINITE = "has numbers that are NaN or infinite"
 
 
 class StepFacts(msgspec.Struct, frozen=True):
-    """What retention looks at: one committed step.
+    """One committed step, as retention sees it.
 
     Attributes:
         sequence: the logical clock of its manifest.

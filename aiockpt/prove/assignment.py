@@ -1,4 +1,4 @@
-"""What a process of a script is told to do under `aiockpt prove`: one JSON file, named by an environment variable.
+"""The job of a script's process under `aiockpt prove`: one JSON file, named by an environment variable.
 
 Every process of one start reads the same file: the ranks of torchrun, and whatever they start.
 """
@@ -13,13 +13,13 @@ import msgspec
 
 VARIABLE = "AIOCKPT_PROVE"
 KILLED = "killed"
-"""The file in a run's folder that says: one process has killed itself, and all others are to be."""
+"""The file in a run's folder that means: one process has killed itself, and all others are to be killed."""
 
 How = Literal["straight", "killed", "resumed", "control"]
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run kills itself, so that a finding can be replayed.
+    """The place where a run kills itself, so that a finding can be replayed.
 
     Attributes:
         kind: ``"step"``: after the *count*-th optimizer step since *label*; ``"save"``: before storage call number *call*
@@ -34,7 +34,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
     def explain(self) -> str:
-        """Say in words where that is."""
+        """Return in words where that is."""
         on = f" (rank {self.rank})" if self.rank else ""
         if self.kind == "save":
             return f"in the save of step {self.label}, before its storage call {self.call + 1}{on}"
@@ -50,7 +50,7 @@ class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         folder: where the records of this start go.
         place: where its checkpoints go, in place of those that the script names.
-        withhold: a control: a load finds its step, and leaves the state as it is.
+        withhold: a control: a load finds its step, and does not change the state.
         kill: where it ends by SIGKILL; None runs to its end.
         stop_after: it may end after so many optimizer steps since its load; None for none.
         spread: digest tensors in a way that another world size can compare.
@@ -78,6 +78,6 @@ def write_job(job: ProofJob) -> Path:
 
 
 def read_job() -> ProofJob | None:
-    """Return what this process is told to do; None outside of `aiockpt prove`."""
+    """Return the job of this process; None outside of `aiockpt prove`."""
     path = os.environ.get(VARIABLE)
     return msgspec.json.decode(Path(path).read_bytes(), type=ProofJob) if path else None

@@ -1,6 +1,6 @@
-"""Who sees the calls of a ``Checkpointer``? Nobody, unless the run is being proved (`aiockpt.prove.watched_calls`).
+"""The probe of a ``Checkpointer``'s calls: absent unless the run is being proved (`aiockpt.prove.watched_calls`).
 
-A probe is asked at each call, before or after the engine is; `Unwatched` leaves everything as it is.
+A probe is called at each call, before or after the engine is; `Unwatched` changes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ State = Mapping[str, Any]
 
 
 class CallProbe(Protocol):
-    """Sees the calls of one checkpointer, and may give it other places.
+    """Sees the calls of one checkpointer, and may replace its places.
 
     Attributes:
-        observers: to be told of events.
+        observers: receive events.
     """
 
     @property
@@ -38,7 +38,7 @@ class CallProbe(Protocol):
         ...
 
     def asked(self, request: LoadRequest) -> LoadRequest:
-        """Return what is to be loaded, when *request* is asked for."""
+        """Return the request to load in place of *request*."""
         ...
 
     def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
@@ -46,17 +46,17 @@ class CallProbe(Protocol):
         ...
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Hear that the program has come to *step*, and is about to save it or not."""
+        """Called when the program has come to *step*, and is about to save it or not."""
 
     def saved(self, step: int) -> None:
-        """Hear that ``save(step)`` has returned."""
+        """Called when ``save(step)`` has returned."""
 
     def closing(self) -> None:
-        """Hear that the checkpointer is being closed. More than once does no harm."""
+        """Called when the checkpointer is being closed. Idempotent."""
 
 
 class Unwatched:
-    """Sees nothing, and leaves places and loads as they are."""
+    """The probe outside of a proof: it records nothing, and changes neither places nor loads."""
 
     observers: Sequence[Observer] = ()
 
@@ -73,10 +73,10 @@ class Unwatched:
         return None if filled is None else filled.apply
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Look away."""
+        """Does nothing."""
 
     def saved(self, step: int) -> None:
-        """Look away."""
+        """Does nothing."""
 
     def closing(self) -> None:
-        """Look away."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""What a proof came to, for programs (JSON) and in words."""
+"""The certificate: the result of a proof, for programs (JSON) and in words."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         reason: in a sentence.
         method: how the runs were started and killed.
         seed: draws the kills; the same seed draws the same ones.
-        first: the very first difference; *also*: the rows that differ too, *same* those that do not.
+        first: the earliest difference; *also*: the rows that differ too, *same* those that do not.
     """
 
     format: str = "aiockpt resume certificate 1"
@@ -104,7 +104,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_difference(found: Difference) -> Iterator[str]:
-    """Yield lines that say what differs first."""
+    """Yield lines that describe what differs first."""
     rank = f", rank {found.rank}" if found.rank else ""
     yield f"first difference: {found.row}: {found.what}, {found.at} ({found.start}{rank})"
     yield f"  straight run: {cut(found.expected)}"

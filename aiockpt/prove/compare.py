@@ -1,4 +1,4 @@
-"""Is what a start did what another one did? Record by record, in the order in which things happened; pure.
+"""The comparison of two starts, record by record, in the order in which things happened; pure.
 
 What is compared is counted in *rows*, which people read: "model", "optimizer exp_avg", "data", "random torch", "loss", …
 Of each row the first difference is kept.
@@ -28,7 +28,7 @@ _KEY = re.compile(r"(?:\\.|[^.\\])+")
 _OBJECTS = ("module", "stateful", "loader", "per rank")
 """Kinds of objects that have a row of their own, wherever in the state they are."""
 _CAUSES = ("stateful", "loader", "per rank", "value")
-"""Kinds of objects that make weights and settings what they are: of what differs at one place, told first."""
+"""Kinds of objects that make weights and settings what they are: of what differs at one place, reported first."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +223,7 @@ class Comparison:
             )
 
     def _explain_inputs(self, expected: Sequence[str], found: Sequence[str]) -> str:
-        """Say where the straight run was given what was found here."""
+        """Return where the straight run was given what was found here."""
         if not found:
             return "it was given nothing"
         met = next((new for new, old in zip(found, [*expected, *[""] * len(found)], strict=False) if new != old), "")
@@ -252,7 +252,7 @@ class Comparison:
             self._compare_leaves(f"optimizer {slot}", mine, theirs, part)
 
     def _compare_leaves(self, row: str, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
-        """Compare what belongs to parameters, as one; of several that differ the first one is told."""
+        """Compare what belongs to parameters, as one; of several that differ the first one is reported."""
         if self._closeness is not None or not (expected or found):
             return
         off = [
@@ -288,7 +288,7 @@ class Comparison:
     # ------------------------------------------------------------------ the outcome
 
     def _close(self, expected: str, found: str) -> bool:
-        """Say whether numbers are as near to each other as they have to be."""
+        """Return whether numbers are as near to each other as they have to be."""
         if self._closeness is None:
             return False
         try:

@@ -23,7 +23,7 @@ from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Node, Path
 
 TEXT = 60
-"""Values whose text is longer are told by its digest."""
+"""Values whose text is longer are recorded by its digest."""
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _ALL_BITS = (1 << 64) - 1
 
@@ -131,7 +131,7 @@ def look_at(state: Mapping[str, Any], rank: int, *, spread: bool = False) -> Vie
     leaves |= {other: leaves[name] for other, name in walked.alias.items()}
     parts: dict[str, str] = {}
     _walk_values(walked.values, (), leaves, parts)
-    # A bare tensor without axes and a number load into each other: they are told alike, by their value.
+    # A bare tensor without axes and a number load into each other: they are recorded alike, by their value.
     leaves |= {name: number for name, number in numbers.items() if parts.get(name) == "tensor"}
     for name, node in walked.per_rank.items():
         parts[name] = "per rank"

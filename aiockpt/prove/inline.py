@@ -1,9 +1,9 @@
 """Starts of a training function in this process: fast, for many small proofs. A kill is simulated.
 
 Each start calls the function anew, so that it builds everything afresh, with random generators seeded from the operating
-system as those of a new process are. A kill raises an exception that nobody is to catch (`SimulatedKill`), and from that
-moment on the storage takes no call: what a save had not written is lost, as with SIGKILL. What it cannot show is state that
-a module keeps in globals: that survives here, and would not in a new process.
+system as those of a new process are. A kill raises an exception that must not be caught (`SimulatedKill`), and from that
+moment on the storage accepts no call: what a save had not written is lost, as with SIGKILL. What it cannot show is state
+that a module keeps in globals: that survives here, and would not in a new process.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class InlineRunner:
                 self._train()
         except SimulatedKill:
             pass
-        except Exception:  # noqa: BLE001  what goes wrong in the user's function is what is to be told
+        except Exception:  # noqa: BLE001  what goes wrong in the user's function is to be reported
             status, tail = 1, "\n".join(traceback.format_exc().splitlines()[-TAIL_LINES:])
         finally:
-            session.close()  # what is under way is committed, as at the end of a process
+            session.close()  # pending saves are committed, as at the end of a process
             recorder.retire()
             enter(None)
             session.training.close()
@@ -74,7 +74,7 @@ class InlineRunner:
 
 @contextmanager
 def _quiet(recorder: Recorder) -> Iterator[None]:
-    """Have nothing logged of what fails in a run that is dead: its process would be silent."""
+    """Suppress the log of what fails in a run that is dead: its process would be silent."""
 
     def lives(_: logging.LogRecord) -> bool:
         return not recorder.dead

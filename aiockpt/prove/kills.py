@@ -1,4 +1,4 @@
-"""Where is a run to be killed? Drawn from what the straight run did, by a seed, so that it can be done again."""
+"""The choice of where to kill a run: drawn from what the straight run did, by a seed, so that it can be repeated."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The story of a proof: run a script straight, kill it and resume it, run a control, compare, and say what was shown.
+"""The course of a proof: run a script straight, kill it and resume it, run a control, compare, and report the result.
 
 1. *straight*: to its end. What follows is compared with it.
 2. *killed*, *resumed*, …: one line of starts in one place, each but the last ending by a kill that a seed draws.
 3. *control*: as the first resumed start, from the same files, but its load leaves the state as it is. What does not differ
-   there would not have been noticed, and is not called shown.
+   there would not have been noticed, and does not count as shown.
 4. *again*: straight once more, only where something differs. What two straight runs do not agree on is not the resume's
    fault.
 """
@@ -57,8 +57,8 @@ def certify(
         script: a command, started as processes and killed by SIGKILL; or a function without arguments, which makes its own
             ``Checkpointer`` and is called anew for each start (a kill is simulated then: see `aiockpt.prove.inline`).
         folder: where records, logs and scratch checkpoints stay; None: a temporary one, removed at the end.
-        tick: hears how it goes.
-        told: hears of each start when it is over.
+        tick: called with the progress.
+        told: called with each start when it is over.
 
     Raises:
         UsageError: the script cannot be proved: it fails, saves nothing, is too short, does not end in time.
@@ -79,7 +79,7 @@ class _Story:
         self._early = folder / "place-of-the-control"
 
     def tell(self) -> Certificate:
-        """Run everything and return what it came to."""
+        """Run everything and return the certificate."""
         straight = self._run("straight", self._folder / "place-straight")
         _check_straight(straight)
         kills = draw_kills(straight, self._how.kills, self._how.seed)
@@ -161,7 +161,7 @@ class _Story:
                 saved = saved_views([one.ranks.get(rank, ()) for one in before])
                 comparison = Comparison(Reference(straight.ranks[rank]), findings, start.name, rank, self._how.close)
                 told = start.ranks.get(rank, ())
-                if start.died is not None:  # ranks that another one's death has ended closed in the middle
+                if start.died is not None:  # ranks ended by the death of another one closed in the middle
                     told = [record for record in told if not isinstance(record, Ended)]
                 comparison.run(told, saved, to_the_end=to_the_end)
         if start.died is None and start.status:
@@ -209,7 +209,7 @@ def _failed(start: Start) -> Difference:
 
 
 def _not_loaded(start: Start, before: Sequence[Start]) -> Difference:
-    """Say why a start did not go on from what was there."""
+    """Return why a start did not go on from what was there."""
     steps = sorted({step for one in before for step in one.committed})
     urls = [{url for begun in one.of(Begun) for url in begun.urls} for one in (before[0], start)]
     if urls[0] != urls[1]:

@@ -1,9 +1,9 @@
-"""The observer inside a run under `aiockpt prove`: it writes down what happens, and ends the run where it is told to.
+"""The observer inside a run under `aiockpt prove`: it records what happens, and ends the run where its job says so.
 
-There is one in a process, made by the first ``Checkpointer``. It knows where the training is (`aiockpt.prove.records`),
-takes what the hooks of `aiockpt.prove.training` and the probe of each checkpointer see, and carries out the `Kill` of its
+There is one in a process, made by the first ``Checkpointer``. It keeps the place in the training (`aiockpt.prove.records`),
+receives what the hooks of `aiockpt.prove.training` and the probe of each checkpointer see, and executes the `Kill` of its
 job. In a process of its own that is SIGKILL; a run that is a function of this process (`aiockpt.prove.inline`) is ended by
-an exception, and its storage takes no call from then on.
+an exception, and its storage accepts no call from then on.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ COMMIT_DEADLINE_S = 60.0
 
 
 class SimulatedKill(BaseException):
-    """This run is over, as if its process had been killed. Nobody is to catch it."""
+    """This run is over, as if its process had been killed. Must not be caught."""
 
 
 class Recorder:
-    """Writes down one process's part of one start of a script.
+    """Records one process's part of one start of a script.
 
     Args:
         job: what to do.
-        write: takes each record.
+        write: called with each record.
         rank, world_size: of this process.
         kill: ends the process; returns where it is only simulated.
 
     Attributes:
-        dead: the run is over; *killed*: by its own hand.
+        dead: the run is over; *killed*: by its own kill.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def write(self, kind: Callable[..., AnyRecord], *, at: int | None = None, **fields: Any) -> None:
-        """Write a record down, as of now, or of optimizer step number *at*. Any thread.
+        """Write a record, as of now, or of optimizer step number *at*. Any thread.
 
         A forked child (a loader's worker) writes nothing.
         """
@@ -85,12 +85,12 @@ class Recorder:
             raise SimulatedKill
 
     def begin_step(self) -> int:
-        """Hear that an optimizer is about to step; return which step since the label that is."""
+        """Called when an optimizer is about to step; return which step since the label that is."""
         self._count += 1
         return self._count
 
     def end_step(self) -> None:
-        """Hear that it has; die here if that is the place."""
+        """Called when it has; die here if that is the place."""
         self.check()
         kill, job = self.job.kill, self.job
         if kill is not None and kill.kind == "step":
@@ -104,7 +104,7 @@ class Recorder:
                 self._die("enough was seen")
 
     def reach(self, step: int, *, saving: bool = False) -> None:
-        """Hear that the script has come to *step*, and perhaps is *saving* it: places are counted from there.
+        """Called when the script has come to *step*, and perhaps is *saving* it: places are counted from there.
 
         A kill in a save that this time is not made (its step is passed, as a `Cadence` may decide) comes here instead.
         """
@@ -118,20 +118,20 @@ class Recorder:
             self._die_if_resumable(f"at step {step}, because step {kill.label} was not saved this time")
 
     def loaded(self, step: int | None) -> None:
-        """Hear that the script goes on from *step*, or from nothing."""
+        """Called when the script goes on from *step*, or from nothing."""
         if step is not None:
             self.reach(step)
             self._since_load = 0
             self._resumable = True
 
     def saved(self, step: int) -> None:
-        """Hear that ``save(step)`` has returned."""
+        """Called when ``save(step)`` has returned."""
         kill = self.job.kill
         if kill is not None and kill.kind == "call" and kill.label == step:
             self._die_if_resumable()
 
     def on_event(self, event: Event) -> None:
-        """Take what became of a save. On the loop thread."""
+        """Receive the outcome of a save. On the loop thread."""
         if isinstance(event, CommittedEvent) and not self.dead:
             self._resumable = True
             self.write(records.Committed, step=event.step, calls=self._calls[event.step])
@@ -139,7 +139,7 @@ class Recorder:
     # ------------------------------------------------------------------ the end
 
     async def storage_call(self, step: int | None, wait: Callable[[float], Any]) -> None:
-        """Hear that something in the folder of *step* is about to change; die there if that is the place.
+        """Called when something in the folder of *step* is about to change; die there if that is the place.
 
         What a load changes there, to finish the commit of a start that is dead, is in no save of this one.
 
@@ -183,7 +183,7 @@ class Recorder:
         self._kill()
 
     def retire(self) -> None:
-        """Write nothing any more, and let nothing be stored: a simulated process has ended."""
+        """Write no more records, and refuse all storage calls: a simulated process has ended."""
         self.dead = True
 
 
@@ -201,7 +201,7 @@ class FileWriter:
 
 
 def kill_this_process(folder: Path) -> Callable[[], None]:
-    """Return what kills this process as `kill -9` would, and says so to who ends the other ranks."""
+    """Return what kills this process as `kill -9` would, and notifies the process that ends the other ranks."""
 
     def kill() -> None:
         (folder / KILLED).touch()

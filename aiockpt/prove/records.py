@@ -1,10 +1,10 @@
-"""What a run under `aiockpt prove` tells: one record for each thing that can be compared with another run's.
+"""The records of a run under `aiockpt prove`: one for each thing that can be compared with another run's.
 
-A record says *where* in the training it was made by the last step number that the script gave to its checkpointer
+A record says *where* in the training it was made by the last step number that the script passed to its checkpointer
 (``label``: saved, passed to ``step()``, or loaded) and the optimizer steps since then (``count``). So a record of a
 resumed run has the same place as its twin in the run that was never stopped, however often either was started.
 
-Tensors are told by a digest of their bits, plain values by their text.
+Tensors are recorded by a digest of their bits, plain values by their text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def place(self) -> Place:
-        """Where in the training it was."""
+        """The place in the training."""
         return self.label, self.count
 
 
@@ -151,6 +151,6 @@ def decode(lines: Iterable[bytes]) -> list[AnyRecord]:
 
 
 def read_records(path: Path) -> list[AnyRecord]:
-    """Return what one process told."""
+    """Return the records of one process."""
     with path.open("rb") as lines:
         return decode(lines)

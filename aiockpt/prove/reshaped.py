@@ -1,4 +1,4 @@
-"""Is a resume on other ranks the same run? What must be equal then, and what can only be close.
+"""The comparison of a resume on other ranks: what must be equal, and what can only be close.
 
 - Equal: every tensor of the state, put together from the parts that ranks hold, and every plain value, right after the load;
   and the samples of each step, in whatever order, where all ranks together are given as many as before.
@@ -16,7 +16,7 @@ from aiockpt.prove.records import Labelled, Loaded, Place, Stepped, View
 from aiockpt.prove.starts import Calendar, Start
 
 CLOSE = 1e-3
-"""How far losses may be off, relatively, unless it is said; float32 sums in another order, amplified by some steps."""
+"""How far losses may be off, relatively, by default; float32 sums in another order, amplified by some steps."""
 _ALL_BITS = (1 << 64) - 1
 _OF_RANKS = ("per rank", "loader")
 
@@ -78,7 +78,7 @@ def _whole(views: Iterable[View]) -> dict[str, str]:
 
 
 def _values(view: View) -> dict[str, str]:
-    """Return the plain values, and what objects say of themselves; not what belongs to single ranks."""
+    """Return the plain values, and the state of objects; not what belongs to single ranks."""
     return {
         name: text
         for name, text in view.leaves.items()

@@ -1,7 +1,7 @@
-"""Where a run under `aiockpt prove` saves: a scratch folder, behind a backend that looks like the place the script named.
+"""The scratch place of a run under `aiockpt prove`: a folder behind a backend that looks like the place the script named.
 
-So the run's own checkpoints are neither read nor touched. Each call that changes something is told to the recorder, which
-may end the process there.
+So the run's own checkpoints are neither read nor touched. Each call that changes something is reported to the recorder,
+which may end the process there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiockpt.storage.forwarding import BackendCall, Forwarding
 
 
 def url_of(where: str | os.PathLike[str] | Backend) -> str:
-    """Return what the place that a script named is called; nothing is opened."""
+    """Return the name of a place that a script named; nothing is opened."""
     return parse_address(where).url if isinstance(where, str | os.PathLike) else where.url
 
 
@@ -33,7 +33,7 @@ def scratch_of(place: Path, url: str) -> Path:
 
 
 class ScratchBackend(Forwarding):
-    """*inner*, called *url*, whose changes the *recorder* hears of before they are made."""
+    """*inner*, called *url*, whose changes are reported to the *recorder* before they are made."""
 
     def __init__(self, inner: Backend, url: str, recorder: Recorder) -> None:
         super().__init__(inner)
@@ -49,7 +49,7 @@ class ScratchBackend(Forwarding):
         return msgspec.structs.replace(self.inner.traits, durable=True)
 
     async def forward(self, call: BackendCall) -> Any:
-        """Make *call*; where it changes something the recorder hears of it first, with the step that it is for."""
+        """Make *call*; a change is reported to the recorder first, with the step that it is for."""
         if call.verb in _CHANGES:
             step = None if call.verb == "delete" else parse_step(call.key.partition("/")[0])
             await self._recorder.storage_call(step, anyio.sleep)
@@ -60,4 +60,4 @@ class ScratchBackend(Forwarding):
 
 
 _CHANGES = frozenset({"put", "put_new", "create", "delete", "upload.write", "upload.finish"})
-"""The verbs after which a process that is killed leaves something else behind than before."""
+"""The calls after which a killed process leaves something else behind than before."""

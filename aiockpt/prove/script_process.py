@@ -29,7 +29,7 @@ TAIL_LINES = 15
 _WRITER = b"aiockpt.worker"
 
 Tick = Callable[[str, float, Path], object]
-"""Told the name of the start, the seconds so far, and its folder; now and then."""
+"""Called with the name of the start, the seconds so far, and its folder; from time to time."""
 
 
 class ProcessRunner:
@@ -39,7 +39,7 @@ class ProcessRunner:
         command: what to start, in this process's folder and environment.
         timeout_s: of each start.
         loss: finds losses in what is printed: its group ``loss``, or its first one, is the text, ``step`` the number.
-        tick: told how it goes.
+        tick: called with the progress.
     """
 
     method = "processes, killed by SIGKILL"
@@ -59,7 +59,7 @@ class ProcessRunner:
             command: another one than usual.
 
         Raises:
-            UsageError: it cannot be started, or did not end in time; its last lines are told.
+            UsageError: it cannot be started, or did not end in time; with its last lines.
         """
         path = write_job(job)
         folder, begun = Path(job.folder), time.monotonic()

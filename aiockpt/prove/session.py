@@ -1,7 +1,7 @@
-"""Is this process being proved? Then it has a session: who records, and which checkpointers it has made.
+"""The session of a process that is being proved: its recorder, and the checkpointers that it has made.
 
-`find_probe` is asked for each ``Checkpointer`` when it is made. It answers with nothing unless the environment names a job,
-or a function of this process is being proved.
+`find_probe` is called for each ``Checkpointer`` when it is made. It returns None unless the environment names a job, or a
+function of this process is being proved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Closes(Protocol):
 
 
 class Session:
-    """The recorder of this process, and what it watches."""
+    """The recorder of this process, and the checkpointers that it watches."""
 
     def __init__(self, recorder: Recorder, training: Training) -> None:
         self.recorder = recorder
@@ -38,7 +38,7 @@ class Session:
         self._checkpointers: list[weakref.ref[Closes]] = []
 
     def add(self, checkpointer: Closes) -> None:
-        """Hear of a checkpointer of this run."""
+        """Add a checkpointer of this run."""
         self._checkpointers.append(weakref.ref(checkpointer))
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Session:
         for reference in self._checkpointers:
             checkpointer = reference()
             if checkpointer is not None:
-                with suppress(Exception):  # what its saves came to is the run's own matter
+                with suppress(Exception):  # the result of its saves is the run's own
                     checkpointer.close()
 
 
@@ -60,7 +60,7 @@ def enter(session: Session | None) -> None:
 
 
 def record(name: str, value: object) -> None:
-    """Have `aiockpt prove` compare *value*, called *name*, with that of the run that is never stopped; else do nothing.
+    """Add *value*, called *name*, to the comparison of `aiockpt prove` with the run that is never stopped; else do nothing.
 
     Args:
         value: a number, a tensor, or anything with a ``repr`` that is the same for equal values.

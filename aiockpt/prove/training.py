@@ -1,11 +1,11 @@
-"""What training does between two saves, seen without a change to the script: torch's own global hooks.
+"""Observation of training between two saves, without a change to the script: torch's own global hooks.
 
 - at each optimizer step: weights, gradients and state of that optimizer, and the settings of its groups, as before it;
 - each call of an outermost module that is to have gradients: the tensors it is given that are data (they need no gradient),
   and the random generators before it;
 - ``Tensor.backward``: the value of the loss. (That one is wrapped: torch has no hook there.)
 
-Parameters are known by their places in the optimizer's groups, and told with the names that the state gives them.
+Parameters are known by their places in the optimizer's groups, and recorded with the names that the state has for them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Training:
         torch.Tensor.backward = self._watched_backward()  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         torch.Tensor.backward = self._backward  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
 
     def learn_names(self, state: Mapping[str, Any]) -> None:
-        """Take the names of parameters from a *state* that is saved or loaded."""
+        """Read the names of parameters from a *state* that is saved or loaded."""
         for key, value in state.items():
             if isinstance(value, nn.Module):
                 for name, parameter in value.named_parameters(remove_duplicate=False):
@@ -158,7 +158,7 @@ def _gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """Return what tells this optimizer from others in every start of the script: class, and shapes of its parameters."""
+    """Return what identifies this optimizer in every start of the script: class, and shapes of its parameters."""
     shapes = repr([[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups])
     return f"{type(optimizer).__name__} {xxhash.xxh3_64(shapes.encode()).hexdigest()[:8]}"
 

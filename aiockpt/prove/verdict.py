@@ -1,4 +1,4 @@
-"""What do the findings of a proof come to? Findings in, certificate out."""
+"""The verdict of a proof: findings in, certificate out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a proof sees of the calls of one ``Checkpointer``: the state at each, and what came of each load.
+"""The probe of a proof at the calls of one ``Checkpointer``: the state at each, and the result of each load.
 
-The checkpointer saves to a scratch place meanwhile, so that the run's own is left as it is.
+The checkpointer saves to a scratch place meanwhile, so that the run's own is unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = Mapping[str, Any]
 
 
 class WatchedCalls:
-    """Sees the calls of one checkpointer, and gives it a scratch place."""
+    """Records the calls of one checkpointer, and replaces its places by scratch places."""
 
     def __init__(self, recorder: Recorder, training: Training, ranks: Ranks, urls: Sequence[str]) -> None:
         self._recorder, self._training = recorder, training
@@ -41,7 +41,7 @@ class WatchedCalls:
 
     @property
     def observers(self) -> Sequence[Recorder]:
-        """Who is to be told of events."""
+        """The observers of events."""
         return [self._recorder]
 
     def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
@@ -77,7 +77,7 @@ class WatchedCalls:
         return msgspec.structs.replace(request, state={}, only=None, rename=None, strict=False)
 
     def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None]:
-        """Return what completes a load on the thread of its waiter, and looks at what came of it."""
+        """Return what completes a load on the thread of its waiter, and records its result."""
 
         def finish() -> LoadResult | None:
             result = None if filled is None else filled.apply()
@@ -96,7 +96,7 @@ class WatchedCalls:
         self._recorder.write(records.Loaded, url=self._url, step=step, fits=fits, withheld=withheld, state=view)
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Hear that the script has come to *step*, and is about to save it or not."""
+        """Called when the script has come to *step*, and is about to save it or not."""
         self._recorder.check()
         self._training.learn_names(state)
         view = look_at(state, self._rank, spread=self._recorder.job.spread)
@@ -105,11 +105,11 @@ class WatchedCalls:
         self._recorder.reach(step, saving=saved)
 
     def saved(self, step: int) -> None:
-        """Hear that ``save(step)`` has returned."""
+        """Called when ``save(step)`` has returned."""
         self._recorder.saved(step)
 
     def closing(self) -> None:
-        """Hear that the checkpointer is being closed."""
+        """Called when the checkpointer is being closed."""
         if not self._closed and not self._recorder.dead:
             self._closed = True
             weights, slots = self._training.end()

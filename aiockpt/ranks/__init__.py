@@ -1,5 +1,5 @@
-"""Many ranks act as one: they plan a save together, vote, commit once, and load the same step.
+"""Ranks that act as one: they plan a save together, vote, commit once, and load the same step.
 
-The core meets them as a `aiockpt.engine.coordinator.Coordinator`. Notes in a store wake and explain; receipts in storage
+The core sees them as a `aiockpt.engine.coordinator.Coordinator`. Notes in a store wake and explain; receipts in storage
 decide.
 """

@@ -1,7 +1,8 @@
-"""How do all ranks do one step of a load, or none of them? Each reports, rank 0 judges, all do what it says.
+"""Agreement of all ranks on each step of a load: done by all, or by none.
 
-Guarantees: a step is done on every rank when `Agreement.on` returns on any; when it raises on one it raises on all, each
-with the worst of what any met, and a difference names the ranks that met it.
+Each rank reports, rank 0 judges, all follow its verdict. Guarantees: a step is done on every rank when `Agreement.on`
+returns on any; when it raises on one it raises on all, each with the worst of what any found, and a difference names the
+ranks that found it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from aiockpt.ranks.rounds import Rounds
 from aiockpt.runtime.notes import NoteBoard, StoreLostError, name_ranks
 from aiockpt.runtime.stages import UNTOLD, Stages
 
-# What do ranks leave in the store while they load, and who tidies up?
+# The notes of loads, and their removal.
 #
-# Guarantees: a rank removes the notes it wrote when every rank has left the load that they were about: the last one out at
-# once, the others when they leave a later one. So a store holds the notes of one load at most, however many there were.
+# A rank removes the notes that it wrote when every rank has left their load: the last one out at once, the others when
+# they leave a later one. So a store holds the notes of one load at most, however many there were.
 
 
 T = TypeVar("T")
@@ -71,12 +72,12 @@ class Notes:
         return await self._board.gather(names, kind, deadline_s, what, self._waiting)
 
     async def leave(self) -> None:
-        """Say that this rank needs no note any more."""
+        """Note that this rank needs these notes no more."""
         if await self._board.arrive(self._key("past")) == self.world_size:
             await self._board.forget([self._key("past")])
 
     async def remove(self) -> bool:
-        """Remove what this rank wrote, if every rank has left; say whether."""
+        """Remove what this rank wrote, if every rank has left; return whether it did."""
         if await self._board.is_there(self._key("past")):
             return False
         await self._board.forget(self._written)
@@ -122,12 +123,12 @@ class LoadNotes:
                 await self._remove_old()
 
     async def _remove_old(self) -> None:
-        """Remove the notes of loads that all ranks have left; one that a rank never leaves holds up no other."""
+        """Remove the notes of loads that all ranks have left; a load that one rank never leaves delays no other."""
         for _ in range(_LOOKS):
             if not self._left:
                 return
             notes = self._left[0]
-            self._left.rotate(-1)  # those of another load are looked at next
+            self._left.rotate(-1)  # those of another load are checked next
             if await notes.remove() and notes in self._left:  # another load may have been left meanwhile
                 self._left.remove(notes)
 
@@ -139,15 +140,15 @@ _WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How one rank fared.
+    """The outcome of one rank.
 
     Attributes:
         outcome: "fits" also says that everything was filled; "misfits", "damaged" and "failed" carry a message;
             "unserved" that another rank failed before it sent what this one was to receive.
         problems: the differences, of "misfits".
         spare: names that the checkpoint has and this rank does not want, though it would be a difference.
-        ranks: whose fault it was, where it was that of others.
-        may_refuse: whether an object of this rank may still refuse what it will get.
+        ranks: at fault, where the cause is on other ranks.
+        may_refuse: whether an object of this rank may still refuse its value.
     """
 
     outcome: Outcome = "fits"
@@ -161,7 +162,7 @@ class Report(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """Rank 0's judgement of all reports; *rank* is the one whose message it has, *ranks* as of its report.
 
-    *may_refuse* is whether that of any rank says so.
+    *may_refuse* is whether any rank's report says so.
     """
 
     outcome: Outcome = "fits"
@@ -232,7 +233,7 @@ class Agreement:
 
     async def _judge(self, key: str, what: str) -> Verdict:
         notes = self._notes
-        if notes.rank != 0:  # rank 0 knows who is late, and says so when it gives up
+        if notes.rank != 0:  # rank 0 knows which ranks are late, and names them when it gives up
             deadline_s = self._deadline_s + TELL_DEADLINE_S
             return await notes.wait(f"{key}/verdict", Verdict, deadline_s, f"the other ranks to {what}")
         keys = {rank: f"{key}/{rank}" for rank in range(notes.world_size)}
@@ -257,7 +258,7 @@ def _report(error: BaseException) -> Report:
 
 
 def judge(reports: Mapping[int, Report]) -> Verdict:
-    """Return what the reports of all ranks come to: the worst of them, and every difference with the ranks that met it."""
+    """Return the verdict on all reports: the worst of them, and every difference with the ranks that found it."""
     for outcome in _WORST_FIRST:
         found = {rank: report for rank, report in sorted(reports.items()) if report.outcome == outcome}
         if found:
@@ -271,7 +272,7 @@ def judge(reports: Mapping[int, Report]) -> Verdict:
 
 
 def _union(reports: Mapping[int, Report], world_size: int) -> list[str]:
-    """Return all differences; one that not every rank met says who did."""
+    """Return all differences; one that not every rank found names its ranks."""
     met: dict[str, list[int]] = {}
     for rank, report in reports.items():
         for problem in report.problems:

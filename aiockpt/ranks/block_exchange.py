@@ -1,12 +1,12 @@
-"""How do bytes that several ranks want come from storage once? Each reads its parcels, sends them, and receives the rest.
+"""Exchange of blocks that several ranks want: each rank reads its parcels once, sends them, and receives the rest.
 
 Reading, sending and placing overlap: while one round travels, the parcels of the next are read and those of the one
 before are compared and put in place. Guarantees:
 
-- A rank compares every block it read before it vouches for it, and every block it received before it uses it. What was
-  damaged on its way, or never came because the group broke, it reads from storage by itself.
-- A rank that cannot read goes on sending, and each message says that it is worthless. So nobody waits in vain, the group
-  survives a damaged step, and who received it raises `UnservedError` while the reader raises what it met.
+- A rank verifies every block it read before it sends it, and every block it received before it uses it. What was damaged
+  on its way, or never came because the group broke, it reads from storage by itself.
+- A rank that cannot read goes on sending, and each message is marked as invalid. So no receiver waits in vain, the group
+  survives a damaged step, and a receiver raises `UnservedError` while the reader raises its own error.
 - Memory beyond the targets: `BUFFER_BYTES`, whatever the size of the group, and of blocks up to 1 MiB.
 """
 
@@ -44,7 +44,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class UnservedError(CorruptionError):
-    """Another rank could not read what this one was to receive; that rank says why."""
+    """Another rank could not read what this one was to receive; that rank's error gives the cause."""
 
 
 def parcel_bytes(group_size: int) -> int:
@@ -53,7 +53,7 @@ def parcel_bytes(group_size: int) -> int:
 
 
 class Delivered(msgspec.Struct, frozen=True):
-    """What an exchange came to.
+    """The outcome of an exchange.
 
     Attributes:
         received_bytes: of parcels that other ranks read.
@@ -172,7 +172,7 @@ class Exchanger:
             self._ahead.release()
 
     async def _read(self, parcel: SharedRange) -> Bytes:
-        """Return the message of an own parcel. What goes wrong is kept for the end; nobody must wait for it in vain."""
+        """Return the message of an own parcel. An error is kept for the end, so that no receiver waits in vain."""
         message = self._borrow(parcel)
         if self._error is None:
             try:
@@ -203,7 +203,7 @@ class Exchanger:
             await self._peers.trade(sends, receives, number, self._deadline_s)
 
     async def _settle(self, number: int, parcel: SharedRange, message: Bytes) -> None:
-        """Put what arrived in place, or note what is wrong with it; the buffer is free then."""
+        """Put what arrived in place, or note what is wrong with it; then the buffer is free."""
         if message[-1] != _VOUCHED:
             self._unserved_by = self._peers.ranks[parcel.reader]
         else:
@@ -237,6 +237,6 @@ class Exchanger:
         return bool(check.bad_blocks)
 
     def _borrow(self, parcel: SharedRange) -> Bytes:
-        """Return memory for a parcel and the byte after it; memory is used again, for new pages cost more than copies."""
+        """Return memory for a parcel and the byte after it; memory is reused, for new pages cost more than copies."""
         whole = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
         return whole[: parcel.size_bytes + 1]

@@ -1,7 +1,7 @@
-"""How does one rank of a job stand where a process stands alone? As the core's `Coordinator`, made of what is told here.
+"""One rank of a job as the core's `Coordinator`, composed of the parts of this folder.
 
-The rounds of saves are counted and ended in `rounds`, planned in `joint_plan`; `save` and `load` tell what all do together,
-`storage_fallback` what a rank can know when nobody tells it, `visibility` whether they all see a place.
+The rounds of saves are counted and ended in `rounds`, planned in `joint_plan`; `save` and `load` are what all do together;
+`storage_fallback` detects other ranks' progress without notes, and whether all of them see a place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankCoordinator:
     """One rank among those that save and load one state together; see `aiockpt.engine.coordinator.Coordinator`.
 
     Args:
-        ranks: which one it is, and where all of them meet.
+        place: what they save to, the same on all of them.
         place: what they save to, the same on all of them.
         loop: what its coroutines run on.
         secret: random hex; that of rank 0 names all attempts.
@@ -86,11 +86,11 @@ class RankCoordinator:
 
     @property
     def board_name(self) -> str:
-        """What tells the notes of these ranks from those of others."""
+        """What distinguishes the notes of these ranks from those of others."""
         return self.board.name
 
     def register(self) -> None:
-        """Say, in the background, in which process this rank is, so that others of its host see it end."""
+        """Post, in the background, in which process this rank is, so that others of its host see it end."""
         self._loop.submit(self.rounds.register)
 
     # ------------------------------------------------------------------ the calls
@@ -115,7 +115,7 @@ class RankCoordinator:
         return self.rounds.known(state)
 
     def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Tell the other ranks, in the background, why this one takes no part in a round."""
+        """Notify the other ranks, in the background, why this one takes no part in a round."""
         self._loop.submit(self._abort, save_round, error)
 
     async def _abort(self, save_round: SaveRound, error: BaseException) -> None:
@@ -124,11 +124,11 @@ class RankCoordinator:
         await self.rounds.leave(save_round)
 
     def leave(self, save_round: SaveRound) -> None:
-        """Tell the other ranks, in the background, that this one is done with a round."""
+        """Notify the other ranks, in the background, that this one is done with a round."""
         self._loop.submit(self.rounds.leave, save_round)
 
     def depart(self, reason: str, *, failed: bool) -> None:
-        """Tell the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
+        """Notify the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
         if self._loop.usable:
             telling = self._loop.submit(partial(self.rounds.depart, reason, failed=failed))
             if not failed:
@@ -139,7 +139,7 @@ class RankCoordinator:
 
     @asynccontextmanager
     async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
-        """Tell the other ranks what ends the block while the save has not begun: later the save tells it itself."""
+        """Report to the other ranks what ends the block before the save has begun; afterwards the save reports it."""
         try:
             yield
         except BaseException as error:
@@ -179,7 +179,7 @@ class RankCoordinator:
         return await self.loads.load(places, request, number)
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs."""
+        """Report whether this rank's objects accepted what load *number* returned; receive the other ranks' reports."""
         await self.loads.agree_applied(number, error)
 
     # ------------------------------------------------------------------ several places, and a writer process
@@ -213,7 +213,7 @@ class RankCoordinator:
             )
 
     async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
-        """Leave a note for the other ranks, and remove *outdated* ones; a store that is lost has none."""
+        """Post a note for the other ranks, and remove *outdated* ones; does nothing once the store is lost."""
         with suppress(StoreLostError):
             await self.board.post(key, note)
             if outdated:
@@ -250,7 +250,7 @@ class RankCoordinator:
         return known or self._loop.submit(self.rounds.attempt_nonce, save_round).result()
 
     async def announce(self, job: SaveJob) -> None:
-        """Say that this rank knows what to write, when it did not have to ask; its writer saves without the note, too."""
+        """Post that this rank knows what to write, when it did not have to ask; its writer saves without the note, too."""
         if not job.agreed:
             with suppress(StoreLostError):
                 await self.rounds.announce(job.save_round)
@@ -261,15 +261,15 @@ class RankCoordinator:
     ) -> AsyncIterator[None]:
         """Leave the round of a save that a writer process makes, however it ends.
 
-        A writer that dies has its save aborted before the others hear of it: they neither commit it nor wait for it. Where
-        it had voted and the commit is decided, they hear of no failure.
+        A writer that dies has its save aborted before the others are notified: they neither commit it nor wait for it. Where
+        it had voted and the commit is decided, no failure is reported.
         """
         assert job.nonce is not None
         try:
             yield
         except BaseException:
             self.rounds.invalidate()
-            if (death := died()) is not None:  # reaped: nobody writes, votes or commits in this rank's name any more
+            if (death := died()) is not None:  # reaped: no process writes, votes or commits for this rank any more
                 await abort_attempt(places, job, job.nonce, death, untold=self.rounds)
             raise
         finally:

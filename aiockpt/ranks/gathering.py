@@ -1,14 +1,14 @@
-"""How does rank 0 learn that all have voted, when they are ten thousand? From the last of each group, and of all groups.
+"""Counting of votes in a world of thousands: the last rank of each group gathers it, the last of all groups notifies rank 0.
 
-In a small world every rank counts itself, and rank 0 looks at the count. In a large one (`aiockpt.planning.groups`) a
-rank counts itself in its group only. Whoever makes that count full knows that all receipts of the group stand, gathers
-them, and counts the group; whoever makes the count of the groups full leaves one note for rank 0.
+In a small world every rank counts itself, and rank 0 reads the count. In a large one (`aiockpt.planning.groups`) a rank
+counts itself in its group only. The rank that makes that count full knows that all receipts of the group stand, gathers
+them, and counts the group; the rank that makes the count of the groups full posts one note for rank 0.
 
 Guarantees:
 
-- Nobody waits for anybody here, and no rank has a duty that could die with it: the last to vote is alive by definition.
+- No rank waits for another here, and no rank has a duty that could die with it: the last to vote is alive by definition.
   If it dies before it has gathered, rank 0 finds the receipts themselves (`aiockpt.pipeline.receipts`).
-- The store only wakes. When it is lost, the votes stand, and rank 0 looks at the storage as often as it can.
+- The store only wakes. When it is lost, the votes stand, and rank 0 polls the storage as often as it can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiockpt.storage.backend import Backend
 
 
 async def count_vote(board: NoteBoard, key: str, backend: Backend, own: Receipt) -> None:
-    """Say that this rank has voted; gather the receipts of its group when it was the last of it.
+    """Count this rank's vote; gather the receipts of its group when it was the last of it.
 
     Args:
         key: of the notes about these votes.
@@ -43,7 +43,7 @@ async def wait_likely(board: NoteBoard, key: str, patience_s: float) -> None:
     """Wait until all ranks have counted their votes, *patience_s* seconds at most.
 
     Raises:
-        StoreLostError: nobody counts any more.
+        StoreLostError: the count cannot be read any more.
     """
     if group_of(board.rank, board.world_size) is None:
         await board.wait_all_arrived(key, patience_s)
@@ -53,13 +53,13 @@ async def wait_likely(board: NoteBoard, key: str, patience_s: float) -> None:
 
 
 def takes_over(rank: int, world_size: int) -> bool:
-    """Say whether this rank commits in rank 0's place; in a large world one of each group, or all would read all votes."""
+    """Return whether this rank may commit for rank 0; in a large world one of each group, or all would read all votes."""
     group = group_of(rank, world_size)
     return group is None or rank == group[0]
 
 
 def vote_keys(key: str, world_size: int) -> list[str]:
-    """Return the keys of all notes about votes, to remove them when everyone is past them."""
+    """Return the keys of all notes about votes, to remove them when every rank is past them."""
     groups = groups_of(world_size)
     return [key, *([_all_key(key)] if groups else []), *(_group_key(key, group) for group in groups)]
 

@@ -1,11 +1,11 @@
-"""What does this rank write of a state that all ranks save together?
+"""Plan of what this rank writes of a state that all ranks save together.
 
 Ranks exchange what they hold once for each structure (`aiockpt.planning.spread`). Guarantees:
 
-- A later save of the same structure asks nobody: a rank writes what it wrote last time.
+- A later save of the same structure needs no exchange: a rank writes what it wrote last time.
 - A rank whose structure changed waits for a note of every rank. When all changed, everything is planned anew; when only
   some did, these plan among themselves what is new and keep the rest, and the others never wait.
-- Ranks whose options differ where they must not are told which, before anything is planned.
+- Where options differ that must be equal, every rank raises an error that names them, before anything is planned.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PATIENCE_S = 1.0
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The note of a rank that begins a save: the world it means, and whether it must be told what to write.
+    """The note of a rank that begins a save: the world it assumes, and whether it must receive a plan.
 
     Attributes:
-        terms: options that all ranks must share, by name; only where it must be told.
+        terms: options that all ranks must share, by name; only where it must receive a plan.
     """
 
     world_size: int
@@ -42,7 +42,7 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What the planner tells a rank: the parts it writes and the replicas it has, or why nothing can be planned."""
+    """The planner's note for a rank: the parts it writes and the replicas it has, or why nothing can be planned."""
 
     parts: tuple[Part, ...] = ()
     replicas: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ _Taken = tuple[tuple[TensorShard, ...], tuple[TensorShard, ...]]
 
 
 class PlanRound(msgspec.Struct, frozen=True):
-    """One save as its planning sees it: how its notes and the call are called, and when the others are given up."""
+    """One save as its planning sees it: the names of its notes and of the call, and the deadline for the others."""
 
     prefix: str
     call: str
@@ -101,14 +101,14 @@ class JointPlan:
         return self._take(plan, state)
 
     async def announce(self, save: PlanRound) -> None:
-        """Leave the note that this rank knows what to write."""
+        """Post that this rank knows what to write."""
         await self._board.post(save.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
 
     async def make(self, save: PlanRound, state: ShardedState, waiting: Waiting) -> ShardedState:
         """Plan *state* with the ranks that do not know what to write either; return this rank's share.
 
         Raises:
-            RanksDisagreeError: the ranks mean other worlds or options, or the tensors do not fit together.
+            RanksDisagreeError: the ranks have other worlds or options, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not call this save.
         """
         board, rank = self._board, self._board.rank
@@ -133,7 +133,7 @@ class JointPlan:
         return self._take(plan, state)
 
     async def _lost_ranks(self, save: PlanRound, waiting: Waiting) -> list[int]:
-        """Wait for the notes of all ranks; return the ranks that must be told what to write."""
+        """Wait for the notes of all ranks; return the ranks that must receive a plan."""
         intents = await self._survey(save, waiting)
         for rank, intent in sorted(intents.items()):
             if intent.world_size != self._board.world_size:
@@ -159,7 +159,7 @@ class JointPlan:
                 )
 
     async def _survey(self, save: PlanRound, waiting: Waiting) -> dict[int, Intent]:
-        """Return the notes of all ranks. The first rank to ask reads them, and the others read what it found.
+        """Return the notes of all ranks. The first rank to ask reads them, and the others read its result.
 
         (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.measure.gathering`.)
         """
@@ -177,7 +177,7 @@ class JointPlan:
                     waiting.silent,
                 )
                 return dict(enumerate(intent for intent, count in found for _ in range(count)))
-            # In a large world the one that reads for all is dead, or gives up in this instant: say who else is missing.
+            # In a large world the one that reads for all is dead, or gives up just now: name the other missing ranks.
             left_s = save.deadline_s if small else min(_PATIENCE_S, save.deadline_s)
             return await board.gather(keys, Intent, left_s, what, waiting)
         intents = await board.gather(keys, Intent, save.deadline_s, what, waiting)
@@ -200,14 +200,14 @@ class JointPlan:
     def _maybe_replicas(self, holdings: Sequence[LocalBoxes], kept: Mapping[int, object]) -> tuple[int, ...]:
         """Return, by number, what other ranks may have, too, when only some of them have planned.
 
-        What is kept is what it was. Of what is new nobody has asked the ranks that did not plan: it counts as theirs, too.
+        What is kept is what it was. What is new was not compared with the ranks that did not plan: it counts as theirs, too.
         """
         assert self._plan is not None
         before = {self._plan.holdings[number] for number in self._plan.replicas}
         return tuple(number for number, one in enumerate(holdings) if number not in kept or one in before)
 
     async def _plan_for(self, save: PlanRound, lost: Sequence[int], waiting: Waiting) -> None:
-        """Plan what the *lost* ranks do not keep, and tell each of them."""
+        """Plan what the *lost* ranks do not keep, and post each one's share."""
         board, what = self._board, f"what they hold for {save.call}"
         held = await board.gather(
             {rank: save.key("holdings", rank) for rank in lost}, tuple[LocalBoxes, ...], save.deadline_s, what, waiting
@@ -242,5 +242,5 @@ PLAN_NOTES = ("intent", "holdings", "kept", "share")
 
 
 def shared_plan_notes(world_size: int) -> list[str]:
-    """Return what all ranks leave together while they plan, below the prefix of a round."""
+    """Return what all ranks post together while they plan, below the prefix of a round."""
     return [f"{name}/{world_size}" for name in ("surveyors", "survey")]

@@ -1,15 +1,16 @@
-"""How do many ranks load the same step, or all learn why not?
+"""Load of the same step by many ranks: it succeeds on all, or fails on all with the reason.
 
 Rank 0 chooses the step; every rank matches and fills its own part and reports; rank 0 judges the reports
 (`aiockpt.ranks.agreement`). Guarantees (docs/decisions.md#loading):
 
 - All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
+- All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
 - No rank's load is done, and none begins a new line of saves, before all ranks have filled what they wanted from the same
   generation of the same step.
 - All ranks match before any fills: a checkpoint that does not fit on one rank changes nothing on any, and every rank
   raises the same list of differences.
-- A step that one rank finds damaged is left by all, and all go on to the next. What was passed over, and why, is the same
-  in the result of every rank: what rank 0 says, which alone looks at all steps.
+- A step that one rank finds damaged is skipped by all, and all go on to the next. What was skipped, and why, is the same
+  in the result of every rank: the report of rank 0, which alone lists all steps.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Choice(msgspec.Struct, frozen=True):
     """Rank 0's note: which manifest is next; without one, there is nothing to load, or *failure* says why.
 
     Attributes:
-        ranks: whose fault a failure was, where it was not rank 0's.
+        ranks: at fault, where a failure was not rank 0's.
         disagree: whether it was that ranks were asked to load differently.
         skipped: what rank 0 has passed over since its choice before.
     """
@@ -90,7 +91,7 @@ class RankLoads:
     """The loads of one rank of a job. Use on the engine's loop.
 
     Args:
-        rounds: how the ranks act as one.
+        rounds: the rounds and notes of the ranks.
         deadline_s: for the other ranks, for messages.
         peers: those with which this rank reads once; None reads alone.
     """
@@ -152,10 +153,10 @@ class RankLoads:
         raise AssertionError("there is always another trial")
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs.
+        """Report whether this rank's objects accepted what load *number* returned; receive the other ranks' reports.
 
         Raises:
-            Exception: those of one rank did not; it is *error* itself where it was this one. All states are of no use then.
+            Exception: those of one rank did not; it is *error* itself where it was this one. All states are invalid then.
         """
 
         async def applied() -> None:
@@ -201,7 +202,7 @@ def _report(target: LoadTarget) -> Report:
 
 
 class _Chooser:
-    """What the ranks of one load try next: rank 0 finds it and tells the others.
+    """What the ranks of one load try next: rank 0 finds it and posts it for the others.
 
     Args:
         found: on rank 0, what there is, the newest first.
@@ -224,7 +225,7 @@ class _Chooser:
         return choice if choice.id else None
 
     async def _find(self, key: str, *, first: bool) -> Choice:
-        """Find the next one and tell the others of it, or why there is none.
+        """Find the next one and post it, or why there is none.
 
         Args:
             first: no choice was made yet, so whether all ranks were asked the same is not known.
@@ -251,7 +252,7 @@ class _Chooser:
         return choice
 
     async def _hear(self, key: str) -> Choice:
-        # Rank 0 knows who is late, and says so when it gives up.
+        # Rank 0 knows which ranks are late, and names them when it gives up.
         deadline_s = self._engine.options.deadlines.ranks_s + TELL_DEADLINE_S
         choice = await self._notes.wait(key, Choice, deadline_s, "the choice of a step to load")
         if choice.failure is None:

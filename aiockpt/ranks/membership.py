@@ -1,11 +1,11 @@
-"""Who of the ranks is there, what did each call last, and who cannot come any more? Notes of each rank about itself.
+"""Membership of ranks: which are there, what each called last, and which cannot come any more. Notes of each about itself.
 
-A rank says in which process it is, what it calls, and that it leaves, when its checkpointer is closed, with the reason. One
-that is killed says nothing: those of its own host see that its process has ended, and tell the others.
+A rank posts in which process it is, what it calls, and that it leaves, when its checkpointer is closed, with the reason. One
+that is killed posts nothing: the ranks of its host see that its process has ended, and notify the others.
 
 Guarantees:
 
-- Who is said to be gone cannot take part in anything but what it says itself that it still does.
+- A rank that is reported gone takes part in nothing but what its own note says that it still does.
 - No rank asks about more than a few others: those next to it, which launchers put on the same host, and those it waits for.
 """
 
@@ -61,11 +61,11 @@ class Calls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Departure(msgspec.Struct, frozen=True, array_like=True):
-    """A note about a rank that comes no more.
+    """A note about a rank that will not come any more.
 
     Attributes:
         part: the operations that it still takes part in, by the keys of their notes.
-        killed: whether its process has ended; else it has said so itself.
+        killed: whether its process has ended; else it has posted this itself.
         writes: as `Member.writes`.
     """
 
@@ -81,7 +81,7 @@ class Membership:
 
     Args:
         writes: as `Member.writes`.
-        ended: says whether a process has ended.
+        ended: returns whether a process has ended.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Membership:
         self._placed = False
 
     async def register(self, place: str = "") -> None:
-        """Say in which process this rank is, and where it saves to."""
+        """Post in which process this rank is, and where it saves to."""
         here = await self._locate()
         await self._board.post(_member_key(self._board.rank), Member(here, self._writes, place))
 
     async def report(self, calls: Calls) -> None:
-        """Say what this rank has called; the first time also where it saves to."""
+        """Post what this rank has called; the first time also where it saves to."""
         if not self._placed:
             self._placed = True
             await self.register(self._board.place)
         await self._board.post(_calls_key(self._board.rank), calls)
 
     async def leave(self, reason: str, part: Iterable[str]) -> None:
-        """Say that this rank takes part in nothing but *part* any more, and why. The last to say so removes all of it."""
+        """Post that this rank takes part in nothing but *part* any more, and why. The last to do so removes all of it."""
         board = self._board
         await self._tell(Departure(board.rank, reason, tuple(part), writes=self._writes))
         if await board.arrive(_CLOSED) == board.world_size:
@@ -118,7 +118,7 @@ class Membership:
             await board.forget(map(_calls_key, range(board.world_size)))
 
     async def leave_early(self, reason: str) -> None:
-        """Say that this rank leaves before it has begun its board, whose name it does not even know.
+        """Post that this rank leaves before it has begun its board, whose name it does not even know.
 
         Its next checkpointer takes that back.
         """
@@ -127,7 +127,7 @@ class Membership:
         await self._board.post(_member_key(self._board.rank), note)
 
     async def find_early(self, ranks: Iterable[int]) -> None:
-        """Learn which of *ranks*, who are waited for, have left before they came."""
+        """Find which of *ranks*, which are waited for, have left before they came."""
         board = self._board
         some = [rank for rank in ranks if rank not in self._departures][:DESCRIBED]
         members = await board.look_all(list(map(_member_key, some)), Member)
@@ -136,7 +136,7 @@ class Membership:
                 self._departures[rank] = Departure(rank, member.left, writes=member.writes)
 
     async def refresh(self) -> None:
-        """Learn who has left, and whether a rank of this host has ended."""
+        """Find which ranks have left, and whether a rank of this host has ended."""
         count = min(await self._board.count(_LEFT), self._heard + READ_AT_ONCE)
         keys = list(map(_left_key, range(self._heard + 1, count + 1)))
         for departure in await self._board.look_all(keys, Departure):
@@ -168,11 +168,11 @@ class Membership:
 
     @property
     def anyone_gone(self) -> bool:
-        """Whether any rank is known to come no more."""
+        """Whether any rank is known not to come any more."""
         return bool(self._departures)
 
     async def describe(self, ranks: Collection[int], call: str) -> str:
-        """Return what is known of *ranks*, who are waited for in *call*, in words."""
+        """Return what is known of *ranks*, which are waited for in *call*, in words."""
         some = sorted(ranks)[:DESCRIBED]
         calls = await self._board.look_all([_calls_key(rank) for rank in some], Calls)
         silent = [rank for rank, made in zip(some, calls, strict=True) if made is None]
@@ -245,7 +245,7 @@ def _calls_key(rank: int) -> str:
     return f"calls/{rank}"
 
 
-# Whom does an operation wait for? It says so after a while, and ends as soon as one of them cannot come any more.
+# Waits of one operation for other ranks: they log after a while, and end as soon as a needed rank cannot come any more.
 #
 # One `Waiting` accompanies one operation through all of its waits for other ranks. Guarantees:
 #
@@ -288,15 +288,17 @@ class Waiting:
     async def look(
         self, ranks: Iterable[int], for_whom: Missing | None = None, *, voting: bool = False
     ) -> RankError | None:
-        """Say whom it waits for, when it is time, and return why one of *ranks* will not come; None while all may.
+        """Log which ranks it waits for, when it is time; return why one of *ranks* will not come, None while all may.
 
-        Whoever gets an error here looks once more for what those ranks had left before.
+        A caller that gets an error here reads once more what those ranks had left before.
 
         Args:
             for_whom: those ranks wait for themselves; None when they are the ones that are late.
             voting: as of `Membership.departure`.
         """
-        with suppress(CheckpointError):  # what cannot be known now is no reason to give up: who needs that meets it
+        with suppress(
+            CheckpointError
+        ):  # what is unknown now is no reason to give up; a caller that needs it gets the error
             if not await self._is_time():
                 return None
             needed = list(ranks)
@@ -307,7 +309,7 @@ class Waiting:
         return None
 
     async def look_for_votes(self, missing: Missing) -> RankError | None:
-        """The same for ranks whose votes are wanted; *missing* asks the storage whose, when that is worth it."""
+        """The same for ranks whose votes are wanted; *missing* lists them from the storage, when that is worth it."""
         with suppress(CheckpointError):
             if not await self._is_time() or not (self._members.anyone_gone or self._is_late):
                 return None
@@ -330,7 +332,7 @@ class Waiting:
         return _Silent(self)
 
     async def look_silently(self, ranks: Iterable[int]) -> RankFailedError | None:
-        """Do as `look`, and say nothing."""
+        """Do as `look`, without logging."""
         with suppress(CheckpointError):
             if await self._is_time():
                 needed = list(ranks)

@@ -1,13 +1,13 @@
-"""How do ranks send each other bytes? Point to point over a process group that the user gave for this alone.
+"""Point-to-point messages between ranks, over a process group that the user gave for this alone.
 
-The one file that talks to a process group. Collectives, and all that must happen in one order on all ranks, stay away
-from training's groups: those belong to the training thread. A group of its own may be used from our threads; sends and
-receives are matched by tag and meet nothing else. Guarantees:
+The one file that uses a process group. Collectives, and all that must happen in one order on all ranks, stay away from
+training's groups: those belong to the training thread. A group of its own may be used from our threads; sends and receives
+are matched by tag. Guarantees:
 
-- Nothing waits longer than the deadline. A rank that dies, gives up or is cancelled breaks the group, and every other
-  rank learns that at once: it hangs up on all, and gloo tells the other end of a closed connection.
-- A group that broke is never used again. Its loss is an error of the exchange, not of the load: what did not come can
-  be read from storage.
+- Nothing waits longer than the deadline. A rank that dies, gives up or is cancelled breaks the group, and every other rank
+  sees that at once: it closes all connections, and gloo notifies the other end of a closed connection.
+- A group that broke is never used again. Its loss is an error of the exchange, not of the load: what did not come can be
+  read from storage.
 - Memory of a message is not touched any more when `trade` returns or raises.
 
 gloo only: bytes to load lie in host memory, and only gloo moves that. Make the group with
@@ -40,7 +40,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class PeersLostError(RankFailedError):
-    """The process group broke: a rank died, hung up, or was silent for too long."""
+    """The process group broke: a rank died, closed its connections, or was silent for too long."""
 
 
 class PeerConnection(Protocol):
@@ -54,7 +54,7 @@ class Peers:
     """The ranks of one process group, as one of them sees them. Use on one event loop.
 
     Args:
-        group: of gloo; nobody else uses it.
+        group: of gloo; nothing else may use it.
         ranks: of the job, in the group's order; *rank* is this one.
 
     Attributes:
@@ -94,7 +94,7 @@ class Peers:
             try:
                 await run_blocking(self._trading, self._trade, sends, receives, tag, deadline_s)
             except PeersLostError:
-                await checkpoint_if_cancelled()  # then it was this rank that hung up, and lost nobody
+                await checkpoint_if_cancelled()  # then this rank broke the group itself; no peer was lost
                 raise
             finally:
                 done = True
@@ -124,7 +124,7 @@ class Peers:
             if self.broken is None:
                 self.broken = f"rank {peer}: {error}"
                 self._close_connections()
-            works.clear()  # with each goes gloo's hold on its memory
+            works.clear()  # each releases gloo's reference to its memory
             raise PeersLostError(f"the load_group lost rank {peer}: {error}", [peer]) from error
 
     def _check(self) -> None:
@@ -134,8 +134,8 @@ class Peers:
     def _close_connections(self) -> None:
         """Close the connection to every peer. Blocking.
 
-        gloo has no call for it. But it closes a connection on which a wait ended too late: wait, for next to no time, for
-        what nobody sends.
+        gloo has no call for it. But it closes a connection on which a wait times out: wait, with a tiny timeout, for a
+        message that is never sent.
         """
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in self.ranks:

@@ -1,16 +1,16 @@
-"""How do the ranks of a job act as one when they save? They count saves alike, and tell each other how each ends.
+"""Rounds of saves, which make the ranks of a job act as one: all count saves alike, and report how each ends.
 
 Every save has a *round*: its step, and which save of that step it is, so that ranks that call ``save`` alike mean the same.
-What they tell each other about it are notes of that round (`aiockpt.runtime.notes`). Guarantees:
+What they report about it are notes of that round (`aiockpt.runtime.notes`). Guarantees:
 
-- A save that one rank forgets, or comes to when the others have given it up, is lost; the next step that all save is not.
-- Rounds are planned in the order of the calls (`aiockpt.ranks.joint_plan`): one that comes while an earlier one is being
-  planned waits for what that finds out.
+- A save that one rank omits, or begins when the others have given it up, is lost; the next step that all save is not.
+- Rounds are planned in the order of the calls (`aiockpt.ranks.joint_plan`): one that begins while an earlier one is being
+  planned waits for the result.
 - Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
-  and after such a save every rank plans anew. A rank that begins the next one before it has heard of the failure goes on
-  as before; then those that have heard keep their parts, too.
+  and after such a save every rank plans anew. A rank that begins the next one before it has received the failure goes on
+  as before; then those that have received it keep their parts, too.
 - The name of an attempt follows from a secret of rank 0, shared once, and the round: no save waits to learn it.
-- A rank that leaves says so, and what it still takes part in: the others do not wait for it.
+- A rank that leaves posts that, and what it still takes part in: the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class End(msgspec.Struct, frozen=True):
     """The last note of a round: the generation that was committed, or why none was.
 
     Attributes:
-        rank: who says it.
-        ranks: whose fault it was, where it was that of others.
-        exists: whether nobody failed: the step is there, and ``on_exists="raise"`` refuses it on every rank.
+        rank: the author.
+        ranks: at fault, where the cause is on other ranks.
+        exists: whether no rank failed: the step is there, and ``on_exists="raise"`` refuses it on every rank.
         tensors: what ranks have differently; then *ranks* are those that differ.
     """
 
@@ -104,21 +104,21 @@ class Rounds:
 
     @property
     def outlives_store(self) -> bool:
-        """Whether saves go on here when the store where ranks meet is lost, as those of a writer process do."""
+        """Whether saves go on here when the store of the notes is lost, as those of a writer process do."""
         return self.board.relayed
 
     def surviving_store(self) -> suppress:
-        """End the block, where saves go on without the store, at the word that it is lost; elsewhere that is an error."""
+        """End the block, where saves go on without the store, when the store is lost; elsewhere that is an error."""
         ends = (StoreLostError,) if self.outlives_store else ()
         return suppress(*ends)
 
     async def register(self) -> None:
-        """Say in which process this rank is, so that others of its host see it end."""
+        """Post in which process this rank is, so that others of its host see it end."""
         with suppress(StoreLostError):
             await self.members.register()
 
     async def report(self, call: str, step: int = WARM_UP) -> None:
-        """Leave the note of what this rank has called last; without it others only know less.
+        """Post what this rank has called last; without the note others only know less.
 
         Args:
             step: of a save.
@@ -132,7 +132,7 @@ class Rounds:
         """Wait for the end of a round; return the generation that was committed.
 
         Raises:
-            RankFailedError: a rank said that it failed, or *lookout* that rank 0 will not say any more.
+            RankFailedError: a rank reported that it failed, or *lookout* that rank 0 will not answer any more.
             StepExistsError: rank 0 found the step committed.
             ReplicasDifferError: ranks have other values of the same tensors.
             RankTimeoutError: there is no end yet.
@@ -152,18 +152,18 @@ class Rounds:
 
     @asynccontextmanager
     async def watching_failures(self, save_round: SaveRound) -> AsyncIterator[None]:
-        """Stop the block, and raise, as soon as another rank says that it failed."""
+        """Stop the block, and raise, as soon as another rank reports that it failed."""
         async with open_tasks() as tasks:
             tasks.start_soon(self._watch_failures, save_round)
             yield
             tasks.cancel_scope.cancel()
 
     async def _watch_failures(self, save_round: SaveRound) -> None:
-        with suppress(StoreLostError):  # the block meets it when it needs the store
+        with suppress(StoreLostError):  # the block raises it when it needs the store
             await self.read_end(save_round, float("inf"))
 
     async def tell_failure(self, save_round: SaveRound, error: BaseException) -> bool:
-        """Tell the other ranks at once why there will be no checkpoint of a round; the caller is certain of that.
+        """Report to the other ranks at once why there will be no checkpoint of a round; the caller is certain of that.
 
         Returns:
             Whether they can know now.
@@ -186,13 +186,13 @@ class Rounds:
         return self.joint.known(state)
 
     def waiting(self, save_round: SaveRound, deadline_s: float | None = None) -> Waiting:
-        """Return what accompanies the waits of a round for other ranks."""
+        """Return the `Waiting` of a round: it accompanies the waits for other ranks."""
         return Waiting(
             self.members, save_round.prefix, save_round.call, deadline_s or self._deadline_s, step=save_round.step
         )
 
     async def announce(self, save_round: SaveRound) -> None:
-        """Leave the note that this rank knows what to write."""
+        """Post that this rank knows what to write."""
         self._decide(save_round)
         await self.joint.announce(self._round(save_round))
         await self.report(save_round.call, save_round.step)
@@ -219,7 +219,7 @@ class Rounds:
             This rank's share, and whether it was planned with others; not, when an earlier round has found it meanwhile.
 
         Raises:
-            RanksDisagreeError: other options are meant by a rank, or the tensors do not fit together.
+            RanksDisagreeError: a rank has other options, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not begin this round.
             RankFailedError: a rank has failed, or has left and never will.
         """
@@ -236,7 +236,7 @@ class Rounds:
     async def attempt_nonce(self, save_round: SaveRound) -> str:
         """Return the 12 hex digits that name the attempt of a round on every rank."""
         if self._secret is None:
-            async with self.watching_failures(save_round):  # rank 0 may have failed before it said
+            async with self.watching_failures(save_round):  # rank 0 may have failed before it posted the note
                 waiting = self.waiting(save_round, self._plan_s)
                 self._secret = await self.board.wait(
                     SESSION, str, self._plan_s, f"the first save, at {save_round.call}", lookout=waiting
@@ -247,14 +247,14 @@ class Rounds:
         return _nonce(self._secret, save_round)
 
     def known_nonce(self, save_round: SaveRound) -> str | None:
-        """Return the same where nothing has to be asked or said for it. Any thread, no waiting."""
+        """Return the same where no note must be read or posted for it. Any thread, no waiting."""
         told = self._posted or self.board.rank != 0
         return _nonce(self._secret, save_round) if told and self._secret is not None else None
 
     # ------------------------------------------------------------------ leaving
 
     async def leave(self, save_round: SaveRound) -> None:
-        """Say that this rank needs no note of a round any more, and remove what no rank needs. Idempotent.
+        """Post that this rank needs no note of a round any more, and remove what no rank needs. Idempotent.
 
         A rank may be many rounds behind: only the last to leave removes what all of them read.
         """
@@ -271,12 +271,12 @@ class Rounds:
             await self._forget_own()
 
     async def _forget_own(self) -> None:
-        """Remove this rank's notes of rounds that all ranks have left; one that a rank never leaves holds up no other."""
+        """Remove this rank's notes of rounds that all ranks have left; one that a rank never leaves delays no other."""
         for _ in range(_LOOKS):
             if not self._left:
                 return
             save_round = self._left[0]
-            self._left.rotate(-1)  # that of another one is looked at next
+            self._left.rotate(-1)  # that of another one is checked next
             if not await self.board.is_there(save_round.key("past")) and save_round in self._left:
                 self._left.remove(save_round)  # still there: another round may have been left meanwhile
                 await self.board.forget([save_round.key(name, self.board.rank) for name in PLAN_NOTES])
@@ -291,10 +291,10 @@ class Rounds:
             self._loading.discard(operation)
 
     async def depart(self, reason: str, *, failed: bool) -> None:
-        """Tell the other ranks that this one makes no more calls, and in what it still takes part; idempotent.
+        """Notify the other ranks that this one makes no more calls, and in what it still takes part; idempotent.
 
         Args:
-            failed: whether others may wait for it; a rank that only looked at what is there closes without a word.
+            failed: whether others may wait for it; a rank that only read what is there closes without a note.
         """
         if self._departed or not (failed or self.board.name):
             return

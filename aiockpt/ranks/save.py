@@ -1,15 +1,15 @@
-"""How do many ranks save one step, so that it is whole or not there, and all of them know which?
+"""Save of one step by many ranks: it is whole or absent, and every rank knows which.
 
 Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The others *follow*. Guarantees:
 
 - Receipts in storage are the votes; notes in the store only wake. No process group is used.
-- A rank that fails, is cancelled or skips tells all others at once; they stop, remove what they wrote, and raise
+- A rank that fails, is cancelled or skips notifies all others at once; they stop, remove what they wrote, and raise
   `RankFailedError` with its reason. So it is with a rank that has left, or whose process has ended, before its vote. A
-  rank that says nothing is named in a warning after ten seconds, and in the error when a deadline has passed.
-- A follower that has voted and hears nothing from rank 0 looks at the storage itself, and commits when every vote is
+  silent rank is named in a warning after ten seconds, and in the error when a deadline has passed.
+- A follower that has voted and receives nothing from rank 0 reads the storage itself, and commits when every vote is
   there: a dead rank 0 costs no checkpoint.
-- In a writer process the store may be lost with the trainer that hosts it, or is asked. That ends no save: what ranks leave
-  in storage says the rest (`aiockpt.ranks.storage_fallback`).
+- In a writer process the store may be lost with the trainer that hosts or relays it. That ends no save: what ranks left in
+  storage supplies the rest (`aiockpt.ranks.storage_fallback`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def save_with_ranks(place: Place, rounds: Rounds, job: SaveJob) -> SaveRes
     """Save this rank's share of one step; when this returns the step is committed on all ranks.
 
     Raises:
-        RankError: other ranks failed, are silent, or mean another save.
+        RankError: other ranks failed, are silent, or began another save.
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
     """
     save_round = job.save_round
@@ -147,7 +147,7 @@ async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRo
     begun: BegunAttempt | None = None
     fallback = StorageFallback(place, save_round.step, nonce)
     async with watching_failures(rounds, save_round, fallback):
-        if place.engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
+        if place.engine.options.on_exists != "new_generation":  # else rank 0 hardly ever refuses: write meanwhile
             begun = await _read_begun(place, rounds, save_round, fallback)
         files: tuple[FileEntry, ...] = ()
         if begun is None or begun.attempt is not None:
@@ -167,7 +167,7 @@ async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRo
 
 
 async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> BegunAttempt:
-    """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
+    """Wait for rank 0 to begin this very save, or for its vote, which has the same content."""
 
     async def hear(seconds: float) -> BegunAttempt:
         return await rounds.board.wait(save_round.key("begun"), BegunAttempt, seconds, "the save")
@@ -192,7 +192,7 @@ async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallb
 async def _await_commit(
     place: Place, rounds: Rounds, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
 ) -> int:
-    """Return the generation that was committed; after a while without news, or without rank 0, see to it.
+    """Return the generation that was committed; after a while without news, or without rank 0, try to commit here.
 
     Raises:
         RankFailedError: a rank has left a record of its failure, or will not vote any more.
@@ -217,7 +217,7 @@ async def _await_commit(
         if generation is not None:
             await _tell(rounds, save_round, generation)
             return generation
-        failure = await fallback.failure()  # of a rank that could not say it
+        failure = await fallback.failure()  # of a rank that could not post it
         if failure is not None:
             raise failure
         if alone:
@@ -233,7 +233,7 @@ async def _await_commit(
 
 
 class _ForRank0:
-    """The lookout of a rank that waits for the commit: for rank 0, and with it for whoever has not voted."""
+    """The lookout of a rank that waits for the commit: for rank 0, and with it for each rank that has not voted."""
 
     def __init__(self, place: Place, attempt: Attempt, waiting: Waiting) -> None:
         self._place, self._attempt, self._waiting = place, attempt, waiting
@@ -280,10 +280,10 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
 async def _give_up(
     place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str, error: BaseException
 ) -> None:
-    """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
+    """Notify the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
-    Without this rank's vote nobody can commit, nor once another attempt has taken the generation. Once the vote may be
-    there, the decision record decides, and a commit that was faster stands: then the others hear of no failure.
+    Without this rank's vote no rank can commit, nor once another attempt has the generation. Once the vote may be there, the
+    decision record decides, and a commit that was faster stands: then no failure is reported.
     """
     rounds.invalidate()
     certain = not job.voting or isinstance(error, CommitConflictError)
@@ -296,13 +296,13 @@ async def _give_up(
 async def abort_attempt(
     places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, untold: Rounds | None
 ) -> None:
-    """See to it that nobody commits the attempt *nonce* any more, and remove this rank's part of it.
+    """Ensure that no rank commits the attempt *nonce* any more, and remove this rank's part of it.
 
-    Nothing is told and nothing removed where that comes too late, because the commit stands or will, or is not certain.
+    Nothing is reported or removed where that comes too late, because the commit stands or will, or is not certain.
 
     Args:
         places: where it may be.
-        untold: where the other ranks are to be told once it is certain; None when they were.
+        untold: the rounds by which to notify the other ranks once it is certain; None when that was done.
     """
     folder = step_id(job.step)
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
@@ -319,7 +319,7 @@ async def abort_attempt(
 
 
 async def _forget(place: Place, job: SaveJob, nonce: str, error: BaseException) -> None:
-    """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
+    """Record the reason, and remove this rank's part of an attempt that is never committed; others remove the rest."""
     folder = step_id(job.step)
     rank = place.engine.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(job.plan.files))]
@@ -327,5 +327,5 @@ async def _forget(place: Place, job: SaveJob, nonce: str, error: BaseException) 
     await place.backend.delete([receipt_key(folder, nonce, rank)])  # or the loss of one record would revive the attempt
     try:
         await place.backend.put(failure_key(folder, nonce, rank), reason)
-    finally:  # it may be a full disk that the reason does not fit on
+    finally:  # the disk may be full, with no room for the reason
         await place.backend.delete(keys)

@@ -1,12 +1,12 @@
-"""What can a rank know of the others when nobody tells it? What they left in storage.
+"""Detection of other ranks' progress from what they left in storage, for when the store is unreachable.
 
-Ranks tell each other by notes in a store (`aiockpt.ranks.rounds`). A trainer that is killed takes its way to the store
-along, or the store itself, while its writer process goes on (`aiockpt.worker`). Guarantees:
+Ranks exchange notes in a store (`aiockpt.ranks.rounds`). The death of a trainer can end its connection to the store, or the
+store itself, while its writer process goes on (`aiockpt.worker`). Guarantees:
 
-- Rank 0's receipt says all that its notes would have: the place, the generation, the lineage. Rank 0 needs no note at all.
-- A record of a failure is there only when nobody can commit the attempt any more.
+- Rank 0's receipt has all that its notes would have: the place, the generation, the lineage. Rank 0 needs no note at all.
+- A record of a failure is there only when no rank can commit the attempt any more.
 - The store is asked first, the storage only after a pause without news: a save that goes well costs it nothing. The more
-  ranks there are, the more rarely each looks.
+  ranks there are, the more rarely each polls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _READ = 8
 
 
 class FailureRecord(msgspec.Struct, frozen=True):
-    """What a rank leaves whose part of an attempt will never be there."""
+    """The record of a rank whose part of an attempt will never be there."""
 
     rank: int
     failure: str
@@ -93,17 +93,17 @@ class StorageFallback:
         try:
             receipt = decode_receipt(await read_record(self._backend, key), key)
             check_receipt(receipt, self._id, self._nonce, rank)
-        except CheckpointError:  # not there, not whole, or the storage is away: it is looked for again
+        except CheckpointError:  # not there, not whole, or the storage is away: it is polled again
             return None
         return receipt
 
     async def failure(self) -> RankFailedError | None:
-        """Return why there will be no checkpoint of this attempt, when a rank has left that."""
+        """Return why there will be no checkpoint of this attempt, when a rank has recorded that."""
         try:
             listing = await self._backend.list(receipt_folder(self._id, self._nonce))
             ranks = [parse_failure(stat.key.rpartition("/")[2]) for stat in listing.objects]
             records = [await self._read_failure(rank) for rank in [rank for rank in ranks if rank is not None][:_READ]]
-        except CheckpointError as error:  # the storage is away: what needs it says so
+        except CheckpointError as error:  # the storage is away: what needs it raises that
             logger.info("whether a rank has given up %s is not known: %s", self._id, error)
             return None
         causes = [record for record in records if not record.failure.startswith(RankFailedError.__name__)] or records
@@ -120,7 +120,7 @@ class StorageFallback:
             return FailureRecord(rank, "it did not say why")
 
     async def watch_failures(self) -> None:
-        """Look until a rank has failed.
+        """Poll until a rank has failed.
 
         Raises:
             RankFailedError: it has.
@@ -134,10 +134,10 @@ class StorageFallback:
 
 @asynccontextmanager
 async def watching_failures(rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> AsyncIterator[None]:
-    """Stop the block, and raise, as soon as another rank says that it failed; on rank 0 also when it has left a record.
+    """Stop the block, and raise, as soon as another rank reports that it failed; on rank 0 also when it has left a record.
 
-    So one rank looks for those whose way to the store is lost, and tells the others, unless its own is lost, too. Then
-    they find the record where they look for what rank 0 does not say.
+    So one rank polls for those whose connection to the store is lost, and notifies the others, unless its own is lost, too.
+    Then they find the record where they poll for what rank 0 does not post.
     """
     async with rounds.watching_failures(save_round), open_tasks() as tasks:
         if rounds.board.rank == 0:
@@ -157,18 +157,18 @@ async def hear_or_find(
     deadline_s: float | None = None,
     waiting: Waiting | None = None,
 ) -> T:
-    """Return what rank 0 says, or what it has left.
+    """Return what rank 0 posts, or what it has left in storage.
 
     Args:
         what: is waited for.
         hear: waits that many seconds for rank 0's note.
-        find: looks at the storage once; told whether the store is lost.
-        patience_s: before the storage is looked at while the store answers; None for the usual pause.
-        deadline_s: for rank 0, while the store answers; None for that of ranks. Without it a commit's is what there is.
-        waiting: says after a while that it waits for rank 0, and ends when that will say nothing more.
+        find: reads the storage once; its argument: whether the store is lost.
+        patience_s: before the storage is read while the store answers; None for the usual pause.
+        deadline_s: for rank 0, while the store answers; None: that of ranks. Once it is lost: that of a commit.
+        waiting: logs after a while that it waits for rank 0, and ends the wait when rank 0 will post nothing more.
 
     Raises:
-        RankFailedError: rank 0 will not say it any more, and has left nothing.
+        RankFailedError: rank 0 will not post it any more, and has left nothing.
         RankTimeoutError: neither came in time.
         StoreLostError: the store is lost, and this process is one that ends with it.
     """
@@ -196,21 +196,21 @@ async def hear_or_find(
 
 
 def pauses_without_store(engine: Engine, last_s: float) -> Iterator[float]:
-    """Yield the pauses between looks once the store is lost, and nothing else will tell."""
+    """Yield the pauses between polls once the store is lost, and storage is all there is to read."""
     return growing_pauses(FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.world_size, last_s)
 
 
 def look_pause_s(engine: Engine) -> float:
-    """Return how long a rank waits before it looks at the storage again."""
+    """Return how long a rank waits before it reads the storage again."""
     return LOOK_S + LOOK_OF_A_RANK_S * engine.world_size
 
 
-# Do all ranks see the place where they are about to save together? Asked once for each tier, before its first save.
+# Visibility: whether all ranks see the place where they are about to save. Checked once a tier, before its first save.
 #
 # Receipts in a place are the votes, so every rank must see what the others write there. A disk or a memory of one host is no
-# such place for a job on several hosts, whatever its URL looks like: without this question the save would wait for votes
-# that nobody will ever see, until its deadline. Rank 0 leaves an object and all others look for it; that also finds what no
-# name of a host would tell (two containers of one host, a folder that one of them did not mount).
+# such place for a job on several hosts, whatever its URL is: without this check the save would wait, until its deadline, for
+# votes that cannot appear. Rank 0 writes an object and all others read it; that also finds what the name of a host would
+# not show (two containers of one host, a folder that one of them did not mount).
 
 
 LOOK_FOR_S = 10.0
@@ -224,7 +224,7 @@ _REASONS = {
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Rank 0's note: the object that it left, and its host, for people."""
+    """Rank 0's note: the object that it wrote, and its host, for people."""
 
     key: str
     host: str
@@ -234,7 +234,7 @@ class Visibility:
     """Whether all ranks see one tier.
 
     Args:
-        seen: whether they are known to, so that nobody has to ask.
+        seen: whether they are known to, so that no check is needed.
     """
 
     def __init__(self, place: Place, *, seen: bool) -> None:
@@ -245,7 +245,7 @@ class Visibility:
 
     @property
     def seen(self) -> bool:
-        """Whether that is known, so that nobody has to ask again."""
+        """Whether that is known, so that no check is needed."""
         return self._seen
 
     async def check(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> None:
@@ -255,7 +255,7 @@ class Visibility:
             fallback: of the save that asks: rank 0's vote is an answer, too. None where its name is not known yet.
 
         Raises:
-            UsageError: it does not; says what to do.
+            UsageError: it does not; names what to do.
             RankError: another rank failed, or rank 0 is silent.
         """
         async with self._asking:
@@ -264,7 +264,7 @@ class Visibility:
                     self._seen = await self._look(rounds, save_round, fallback)
 
     async def _look(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> bool:
-        """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
+        """Check; return False when it is unknown what to read: then the votes show it, or their absence."""
         board, backend = rounds.board, self._place.backend
         with rounds.surviving_store():
             probe = await (
@@ -275,7 +275,7 @@ class Visibility:
                     await self._look_for(probe, board.rank)
                 finally:
                     if await board.arrive(f"{self._note}/{probe.key}") == board.world_size:
-                        with suppress(CheckpointError):  # an empty object that stays harms nobody
+                        with suppress(CheckpointError):  # an empty object that stays does no harm
                             await backend.delete([probe.key])
             return True
         return False

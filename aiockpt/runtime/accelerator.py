@@ -1,12 +1,12 @@
-"""How do bytes leave a device while it computes? The contract: streams, events, pinned memory. No device is touched here.
+"""The contract for copies from a device while it computes: streams, events, pinned memory. No device is touched here.
 
 A device runs the work that it is given in *streams*, each in order, beside each other and later than the call. The
-program's own work is in its *compute stream*; copies of a snapshot are in a *side stream*, one of ours. What is later
-than what is said with *events*. Three orders make a snapshot right, and each has a test that fails without it:
+program's own work is in its *compute stream*; copies of a snapshot are in a *side stream*, one of ours. *Events* express
+what is later than what. Three orders make a snapshot right, and each has a test that fails without it:
 
 - it follows the compute stream as of the call (`Accelerator.now`, `DeviceStream.follow`), or it copies too early;
 - the compute stream waits for it before an optimizer steps (`DeviceEvent.order_before_compute`);
-- nobody reads or reuses the memory of a copy on the host before its event is *done*.
+- the memory of a copy on the host is not read or reused before its event is *done*.
 
 `aiockpt.runtime.cuda` is the real one, `aiockpt.testing.twin_accelerator` the twin that runs everything late.
 """
@@ -24,7 +24,7 @@ class DeviceEvent(Protocol):
     """A point in a stream. Any thread."""
 
     def done(self) -> bool:
-        """Say whether the device has passed it. Never blocks."""
+        """Return whether the device has passed it. Never blocks."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -44,7 +44,7 @@ class Pins(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Take `pin` back; no copy into that memory may be under way. Raises RuntimeError as `pin`."""
+        """Undo `pin`; no copy into that memory may be under way. Raises RuntimeError as `pin`."""
         ...
 
 
@@ -87,5 +87,5 @@ class Accelerator(Protocol):
         ...
 
     def lend(self, device: torch.device, size_bytes: int) -> int:
-        """Return how many of *size_bytes* are missing for a clone beside what training needs; 0: they may be taken now."""
+        """Return how many of *size_bytes* are missing for a clone beside what training needs; 0: they may be had now."""
         ...

@@ -1,4 +1,4 @@
-"""How does an observer's own task live beside the engine? Started with it, ended with it, and never in its way."""
+"""Task of an observer that runs beside the engine: started with it, ended with it, and never in its way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event], object]) -> Callable[[], None]:
-    """Start the task of *observer* on *loop*; return what ends it, in time or not. What goes wrong in it is logged.
+    """Start the task of *observer* on *loop*; return what ends it, in time or not. Its errors are logged.
 
     Args:
         emit: shows an event to all observers, on the loop thread.
@@ -27,7 +27,7 @@ def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event],
 
     def tell(_: object) -> None:
         if not running.cancelled() and (error := running.exception()) is not None:
-            if isinstance(error, CheckpointError):  # said in words
+            if isinstance(error, CheckpointError):  # its message is enough
                 logger.error("observer %r stopped working: %s", observer, error)
             else:
                 logger.error("observer %r stopped working", observer, exc_info=error)

@@ -1,7 +1,7 @@
-"""How do two processes talk? In frames over a socket: length, then bytes. What they mean is not known here.
+"""Frames between two processes, over a socket: length, then bytes. Their meaning is not known here.
 
-One socket pair for each direction: an answer that nobody is there to receive any more breaks the way back, and takes nothing
-of what the other side has sent before its end. Guarantees:
+One socket pair for each direction: an answer that has no receiver any more breaks the way back, and loses nothing of what
+the other side has sent before its end. Guarantees:
 
 - A frame arrives whole or not at all, in the order in which frames were sent; after a failed send none follows.
 - When `Sender.send` returns the kernel has the frames: they arrive although this process is killed in the next instant.
@@ -29,7 +29,7 @@ class Sender:
 
     Args:
         end: a connected stream socket, which belongs to the sender from now on.
-        timeout_s: how long one `send` may wait for the other side to take what was sent before.
+        timeout_s: how long one `send` may wait for the other side to read what was sent before.
     """
 
     def __init__(self, end: socket.socket, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class Sender:
         """Send the frames that *compose* returns, together; it is called when nothing else is being sent.
 
         Raises:
-            OSError: the other side is gone, or takes nothing; nothing can be sent any more.
+            OSError: the other side is gone, or reads nothing; nothing can be sent any more.
         """
         with self._sending:
             if self._broken:
@@ -56,15 +56,15 @@ class Sender:
                 raise
 
     def hang_up(self) -> None:
-        """Send nothing more: the other side sees the end, and whoever is sending raises. Idempotent, never waits."""
+        """Send nothing more: the other side sees the end, and a `send` under way raises. Idempotent, never waits."""
         self._broken = True
         with suppress(OSError):  # the other side was faster
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and let the socket go. Idempotent."""
+        """Hang up and close the socket. Idempotent."""
         self.hang_up()
-        with self._sending:  # whoever is sending has to leave before the descriptor means something else
+        with self._sending:  # a send under way has to end before the descriptor is reused
             self._end.close()
 
 
@@ -97,7 +97,7 @@ class Receiver:
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let the socket go, on the loop. Idempotent."""
+        """Close the socket, on the loop. Idempotent."""
         if self._streams is None:
             self._end.close()
         else:
@@ -105,7 +105,7 @@ class Receiver:
 
 
 class Poster:
-    """Sends frames without ever waiting, on one event loop; what nobody is there to receive is dropped."""
+    """Sends frames without ever waiting, on one event loop; what has no receiver any more is dropped."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end

@@ -1,7 +1,7 @@
-"""How does a CUDA device (or ROCm, which torch calls by the same name) copy beside training? torch.cuda, and nothing else.
+"""Copies beside training on a CUDA device (or ROCm, which torch calls by the same name), with torch.cuda alone.
 
 Everything of streams, events and pinning is in this module; nothing of CUDA starts before a state has a tensor there.
-What it takes care of, from torch 2.13's source:
+What it handles, from torch 2.13's source:
 
 - Worker threads begin on device 0. Each call enters ``torch.cuda.device`` first, which on leaving goes back to a device
   only where a context exists; ``torch.cuda.stream`` alone would set device 0 on leaving, and `cudaSetDevice` makes a
@@ -9,8 +9,9 @@ What it takes care of, from torch 2.13's source:
 - A copy to the host is asynchronous only into registered memory, and on the *current* stream of the source's device.
 - A refused registration stays behind as the thread's last error, and the next kernel launch would raise it.
 - In the capture of a graph nothing runs, so nothing needs to wait; a stream must not wait there for an event of outside.
-  Replays call no hook: `Checkpointer.barrier` before them is the program's own duty. Our looks at events on other threads
-  would end a capture in its default mode: capture with ``capture_error_mode="thread_local"`` while a save is under way.
+  Replays call no hook: `Checkpointer.barrier` before them is the program's own duty. Our queries of events on other
+  threads would end a capture in its default mode: capture with ``capture_error_mode="thread_local"`` while a save is
+  under way.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class CudaStream:
             self._stream.wait_event(event.event)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        with self._current():  # the allocator gives the memory of a stream back to that stream, in its order
+        with self._current():  # the allocator returns the memory of a stream to that stream, in its order
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def enqueue(self, work: Callable[[], object]) -> CudaEvent:
@@ -102,7 +103,7 @@ class CudaStream:
     def _check(self, what: str, answer: Any) -> None:
         if int(answer):
             with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # the launch takes the thread's last error with it
+                torch.zeros(1, device=self._device)  # the launch clears the thread's last error
             raise RuntimeError(f"{what} answered with error {int(answer)}")
 
 
@@ -139,7 +140,7 @@ class Cuda:
             return into.copy_(tensor)
 
     def lend(self, device: torch.device, size_bytes: int) -> int:
-        """Return how many bytes are missing; 0: they may be taken now, beside the peak that training has shown.
+        """Return how many bytes are missing; 0: they may be allocated now, beside the peak that training has shown.
 
         What is free between two steps is not free: the next forward wants its activations back. So the peak counts,
         without the clones that are in it.

@@ -1,8 +1,8 @@
-"""What memory do bytes wait in, and how much of it does this machine have to spare?
+"""Host memory in which bytes wait, and how much of it the machine has to spare.
 
 Guarantees of `map_pages`:
 
-- The memory starts on a page, which O_DIRECT asks for, is faulted in when the call returns, and is private.
+- The memory starts on a page, as O_DIRECT requires, is faulted in when the call returns, and is private.
   What two processes share is in `aiockpt.runtime.shared_memory`.
 - It lies in huge pages where the system has them. Measured (2 cores, virtual disk): a block of 4 KiB pages reaches the
   disk as thousands of pieces; in huge pages O_DIRECT writes took 4 ms of processor time for 512 MiB instead of 20, and
@@ -16,7 +16,7 @@ import mmap
 import os
 from typing import Any, Protocol, TypeAlias
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not define it
 Pages: TypeAlias = "mmap.mmap | ctypes.Array[Any]"
 """Mapped memory that lives as long as somebody looks at it."""
 advise = ctypes.CDLL(None, use_errno=True).madvise
@@ -34,7 +34,7 @@ def map_pages(size_bytes: int) -> mmap.mmap:
 def fault_in(memory: Pages) -> None:
     """Have every page of zeroed *memory* there."""
     address, size_bytes = address_of(memory), len(memory)
-    advise(address, size_bytes, mmap.MADV_HUGEPAGE)  # a wish: a kernel without huge pages says EINVAL
+    advise(address, size_bytes, mmap.MADV_HUGEPAGE)  # a wish: a kernel without huge pages returns EINVAL
     if advise(address, size_bytes, _MADV_POPULATE_WRITE):
         ctypes.memset(address, 0, size_bytes)
 
@@ -47,7 +47,7 @@ class Memory(Protocol):
         ...
 
     def make_huge(self, address: int, size_bytes: int) -> None:
-        """Do what is left to do to have a piece in huge pages, and takes its time; while nobody waits. Any thread."""
+        """Move a piece into huge pages where `map` did not; slow, so call it while nothing waits. Any thread."""
 
     def close(self) -> None:
         """Make no more pieces; those that are mapped stay. Idempotent."""

@@ -1,10 +1,10 @@
-"""How much may happen at once? Named limiters for threads, a pace for bytes, and the one way onto a thread.
+"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the one way onto a thread.
 
 Guarantees:
 
 - Waiting for a limit is fair (first come, first served) and cancellable; work that has begun is neither: a thread that
   holds a slab, a file or a caller's buffer is never abandoned, so nothing is reused under its feet.
-- Nothing is spawned before it has its share: take a place, then start, release in ``finally``.
+- Nothing is spawned before it has its share: acquire a place, then start, release in ``finally``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import anyio
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.world import Clock
 
-# Does something still move? What transfers bytes says so, for whoever waits only while it does.
+# Progress marks: transfers call `note_progress`; a waiter times out only when none comes.
 #
-# It is said by calls that succeeded, by what sees bytes pass, and ahead of time by what nobody can look into. Who listens
-# does so for its own task and those begun in it.
+# Calls that succeeded and streams of bytes make them; work that cannot be observed announces itself ahead of time. A
+# listener receives those of its own task and of tasks begun in it.
 
 
 OnProgress = Callable[[float], object]
@@ -32,7 +32,7 @@ _on_progress: ContextVar[OnProgress | None] = ContextVar("on_progress", default=
 
 
 def note_progress(unseen_s: float = 0.0) -> None:
-    """Say that something moved, or that for *unseen_s* seconds from now something may, unseen."""
+    """Note that something moved, or that for *unseen_s* seconds from now something may, unseen."""
     on_progress = _on_progress.get()
     if on_progress is not None:
         on_progress(unseen_s)
@@ -40,7 +40,7 @@ def note_progress(unseen_s: float = 0.0) -> None:
 
 @contextmanager
 def told_of_progress(on_progress: OnProgress) -> Iterator[None]:
-    """Have *on_progress* told of what moves inside the block, and in tasks begun there."""
+    """Call *on_progress* for what moves inside the block, and in tasks begun there."""
     token = _on_progress.set(on_progress)
     try:
         yield
@@ -103,7 +103,7 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
 
 
 async def _outwait(running: asyncio.Future[T]) -> None:
-    """Wait until *running* is done, whoever cancels us meanwhile."""
+    """Wait until *running* is done, even when this task is cancelled meanwhile."""
     while not running.done():
         try:
             await asyncio.wait([running])

@@ -1,4 +1,4 @@
-"""How do training threads and the event loop meet? Here: the one file in which work crosses threads.
+"""The crossing between training threads and the event loop: the one file in which work crosses threads.
 
 Each engine owns one loop thread (anyio's portal) and worker threads: two from the beginning, more when all are busy.
 Guarantees:
@@ -7,9 +7,9 @@ Guarantees:
 - A forked child is refused by process id: the threads did not come along.
 - At interpreter exit ``on_exit`` runs while threads can still work, so that an unwaited save is not lost. Plain
   ``atexit`` is too late: by then the executors are shut down (tried on 3.11 to 3.13).
-- ``close`` is idempotent and waits for both kinds of threads. Where nobody closed it, and nobody refers to it any more, they
-  end by themselves. The collector sees to that on any thread and in the middle of anything, under locks of the interpreter
-  too: whoever waited for a thread there could wait for ever, and so would every thread that begins or ends.
+- ``close`` is idempotent and waits for both kinds of threads. Where it was not called, and no reference is left, they end
+  by themselves. The collector sees to that on any thread and in the middle of anything, under locks of the interpreter
+  too: waiting for a thread there could block for ever, and with it every thread that begins or ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIRST_WORKERS = 2
 
 
 def thread_id() -> int:
-    """Return what tells this thread from the others."""
+    """Return what distinguishes this thread from the others."""
     return threading.get_ident()
 
 
@@ -66,7 +66,7 @@ class LoopThread:
         self._pid = os.getpid()
         self._closed = False
         ready: Ready = concurrent.futures.Future()
-        # Where threads inherit a context, anyio would take the caller's event loop for its own.
+        # Where threads inherit a context, anyio would mistake the caller's event loop for its own.
         context = contextvars.Context()
         self._thread = threading.Thread(target=context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True)
         self._thread.start()
@@ -183,7 +183,7 @@ def refuse_in_event_loop(what: str, instead: str = "await it, or enter it with `
 
 
 def runs_event_loop() -> bool:
-    """Say whether this very thread is inside a running asyncio or trio loop."""
+    """Return whether this very thread is inside a running asyncio or trio loop."""
     try:
         anyio.lowlevel.current_token()
     except RuntimeError:  # anyio.NoEventLoopError where anyio has it
@@ -198,7 +198,7 @@ def made_for_the_loop() -> Iterator[None]:
     anyio makes them for the kind of event loop that the thread runs which makes them: in a program of trio they would
     be trio's, which nothing on our loop can wait for.
     """
-    sniffio = sys.modules.get("sniffio")  # how trio says that it runs
+    sniffio = sys.modules.get("sniffio")  # how trio marks that it runs
     if sniffio is None:
         yield
         return
@@ -214,8 +214,8 @@ def made_for_the_loop() -> Iterator[None]:
 def join_wholly(thread: threading.Thread) -> None:
     """Wait until *thread* has ended, and the system's thread below it.
 
-    Before Python 3.13 `join` returns while that one still releases what C++ keeps for each thread. Met there by the end of
-    the process it can abort it ("terminate called without an active exception").
+    Before Python 3.13 `join` returns while that one still releases what C++ keeps for each thread. If the process ends at
+    that moment, it can abort ("terminate called without an active exception").
     """
     thread.join()
     own = f"/proc/self/task/{thread.native_id}"
@@ -281,7 +281,7 @@ def _run_loop(ready: Ready) -> None:
 
 
 def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int, thread: threading.Thread) -> None:
-    """Have a loop end that nobody refers to any more, and its workers with it, without waiting for anything."""
+    """Have an unreferenced loop end, and its workers with it, without waiting for anything."""
     if os.getpid() == pid:
         _stopping.add(thread)
         with suppress(RuntimeError):  # it has ended

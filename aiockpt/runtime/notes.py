@@ -1,13 +1,12 @@
-"""How do the ranks of one job tell each other small things, fast? Notes in a c10d store; never a collective.
+"""Notes that the ranks of one job exchange, small and fast, in a c10d store; never a collective.
 
 The store (of ``torch.distributed``, or any with its verbs) is the fast wake-up; what is *true* of a checkpoint stands in
 storage (docs/format.md#the-commit). Guarantees:
 
-- No process group is used: training's collectives never meet ours.
+- No process group is used: training's collectives are never mixed with ours.
 - Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call
-  at a time: a waiter looks, and looks again a little later. Who accompanies a wait (`Lookout`) may say whom it is for, and
-  end it before its deadline.
-- A note is written once, by one rank, and removed by it when everyone is past it.
+  at a time: a waiter polls. The `Lookout` of a wait may log which ranks it is for, and end it before its deadline.
+- A note is written once, by one rank, and removed by it when every rank is past it.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class NoteBoard:
 
     Args:
         store: shared by all ranks.
-        place: what it is about; several meetings about one place in one process are told apart by `begin`.
-        relayed: whether another process has to be asked for what the store says; this one may outlive it.
+        place: what it is about; several boards about one place in one process are told apart by `begin`.
+        relayed: whether the store is read through another process; this one may outlive it.
     """
 
     def __init__(self, store: Store, place: str, rank: int, world_size: int, *, relayed: bool = False) -> None:
@@ -80,18 +79,18 @@ class NoteBoard:
 
     @property
     def name(self) -> str:
-        """What tells its notes from those of all other meetings; empty before `begin`."""
+        """What distinguishes its notes from those of all other boards; empty before `begin`."""
         return self._name or ""
 
     def join(self, name: str) -> None:
-        """Go to the meeting of that *name*, which another process of this rank has begun."""
+        """Use the board of that *name*, which another process of this rank has begun."""
         self._name = name
 
     def begin(self) -> None:
-        """Take a name that no other meeting has, with the first call that all ranks make in the same order.
+        """Choose a name that no other board has, with the first call that all ranks make in the same order.
 
-        Not before: one rank alone may have made a checkpointer just to look at what is there. Blocks for one call of the
-        store, once. Where that fails every later call here raises: the caller, a training thread, is told by its future.
+        Not before: one rank alone may have made a checkpointer just to read what is there. Blocks for one call of the store,
+        once. Where that fails every later call here raises: the caller, a training thread, gets the error from its future.
         """
         if self._name is None:
             prefix = f"aiockpt/{self.place}"
@@ -130,7 +129,7 @@ class NoteBoard:
         """Return the note under *key* as soon as it is there.
 
         Raises:
-            RankTimeoutError: it is not there after *deadline_s* seconds; says *what* was waited for, and *ranks*.
+            RankTimeoutError: it is not there after *deadline_s* seconds; names *what* was waited for, and *ranks*.
             Exception: what *lookout* has returned of *ranks*.
         """
         return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks, lookout)
@@ -167,7 +166,7 @@ class NoteBoard:
         return await self._call(lambda: self._store.add(self._key(key), 0))
 
     async def is_there(self, key: str) -> bool:
-        """Say whether anything is under *key*."""
+        """Return whether anything is under *key*."""
         return await self._call(lambda: self._store.check([self._key(key)]))
 
     async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
@@ -183,7 +182,7 @@ class NoteBoard:
             return False
 
     async def forget(self, keys: Iterable[str]) -> None:
-        """Remove notes that nobody needs any more; absent ones are fine."""
+        """Remove notes that no rank needs any more; absent ones are fine."""
         names = [self._key(key) for key in keys]
         await self._call(lambda: [self._store.delete_key(name) for name in names])
 
@@ -195,9 +194,9 @@ class NoteBoard:
         ranks: Callable[[], Iterable[int]],
         lookout: Lookout | None = None,
     ) -> T:
-        """Look until there is something; once after the deadline, too, for a process that was stopped meanwhile.
+        """Poll until there is something; once after the deadline, too, for a process that was stopped meanwhile.
 
-        Once more, too, after *lookout* has said that nothing more will come.
+        Once more, too, after *lookout* has returned that nothing more will come.
         """
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
@@ -234,7 +233,7 @@ class NoteBoard:
         return [next(iter(self._read([name])), None) for name in names]
 
     def _key(self, key: str) -> str:
-        """Return the name of a note in the store; one that begins with "/" is of no meeting alone."""
+        """Return the name of a note in the store; one that begins with "/" belongs to no board alone."""
         if key.startswith("/"):
             return f"aiockpt{key}"
         if self._name is None:
@@ -243,7 +242,7 @@ class NoteBoard:
 
 
 def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
-    """Yield the seconds between looks at something that may come soon or late: short ones first."""
+    """Yield the seconds between polls of something that may come soon or late: short ones first."""
     pause_s = first_s
     while True:
         yield min(pause_s, last_s)

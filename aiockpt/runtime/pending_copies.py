@@ -1,14 +1,14 @@
-"""Which copies of a state are made beside the program, and who changes a state by hand? Each waits for the other.
+"""Copies of a state that are made beside the program, and changes of a state by hand: each waits for the other.
 
 A save whose call returns before its state is copied registers that copy here (`PendingCopies.add`). Loads, ``mutating()``
 and ``barrier()`` wait for it; what else waits (`aiockpt.lazy.snapshotter`: optimizers) is built on this. Guarantees:
 
-- Whoever waits waits for the copies of all checkpointers of the process.
+- Every wait is for the copies of all checkpointers of the process.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
-- No save begins while somebody changes the state by hand: it would have half of the change.
+- No save begins while the state is changed by hand: it would have half of the change.
 - A forked child does not wait for the threads of its parent, which did not come along.
-- Whoever comes here, and finds a copy that is over and that nobody has compared since, has it compared once more before
-  going on: whatever this thread has changed without us is done, and counted by torch, and nothing it changes now can matter.
+- A thread that comes here, and finds a copy that is over and not compared since, has it compared once more before going on:
+  whatever this thread has changed without us is done, and counted by torch, and nothing it changes now can matter.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PendingCopy(msgspec.Struct, eq=False):
     """A copy that is made beside the program.
 
     Attributes:
-        save: whose it is; its *snapshotted* is settled when the copy is over.
+        save: of the copy; its *snapshotted* is resolved, or failed, when the copy is over.
         give_up: fails the save, when its copy is stuck.
-        host_copied: settled when only devices have something left to copy, with the events behind that; with *snapshotted*
+        host_copied: resolved when only devices have something left to copy, with the events behind that; with *snapshotted*
             at the latest.
         recheck: compares the state once more, on the first thread of the program that comes here after *host_copied*; on
             several, when they come at once.
@@ -54,12 +54,12 @@ class PendingCopy(msgspec.Struct, eq=False):
 
 
 class PendingCopies:
-    """The copies of one checkpointer, and who changes the state by hand. Thread-safe.
+    """The copies of one checkpointer, and the changes of its state by hand. Thread-safe.
 
     Args:
         timeout_s: how long one wait may last. A copy that is stuck for longer fails its save, and training goes on: the
             state is about to change under it.
-        on_waited: told each wait of a millisecond or more: for which save, and how many seconds. On the thread that waited.
+        on_waited: called for each wait of a millisecond or more, with the save and the seconds. On the thread that waited.
     """
 
     def __init__(self, timeout_s: float, on_waited: Callable[[int, float], object] = lambda *_: None) -> None:
@@ -74,10 +74,10 @@ class PendingCopies:
         _register(self)
 
     def add(self, copy: PendingCopy, on_change: Callable[[], object] | None = None) -> None:
-        """Have whoever is about to change the state wait for *copy* from now on.
+        """Have every thread that is about to change the state wait for *copy* from now on.
 
         Args:
-            on_change: told when the state is about to change for the first time from now on, copied or not.
+            on_change: called when the state is about to change for the first time from now on, copied or not.
         """
         if on_change is not None:
             with self._lock:
@@ -97,7 +97,7 @@ class PendingCopies:
         return self._pid == os.getpid()
 
     def count_change(self, more: int) -> None:
-        """Count who is changing the state by hand."""
+        """Count a block that changes the state by hand."""
         with self._lock:
             self._changing += more
 
@@ -153,7 +153,7 @@ class PendingCopies:
                 self._unchecked.pop(snapshotted, None)  # now: another thread that comes here must not go on before that
 
     def tell_change(self) -> None:
-        """Say that the state is about to change."""
+        """Note that the state is about to change."""
         if self._on_change:
             with self._lock:
                 told, self._on_change = self._on_change, ()
@@ -161,14 +161,14 @@ class PendingCopies:
                 on_change()
 
     def close(self) -> None:
-        """Hold up nobody any more. Idempotent."""
+        """Block no thread any more. Idempotent."""
         _forget(self)
 
     def __repr__(self) -> str:
         return f"<PendingCopies: {len(self._copying)} snapshots being copied>"
 
 
-_registering = RLock()  # the collector may forget one in the middle of registering another
+_registering = RLock()  # the collector may release one in the middle of registering another
 _known: tuple[weakref.ref[PendingCopies], ...] = ()
 """Of this process. Replaced and never changed: optimizer steps read it on any thread."""
 
@@ -180,7 +180,7 @@ def _register(copies: PendingCopies) -> None:
 
 
 def _forget(gone: object) -> None:
-    """Take one, or a reference to one that is no more, from the list."""
+    """Remove one, or a reference to one that is no more, from the list."""
     global _known
     with _registering:
         _known = tuple(known for known in _known if known is not gone and known() not in (gone, None))
@@ -195,7 +195,7 @@ def pending_copies() -> Iterator[PendingCopies]:
 
 
 def _all_copying() -> Iterator[tuple[PendingCopies, PendingCopy]]:
-    """Yield what is being copied in this process; say first that the state is about to change."""
+    """Yield what is being copied in this process; note first that the state is about to change."""
     ours = list(pending_copies())
     for copies in ours:
         copies.tell_change()
@@ -210,7 +210,7 @@ def _recheck_all() -> None:
 
 
 class Mutating:
-    """The block in which somebody changes the state by hand: ``with`` in a sync program, ``async with`` in an event loop.
+    """The block in which the user changes the state by hand: ``with`` in a sync program, ``async with`` in an event loop.
 
     It begins when no snapshot is being copied, and no save may begin in it.
     """

@@ -1,7 +1,7 @@
-"""Has a process of this host ended? Asked of the kernel, which knows at once, and of nobody else.
+"""Detection of ended processes of this host, from the kernel, which knows at once.
 
-Guarantees: a process id that was given to another process meanwhile is not taken for the first one; of a process on another
-host, in another container, or where there is no ``/proc``, nothing is said.
+Guarantees: a process id that was reused meanwhile is not mistaken for the first process; of a process on another host, in
+another container, or where there is no ``/proc``, nothing is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def this_process() -> Process:
 
 
 def has_ended(process: Process, here: Process) -> bool:
-    """Say whether *process* is known to have ended, as seen from the process *here*. Reads files of the kernel."""
+    """Return whether *process* is known to have ended, as seen from the process *here*. Reads files of the kernel."""
     if not process.host or process.host != here.host:
         return False
     state, started = _look(process.pid)
@@ -41,7 +41,7 @@ def has_ended(process: Process, here: Process) -> bool:
 
 
 def _look(pid: int) -> tuple[str, str]:
-    """Return the state of a process and when it began; what it is called may hold anything, brackets included."""
+    """Return the state of a process and when it began; its name may hold anything, brackets included."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,10 +1,10 @@
-"""The side of a future that the engine holds: a promise is resolved or failed once, and knows who waits.
+"""The side of a future that the engine holds: a promise is resolved or failed once, and reports waits for it.
 
-Callers hold the futures of `aiockpt.futures`, each of which looks at one promise. Guarantees:
+Callers hold the futures of `aiockpt.futures`, each of which reads one promise. Guarantees:
 
-- A promise is settled once; a second attempt, on whatever thread, changes nothing.
-- What engine code waits for here (`Promise.settled`, `Promise.wait_anyway`) takes nothing from the promise: only a caller
-  who asks a future for its value, or its error, has been told.
+- A promise is resolved or failed once; a second attempt, on whatever thread, changes nothing.
+- What engine code waits for here (`Promise.settled`, `Promise.wait_anyway`) consumes nothing of the promise: the outcome
+  counts as delivered only when a caller asks a future for its value, or its error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def _do_nothing() -> None:
-    """Nobody minds."""
+    """Do nothing: the default of `Promise.on_wait`."""
 
 
 def _find_nothing() -> None:
-    """What was reached was reached."""
+    """Return None, no error: the default of `Promise.on_told`."""
 
 
 class Promise(Generic[T]):
@@ -37,9 +37,9 @@ class Promise(Generic[T]):
 
     Attributes:
         what: the point, in words.
-        told: whether a caller has taken the value or the error.
-        on_wait: called whenever somebody begins to wait for it, on the thread that waits.
-        on_told: called whenever a caller is about to hear that it was reached; returns what went wrong all the same.
+        told: whether a caller has received the value or the error.
+        on_wait: called whenever a wait for it begins, on the thread that waits.
+        on_told: called whenever a caller is about to receive that it was reached; returns what went wrong all the same.
         cancel_work: asks the work to stop; None where it cannot be stopped, or has not begun.
     """
 
@@ -52,11 +52,11 @@ class Promise(Generic[T]):
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._late_error: BaseException | None = None
 
-    # ------------------------------------------------------------------ settling
+    # ------------------------------------------------------------------ resolving
 
     def resolve(self, value: T) -> None:
         """Note that the point is reached."""
-        with suppress(concurrent.futures.InvalidStateError):  # settled already, perhaps by another thread this instant
+        with suppress(concurrent.futures.InvalidStateError):  # done already, perhaps by another thread this instant
             self._inner.set_result(value)
 
     def fail(self, error: BaseException) -> None:
@@ -65,7 +65,7 @@ class Promise(Generic[T]):
             self._inner.set_exception(error)
 
     def follow(self, running: concurrent.futures.Future[T]) -> None:
-        """Be settled with the outcome of work that is *running*, and cancel that when a caller cancels."""
+        """Adopt the outcome of work that is *running*, and cancel that when a caller cancels."""
         self.cancel_work = running.cancel
 
         def settle(_: object) -> None:
@@ -79,18 +79,18 @@ class Promise(Generic[T]):
         running.add_done_callback(settle)
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Call *callback* when it is settled, on the thread that settles it; at once when it is."""
+        """Call *callback* when it is resolved or failed, on the thread that does it; at once when it is."""
         self._inner.add_done_callback(lambda _: callback())
 
     def cancel(self) -> bool:
-        """Ask the work to stop, from any thread; return False when it is settled already."""
+        """Ask the work to stop, from any thread; return False when the outcome is there already."""
         if self.is_settled:
             return False
         if self.cancel_work is not None:
             self.cancel_work()
         return True
 
-    # ------------------------------------------------------------------ looking, for the engine
+    # ------------------------------------------------------------------ reading, for the engine
 
     @property
     def is_settled(self) -> bool:
@@ -99,7 +99,7 @@ class Promise(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with; None while it is not settled, and when it was reached."""
+        """What it failed with; None while it has no outcome, and when it was reached."""
         return self._inner.exception() if self._inner.done() else None
 
     @property
@@ -109,13 +109,13 @@ class Promise(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What it was resolved with; of one that is settled. Raises its error."""
+        """What it was resolved with; of one that has an outcome. Raises its error."""
         return self._inner.result(0)
 
     # ------------------------------------------------------------------ waiting
 
     async def settled(self) -> None:
-        """Wait until it is settled, take nothing from it, and hurry nobody. In any event loop."""
+        """Wait until it has an outcome, consume nothing of it, and expedite nothing. In any event loop."""
         if not self._inner.done():
             reached = anyio.Event()
             wake = _waker(reached)
@@ -123,13 +123,13 @@ class Promise(Generic[T]):
             await reached.wait()
 
     async def settled_within(self, seconds: float) -> None:
-        """Wait until it is settled, or *seconds* have passed."""
+        """Wait until it has an outcome, or *seconds* have passed."""
         self.hurry()
         with anyio.move_on_after(seconds):
             await self.settled()
 
     def wait_anyway(self, timeout_s: float | None) -> bool:
-        """Block until it is settled, even on a thread with an event loop; say whether it is.
+        """Block until it has an outcome, even on a thread with an event loop; return whether it has.
 
         For the barrier, whose copy runs elsewhere; and for futures, which have refused such threads before.
         """
@@ -137,11 +137,11 @@ class Promise(Generic[T]):
         return bool(concurrent.futures.wait([self._inner], timeout_s).done)
 
     def hurry(self) -> None:
-        """Say that somebody waits now."""
+        """Note that a caller waits now."""
         if not self._inner.done():
             self.on_wait()
 
-    # ------------------------------------------------------------------ telling, for futures
+    # ------------------------------------------------------------------ delivery, for futures
 
     def look_again(self) -> BaseException | None:
         """Return what went wrong although the point was reached."""
@@ -170,13 +170,13 @@ def _waker(reached: anyio.Event) -> Callable[[], None]:
         token = trio.lowlevel.current_trio_token()
 
         def wake_trio() -> None:
-            with suppress(trio.RunFinishedError):  # the loop that waited is gone; nobody is left to wake
+            with suppress(trio.RunFinishedError):  # the loop that waited is gone; nothing is left to wake
                 token.run_sync_soon(reached.set)
 
         return wake_trio
 
     def wake() -> None:
-        with suppress(RuntimeError):  # the loop that waited is closed; nobody is left to wake
+        with suppress(RuntimeError):  # the loop that waited is closed; nothing is left to wake
             loop.call_soon_threadsafe(reached.set)
 
     return wake
@@ -226,7 +226,7 @@ class SavePromise(Promise[SaveResult]):
 
     @property
     def delivered(self) -> bool:
-        """Whether a caller has taken the outcome, or was told of the failure at a point on the way."""
+        """Whether a caller has received the outcome, or the failure at a point on the way."""
         points: list[Promise[Any]] = [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
         return self.told or any(point.told and point.has_failed for point in points)
 
@@ -238,7 +238,7 @@ class SavePromise(Promise[SaveResult]):
         super().fail(error)
 
     def reach(self, point: Promise[None]) -> None:
-        """Resolve *point*, and before it those that come first: what tells of them may be late."""
+        """Resolve *point*, and before it those that come first: their own reports may be late."""
         for one in (self.snapshotted, self.written, self.in_memory):
             one.resolve(None)
             if one is point:
@@ -255,9 +255,9 @@ class LoadPromise(Promise[T]):
 
     Attributes:
         on_finish: fills the objects, and returns the result then; None where there is nothing to fill.
-        agree: has all ranks know how that went here; returns the promise that they have heard. None where none must.
+        agree: reports to all ranks how that went here; returns the promise that they have received it. None where none must.
         waited_for: whether a caller has waited for it to the end.
-        refused: whether a caller tried to inside an event loop, or cancelled it; the next load then takes its place.
+        refused: whether a caller tried to inside an event loop, or cancelled it; the next load then replaces it.
     """
 
     def __init__(self, what: str) -> None:
@@ -273,14 +273,14 @@ class LoadPromise(Promise[T]):
 
     @property
     def is_left(self) -> bool:
-        """Whether nobody has waited for it, though it was this thread that asked, or one that has ended."""
+        """Whether no caller has waited for it, though it was this thread that asked, or one that has ended."""
         return not self.waited_for and (self._asker is current_thread() or not self._asker.is_alive())
 
     def finish(self) -> Promise[None] | None:
-        """Fill the objects, once, on the thread of whoever waits first.
+        """Fill the objects, once, on the first thread that waits.
 
         Returns:
-            What is settled when the other ranks have done so too, where they must agree.
+            The promise that the other ranks have done so too, where they must agree.
         """
         with self._finishing:
             if self.on_finish is None:

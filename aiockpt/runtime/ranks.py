@@ -1,4 +1,4 @@
-"""How many processes save together, which of them is this one, and where do they meet?"""
+"""This process's place among those that save together: how many there are, its number, and the store of their notes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_found(ranks: Ranks) -> None:
     A process group that has ended since is fine: the store outlives it, and so may saves.
 
     Raises:
-        UsageError: says what was found then, what is there now, and what to do.
+        UsageError: names what was found then, what is there now, and what to do.
     """
     from torch import distributed
 

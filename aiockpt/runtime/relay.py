@@ -1,11 +1,11 @@
-"""How does a process use a store that only another one can reach? It asks that one, call by call.
+"""Relay of a store to a process that cannot reach it: another process makes each call for it.
 
 A writer process (`aiockpt.worker`) has no client of the job's c10d store: that would need torch, an address, and a second
-client for each rank. Its trainer has one. Here are both ends of a call; how messages travel is not known here.
+client for each rank. Its trainer has one. Both ends of a call are here; the transport of messages is not.
 
 Guarantees:
 
-- A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or nobody can ask it.
+- A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or cannot be asked.
 - When the other process is gone, every call raises at once, those that wait included; when it is silent, after a while.
 """
 
@@ -28,7 +28,7 @@ GONE = "the process that asks the store is gone"
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One call of a store: its verb, the keys, and what it is given."""
+    """One call of a store: its verb, the keys, and its argument."""
 
     verb: Verb
     keys: list[str]
@@ -47,7 +47,7 @@ def ask(store: Store, question: Question) -> Reply:
     """Make the call at the store itself. Blocks as long as the store does."""
     try:
         return Reply(_call(store, question))
-    except Exception as error:  # noqa: BLE001  c10d raises what it likes; who asked makes one error of it
+    except Exception as error:  # noqa: BLE001  c10d raises what it likes; the asking side makes one error of it
         return Reply(failure=f"{type(error).__name__}: {error}")
 
 
@@ -68,10 +68,10 @@ def _call(store: Store, question: Question) -> Value:
 
 
 class RelayedStore:
-    """The store, as a process sees it that asks another one. Blocking; any thread but the one that hears the replies.
+    """The store, relayed by another process. Blocking; any thread but the one that receives the replies.
 
     Args:
-        send: has a question with its number asked, soon; any thread.
+        send: sends a question with its number, soon; any thread.
     """
 
     def __init__(self, send: Callable[[int, Question], object]) -> None:
@@ -91,7 +91,7 @@ class RelayedStore:
         return value
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether something is under each key."""
+        """Return whether something is under each key."""
         return bool(self._ask(Question("check", list(keys))))
 
     def add(self, key: str, amount: int, /) -> int:
@@ -101,17 +101,17 @@ class RelayedStore:
         return value
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove what is under *key*; say whether something was."""
+        """Remove what is under *key*; return whether something was."""
         return bool(self._ask(Question("delete_key", [key])))
 
     def hear(self, number: int, reply: Reply) -> None:
-        """Take the reply to a question."""
+        """Accept the reply to a question."""
         waiting = self._waiting.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
     def lose(self) -> None:
-        """Note that nobody will reply any more. On the thread that hears the replies."""
+        """Note that no reply will come any more. On the thread that receives the replies."""
         self._lost = True
         for number in list(self._waiting):
             self.hear(number, Reply(failure=GONE))

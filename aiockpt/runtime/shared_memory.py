@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- The file is gone when nobody has it open or mapped, however its users end.
+- The file is gone when no process has it open or mapped, however its users end.
 - A piece lies at an address at which the system can map huge pages. It gets them at once where the system gives them to
   shared memory (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is "advise"), and else by `SharedMemory.make_huge`,
   which Linux 6.1 does whatever is set there. Without them a copy into the piece takes up to twice as long.
@@ -21,12 +21,12 @@ from aiockpt.errors import ClosedError, UsageError
 from aiockpt.runtime.host_memory import Pages, advise, fault_in
 
 HUGE_BYTES = 2 << 20
-_MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not name it
+_MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not define it
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap  # that of Python takes no address
+_mmap = _libc.mmap  # that of Python has no argument for the address
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _munmap = _libc.munmap
@@ -69,9 +69,9 @@ class SharedMemory:
         return memory
 
     def make_huge(self, address: int, size_bytes: int) -> None:
-        """Have the piece at *address* lie in huge pages if that can be, for all who map it. Takes milliseconds, GIL free.
+        """Move the piece at *address* into huge pages if that can be, for all that map it. Needs milliseconds, GIL free.
 
-        Whoever uses it meanwhile waits, or keeps it as it is.
+        A thread that uses it meanwhile waits, or keeps it as it is.
         """
         advise(address, size_bytes, _MADV_COLLAPSE)  # a wish, as every other advice
 

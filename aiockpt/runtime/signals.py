@@ -1,4 +1,4 @@
-"""Ends a command, and the process that it has started, on control-C, a polite kill, or a terminal that is closed.
+"""End of a command, and of the process that it has started, on control-C, a polite kill, or a terminal that is closed.
 
 A child does not outlive its parent: a signal ends the child first, and one that comes while the child is being started
 waits until there is one. On the main thread, as signal handlers are.
@@ -19,7 +19,7 @@ END_DEADLINE_S = 30.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """The command was told to end, by the signal *number*; it ends as after control-C."""
+    """The command is to end, by the signal *number*; it ends as after control-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -1,11 +1,11 @@
-"""Where do copied bytes wait for the disk? In a bounded pool of slabs that are faulted in once and kept.
+"""Pool of slabs, in which copied bytes wait for the disk: bounded, faulted in once, and kept.
 
 The first touch of new memory is up to twenty times slower than a copy into warm memory (benchmarks/README.md), so slabs
-are touched when they are made and never given back before ``close``. Guarantees:
+are touched when they are made and never freed before ``close``. Guarantees:
 
 - The pool never holds more than its ceiling, and every slab it handed out comes back exactly once, in any order.
-- ``take`` waits, oldest first; a save takes one slab at a time and passes it on, so one slab is enough for any tensor.
-- Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.host_memory`): O_DIRECT takes
+- ``take`` waits, oldest first; a save acquires one slab at a time and passes it on, so one slab is enough for any tensor.
+- Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.host_memory`): O_DIRECT accepts
   them.
 """
 
@@ -24,9 +24,9 @@ from aiockpt.events import PoolStatistics
 from aiockpt.runtime.accelerator import Pins
 from aiockpt.runtime.host_memory import Memory, Pages, PrivateMemory, address_of
 
-# Which host memory is registered with a device? Each piece once, for as long as it lives.
+# Registration of host memory with a device: each piece once, for as long as it lives.
 #
-# Registering costs milliseconds a piece, so it is done when memory is made, never with each save. Memory that is let go
+# Registering costs milliseconds a piece, so it is done when memory is made, never with each save. Memory that is freed
 # while it is registered would leave the driver a mapping of something else. Thread-safe.
 
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class Pinning:
-    """What is pinned of one pool; nothing before `use`."""
+    """The pinned memory of one pool; none before `use`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -43,12 +43,12 @@ class Pinning:
         self._pinned: dict[int, Pins] = {}
 
     def use(self, pins: Pins) -> None:
-        """Pin with *pins* from now on; whoever comes first pins for all devices."""
+        """Pin with *pins* from now on; the first call pins for all devices."""
         if self._pins is None:  # without the lock, which may be held for the milliseconds of a registration
             self._pins = pins
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Pin memory that is not pinned yet. Where that is refused, say so once, and go on with pageable memory."""
+        """Pin memory that is not pinned yet. Where that is refused, log it once, and go on with pageable memory."""
         with self._lock:
             if self._pins is None or self._refused or address in self._pinned:
                 return
@@ -62,7 +62,7 @@ class Pinning:
                 )
 
     def unpin(self, address: int) -> None:
-        """Take `pin` back, if there was one."""
+        """Undo `pin`, if there was one."""
         pins = self._pinned.pop(address, None)
         if pins is not None:
             try:
@@ -85,10 +85,10 @@ class Slab:
 
 
 class Lender(Protocol):
-    """Whom slabs go back to that were written."""
+    """Where slabs go back to once they are written."""
 
     def give(self, slab: Slab, /) -> None:
-        """Take *slab* back; once for each time it was lent."""
+        """Accept *slab* back; once for each time it was lent."""
 
 
 class SlabPool:
@@ -96,7 +96,7 @@ class SlabPool:
 
     Args:
         slab_bytes: size of each slab.
-        ceiling_bytes: the most the pool may hold; at least one slab. None lets it `fit` the states it meets.
+        ceiling_bytes: the most the pool may hold; at least one slab. None lets it `fit` the states it gets.
         memory: where slabs are made; that of this process alone for None.
     """
 
@@ -148,7 +148,7 @@ class SlabPool:
             self._add(slab)
 
     def settle(self) -> None:
-        """Have slabs that are new lie in huge pages, if they do not yet; in use or not. It takes milliseconds for each."""
+        """Move new slabs, in use or not, into huge pages, where they are not there yet. It needs milliseconds for each."""
         with self._changed:
             new, self._new = self._new, []
         for slab in new:
@@ -160,7 +160,7 @@ class SlabPool:
         return not self._new
 
     def pin_with(self, pins: Pins) -> None:
-        """Pin every slab from now on, once: what is made when it is made, what is there when it is next taken."""
+        """Pin every slab from now on, once: what is made when it is made, what is there when it is next acquired."""
         self._pinning.use(pins)
 
     def _claim_new(self, wanted: int) -> bool:
@@ -238,12 +238,12 @@ class SlabPool:
             return self._changed.wait_for(lambda: self._closed or enough(self._used), timeout_s)
 
     def wake(self) -> None:
-        """Have all who `wait` look again."""
+        """Have all callers of `wait` check again."""
         with self._changed:
             self._changed.notify_all()
 
     def give(self, slab: Slab) -> None:
-        """Take *slab* back."""
+        """Accept *slab* back."""
         with self._changed:
             self._used -= 1
             if not self._closed:
@@ -270,7 +270,7 @@ class SlabPool:
             )
 
     def close(self) -> None:
-        """Wake whoever waits and let the memory go. Idempotent."""
+        """Wake all waiting threads and free the memory. Idempotent."""
         with self._changed:
             self._closed = True
             free, self._free = self._free, []

@@ -1,6 +1,6 @@
-"""How long does each stage of a save or a load take? Timed on the thread where it happens, told on the loop's.
+"""Timing of the stages of a save or a load: on the thread where each happens, emitted on the loop's.
 
-An operation has one `Stages`. Nothing waits for a device, and a stage costs two looks at the clock and one event.
+An operation has one `Stages`. Nothing waits for a device, and a stage costs two reads of the clock and one event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aiockpt.events import BytesWritten, Event, Operation, StageEnded
 
 
 class StageTally:
-    """What a stage says of itself when it ends.
+    """The measurements of a stage when it ends.
 
     Attributes:
         bytes: that it moved.
@@ -48,7 +48,7 @@ class Stages:
 
     @contextmanager
     def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[StageTally]:
-        """Time the block, and tell of it at its end, also when it fails. On the loop thread.
+        """Time the block, and emit the stage at its end, also when it fails. On the loop thread.
 
         Args:
             key: the data file or the place; empty for all of the step.
@@ -63,21 +63,21 @@ class Stages:
         self._emit(self._ended(stage, begun_ns, key, told))
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
-        """Note, on any thread, that a stage has ended, now for None; observers hear of it from the next `tell`."""
+        """Note, on any thread, that a stage has ended, now for None; observers receive it with the next `tell`."""
         self._untold.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
     def ended(self, stage: str, begun_ns: int) -> None:
-        """Tell of a stage that ends now. On the loop thread."""
+        """Emit a stage that ends now. On the loop thread."""
         self._emit(self._ended(stage, begun_ns, "", StageTally()))
 
     def wrote(self, key: str, size: int, begun_ns: int) -> None:
-        """Tell of bytes that have reached the storage. On the loop thread."""
+        """Emit bytes that have reached the storage. On the loop thread."""
         now_ns = self.now_ns()
         seconds = (now_ns - begun_ns) / 1e9
         self._emit(BytesWritten(at_ns=now_ns, step=self._step, bytes=size, key=key, seconds=seconds))
 
     def tell(self) -> None:
-        """Tell of what was noted. On the loop thread."""
+        """Emit what was noted. On the loop thread."""
         untold, self._untold = self._untold, []
         for ended in untold:
             self._emit(ended)

@@ -1,7 +1,7 @@
-"""How do tasks belong together? In groups that end together and raise one plain error.
+"""Task groups that end together and raise one plain error.
 
 anyio's task group wraps every failure in an exception group. Callers of aiockpt never need ``except*``: here the first
-error that is not a cancellation leaves alone, with its own traceback.
+error that is not a cancellation is raised alone, with its own traceback.
 """
 
 from __future__ import annotations

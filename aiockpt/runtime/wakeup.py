@@ -1,4 +1,4 @@
-"""Tells of signals at once, also while the main thread is inside a long call of C, where no Python handler runs.
+"""Notification of signals at once, also while the main thread is inside a long call of C, where no Python handler runs.
 
 Python writes the number of each signal into the one *wakeup descriptor* of the process, in the very instant; a thread
 waits at the other end. (Its own handlers run when the main thread comes back to the interpreter: after a collective of a
@@ -7,7 +7,7 @@ minute, a minute later.) Guarantees:
 - What was there stays: earlier handlers are still called, and the earlier wakeup descriptor, asyncio's for one, still gets
   every byte. What is installed later is put on top by its owner, and is chained in its turn by `SignalWatch.renew`.
 - A byte is passed on only to the very pipe or socket that was there, never to a file that has its number by now.
-- A forked child has what was there before: its signals are its own, and never tell of one in the parent.
+- A forked child has what was there before: its signals are its own, and never reported in the parent.
 - The last watch that is closed restores what was there. Where it cannot (off the main thread), a signal that would have
   ended the process does so still.
 """
@@ -41,7 +41,7 @@ Told = Callable[[int], object]
 
 
 def on_main_thread() -> bool:
-    """Say whether this is the main thread, where Python's signal handlers run."""
+    """Return whether this is the main thread, where Python's signal handlers run."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -75,7 +75,7 @@ def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
 
 
 class SignalWatch:
-    """One who is told of signals."""
+    """One subscription to signals."""
 
     def __init__(self, slot: _WakeupSlot, numbers: Collection[int], told: Told) -> None:
         self.numbers = numbers
@@ -83,15 +83,15 @@ class SignalWatch:
         self._slot = slot
 
     def renew(self) -> None:
-        """Be told still, though another has taken the descriptor or a signal since: it is chained. Main thread; 10 µs."""
+        """Stay subscribed where another has replaced the descriptor or a handler: it is chained. Main thread; 10 µs."""
         self._slot.renew()
 
     def settle(self) -> None:
-        """Return when the signals that came before this call have been told, or the thread that tells them is gone."""
+        """Return when the signals that came before this call have been reported, or the thread that reports them is gone."""
         self._slot.settle()
 
     def close(self) -> None:
-        """Be told no more. Any thread; idempotent. What was there before is restored from the main thread only."""
+        """End the subscription. Any thread; idempotent. What was there before is restored from the main thread only."""
         global _slot
         with _changing:
             if self._slot.remove(self) and self._slot is _slot:
@@ -114,7 +114,7 @@ class _WakeupSlot:
 
     @property
     def numbers(self) -> set[int]:
-        """The signals that anybody watches."""
+        """The signals that are watched."""
         return {number for watch in self.watches for number in watch.numbers}
 
     def add(self, watch: SignalWatch) -> None:
@@ -122,7 +122,7 @@ class _WakeupSlot:
         self.renew()
 
     def renew(self) -> None:
-        """Take the descriptor and the handlers, and chain what is found there. On the main thread."""
+        """Install the descriptor and the handlers, and chain what is found there. On the main thread."""
         for number in self.numbers:
             there = signal.getsignal(number)
             if there is not self._handlers.get(number):
@@ -135,7 +135,7 @@ class _WakeupSlot:
                 self._earlier = earlier, os.fstat(earlier)
 
     def remove(self, watch: SignalWatch) -> bool:
-        """Forget *watch*; with the last one restore what was there, and say whether that was done."""
+        """Remove *watch*; with the last one restore what was there, and return whether that was done."""
         self.watches = tuple(other for other in self.watches if other is not watch)
         if self.watches or not on_main_thread():
             return False
@@ -146,21 +146,21 @@ class _WakeupSlot:
         return True
 
     def restore(self) -> None:
-        """Put back what was there, where nobody else has put something on top."""
+        """Put back what was there, where nothing else was put on top."""
         for number, own in self._handlers.items():
             earlier = signal.SIG_DFL if own.earlier is None else own.earlier
             if signal.getsignal(number) is own:
                 signal.signal(number, earlier)
         self._handlers.clear()
         taken = signal.set_wakeup_fd(-1)
-        if taken != self._sender.fileno():  # somebody else's by now
+        if taken != self._sender.fileno():  # another owner's by now
             with suppress(ValueError, OSError):
                 signal.set_wakeup_fd(taken)
         elif self._earlier is not None and _is_still_there(self._earlier):
             signal.set_wakeup_fd(self._earlier[0])
 
     def tell(self, number: int) -> bool:
-        """Tell all that watch a signal; say whether anybody does."""
+        """Notify all that watch a signal; return whether any does."""
         watches = [watch for watch in self.watches if number in watch.numbers]
         for watch in watches:
             try:
@@ -170,7 +170,7 @@ class _WakeupSlot:
         return bool(watches)
 
     def settle(self) -> None:
-        """Wait until the thread has told what is in the pipe by now."""
+        """Wait until the thread has reported what is in the pipe by now."""
         mark = threading.Event()
         self._marks.append(mark)
         with suppress(OSError):  # full, or closed
@@ -190,14 +190,14 @@ class _WakeupSlot:
 
 
 class _Handler:
-    """Python's handler of one signal: tells too, for the descriptor may be another's, and calls the *earlier* handler."""
+    """Python's handler of one signal: notifies too, for the descriptor may be another's, and calls the *earlier* handler."""
 
     def __init__(self, slot: _WakeupSlot, earlier: Any) -> None:
         self.earlier = earlier
         self._slot = slot
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Tell of the signal."""
+        """Report the signal."""
         watched = self._slot.tell(number)
         if callable(self.earlier):
             self.earlier(number, frame)
@@ -207,7 +207,7 @@ class _Handler:
 
 
 def _is_still_there(earlier: tuple[int, os.stat_result]) -> bool:
-    """Say whether a descriptor is still that of the same pipe or socket."""
+    """Return whether a descriptor is still that of the same pipe or socket."""
     number, before = earlier
     try:
         now = os.fstat(number)
@@ -234,7 +234,7 @@ def _register_fork_hooks() -> None:
 
 
 def _block() -> None:
-    """Hold back what is watched until the child has its own handlers: before that it would tell the parent."""
+    """Hold back what is watched until the child has its own handlers: before that it would notify the parent."""
     _blocked.before = None if _slot is None else signal.pthread_sigmask(signal.SIG_BLOCK, _slot.numbers)
 
 

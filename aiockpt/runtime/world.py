@@ -1,6 +1,6 @@
 """The seams to the outside: the one place where aiockpt touches files, clocks, random bytes, devices and threads.
 
-``Files`` is every file-system call the engine makes, ``Clock`` every look at the time, ``World.token`` every random
+``Files`` is every file-system call the engine makes, ``Clock`` every read of the time, ``World.token`` every random
 byte, ``Accelerator`` every stream and event of a device, ``Loop`` every thread of a checkpointer. The real ones are thin.
 `aiockpt.testing.simulation` has twins with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose
 device is late, `aiockpt.testing.inline_loop` one without threads. HTTP passes the other seam, the backend contract.
@@ -122,7 +122,7 @@ class OsClock:
 
 
 class Loop(Protocol):
-    """The event loop that a checkpointer runs on, and its worker threads: `aiockpt.runtime.loop.LoopThread` says more."""
+    """The event loop that a checkpointer runs on, and its worker threads; see `aiockpt.runtime.loop.LoopThread`."""
 
     @property
     def usable(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""The face: what a training program calls, from any thread. Every operation returns a future.
+"""The public API: what a training program calls, from any thread. Every operation returns a future.
 
 ``Checkpointer`` walks the state and takes the snapshot on the caller's thread; everything else happens on its own loop
 thread (`aiockpt.engine`).
@@ -79,7 +79,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def _tell_nobody(size_bytes: int) -> None:
-    """Nobody asked for the progress."""
+    """The progress callback where none was given: does nothing."""
 
 
 class Checkpointer:
@@ -101,7 +101,7 @@ class Checkpointer:
         immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
         screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
-            and told (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
+            and reported (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
         replicas: ``"check"`` fails a save in which ranks have other values of the same tensor, and names it; ``"first"``
             saves one rank's without a look. Of buffers of modules those of the lowest rank are saved. See
             docs/guide/ranks.md.
@@ -120,14 +120,14 @@ class Checkpointer:
             is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
             URL. Loading, listing and verifying stay here.
         io: how bytes move: pool, block and slab sizes, verification.
-        on_preempt: ``"save"``, or a `Preemption`: when the run is told to end (SIGTERM, SIGUSR1, the end of its allocation),
+        on_preempt: ``"save"``, or a `Preemption`: when the run must end (SIGTERM, SIGUSR1, the end of its allocation),
             the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
         deadlines: when a wait gives up.
-        observers: who is told of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
+        observers: notified of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
-            rank makes the same calls: saves meet by their step, loads and ``warm_up`` by their number.
+            rank makes the same calls: saves are matched by their step, loads and ``warm_up`` by their number.
         scrub: read every step again now and then, in the background, and repair what is bad from other tiers. One rank does.
-        load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
+        load_group: a ``torch.distributed`` process group of gloo for this use alone. Its ranks read each block once and
             send it to those that want it, too; worth it where storage is slower than the network between them. Give
             every rank the group it is in; None lets each rank read all that it wants.
         config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
@@ -239,7 +239,7 @@ class Checkpointer:
             step: its number, 0 or more; integers of numpy and integer tensors without axes count.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see docs/guide/states.md.
-            snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None takes what the checkpointer was made with.
+            snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None uses what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
             only: names of the state, or what they begin with, to save; ``*`` stands for any part of a name, ``**`` for any
@@ -252,7 +252,7 @@ class Checkpointer:
             UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
             UnsupportedStateError: a leaf cannot be saved; it is named, and nothing was written.
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
-            Preempted: the run was told to end (``on_preempt``), and this save was the last one.
+            Preempted: the run must end (``on_preempt``), and this save was the last one.
         """
         step = check_step(step)
         prepare = partial(self._prepare_save, step, state, snapshot, metrics, user, only, exclude)
@@ -359,7 +359,7 @@ class Checkpointer:
         """Fill *state* in place from a step; from the newest valid one for None.
 
         Worker threads fill the tensors; schedulers, optimizer state and plain values are filled on the thread that waits
-        for the future first. Until somebody waits, the load is not complete.
+        for the future first. Without a wait the load is not complete.
 
         Args:
             state: as for ``save``; tensors are overwritten in place, lazily created optimizer state is created.
@@ -373,12 +373,12 @@ class Checkpointer:
             rename: from names in the checkpoint to names in *state*, by regular expressions, one after the other (or by a
                 function of a name): ``rename=[(r"^model\\.encoder\\.", "model.backbone.")]`` loads what was saved before a
                 module was renamed, and the state of its optimizer with it. A rule that renames nothing does no harm, so
-                that a script keeps its rules. ``LoadResult.renamed`` tells what was renamed.
+                that a script keeps its rules. ``LoadResult.renamed`` lists what was renamed.
             optimizer_state: ``"by_parameter"`` where optimizers have changed their make-up (a part of the parameters has
                 another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
-                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` tells what did.
+                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` lists what did.
             fork: another run's place, from whose *step* this run begins while it has no step of its own; later starts load
-                the newest of their own. What is saved tells where it came from (``StepInfo.forked_from``).
+                the newest of their own. What is saved records where it came from (``StepInfo.forked_from``).
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
@@ -450,7 +450,7 @@ class Checkpointer:
                 await source.close()
 
     def _agree_applied(self, number: int, error: Exception | None) -> Promise[None]:
-        """Have all ranks know whether the objects of all took what was loaded."""
+        """Agree, on all ranks, on whether the objects of each accepted what was loaded."""
         promise: Promise[None] = Promise(f"end of load number {number}")
         promise.follow(self._loop.submit(self._coordinator.agree_applied, number, error))
         return promise
@@ -490,7 +490,7 @@ class Checkpointer:
         """Read and compare every block of a step, and mark it as verified.
 
         Args:
-            on_read: told the bytes of each read, on the loop thread; for progress.
+            on_read: called with the bytes of each read, on the loop thread; for progress.
         """
         return self._operation("verify", maintenance.verify, self._destination, _number(step), on_read)
 
@@ -504,7 +504,7 @@ class Checkpointer:
         Args:
             step: None for the newest valid one.
             source: another place that may have the same step: a path, a URL, or a backend.
-            on_read: told the bytes of each read, on the loop thread; for progress.
+            on_read: called with the bytes of each read, on the loop thread; for progress.
 
         Returns: what was done in each place; *left* says what is bad still.
 
@@ -533,7 +533,7 @@ class Checkpointer:
 
         Args:
             to: a path, a URL, or a backend, which stays open.
-            on_copied: told the bytes of each window, on the loop thread; for progress.
+            on_copied: called with the bytes of each window, on the loop thread; for progress.
         """
         return self._operation("copy", self._copy, _number(step), to, on_copied)
 
@@ -566,7 +566,7 @@ class Checkpointer:
         """Keep a step (the newest valid one for None) while it is read by other means: ``with ckpt.hold(7) as held: …``.
 
         No retention deletes it before the block ends, in this process or another: a lease lies beside it, which the holder
-        renews. Whoever is killed holds it for six hours more, at most. ``async with`` in an event loop.
+        renews. After a kill the lease lasts six hours more, at most. ``async with`` in an event loop.
         """
         return self._parts.holds.make(_number(step))
 
@@ -578,7 +578,7 @@ class Checkpointer:
 
         Args:
             name: of the reader; each reader gets every step. One process at a time has a name.
-            every_s: seconds between two looks while there is nothing new.
+            every_s: seconds between two polls while there is nothing new.
             newest: only the newest step is wanted each time; older ones are passed over.
             follow: wait for steps to come; False ends where there is nothing new.
 
@@ -630,7 +630,7 @@ class Checkpointer:
 
         The arguments are those of `save`.
 
-        Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
+        Nothing is saved on leaving the block: ``save()`` the last step yourself when it was not saved.
 
         Raises: Those of `save`.
         """
@@ -730,7 +730,7 @@ class Checkpointer:
             raise ended from error
 
     def _depart(self, error: BaseException | None) -> BaseException | None:
-        """Save what can be saved of a run that was told to end; tell the other ranks of an *error*; return what to raise."""
+        """Save what can be saved of a run that must end; notify the other ranks of an *error*; return what to raise."""
         if error is None:
             return None
         ended = self._interruption.leave(failing=True)

@@ -1,4 +1,4 @@
-"""Is the run to end at this call? Every `step` and `save` asks; where nobody was told to ask, it never is.
+"""Interruption, the early end of a run: every `step` and `save` checks for it; by default it never comes.
 
 `NeverInterrupted` is a run that goes on until it is done or killed; `aiockpt.session.preemption.handler` listens to
 schedulers.
@@ -44,7 +44,7 @@ class Interruption(Protocol):
 
     Attributes:
         listens: whether anything may.
-        observers: to be told of events.
+        observers: to be notified of events.
     """
 
     @property
@@ -53,22 +53,22 @@ class Interruption(Protocol):
     def observers(self) -> Sequence[Observer]: ...
 
     def reach(self, call: ReachedCall) -> LastCall | None:
-        """Hear that the training thread calls ``step`` or ``save``; return whether, and how, the run ends there."""
+        """Enter a call of ``step`` or ``save`` on the training thread; return whether, and how, the run ends there."""
         ...
 
     def leave(self, *, failing: bool) -> BaseException | None:
-        """Save the state of the last call where the run was told to end after it and the program is leaving.
+        """Save the state of the last call where the run must end after it and the program is leaving.
 
         Args:
             failing: whether it leaves by an exception; the signal behind it may come a moment later.
 
         Returns:
-            What says how the run ended; None where it was not told to, or the state has changed since.
+            What says how the run ended; None where it need not, or the state has changed since.
         """
         ...
 
     def watch(self, save: SaveFuture) -> None:
-        """Hear of a save that was started."""
+        """Record a save that was started."""
 
     def stop(self) -> None:
         """Listen no more, before the loop ends. Any thread; idempotent."""
@@ -78,22 +78,22 @@ class Interruption(Protocol):
 
 
 class NeverInterrupted:
-    """A run that goes on until it is done, or killed."""
+    """A run that goes on until it is done, or killed: every method does nothing."""
 
     listens = False
     observers: Sequence[Observer] = ()
 
     def reach(self, call: ReachedCall) -> None:
-        """Go on."""
+        """Does nothing."""
 
     def leave(self, *, failing: bool) -> None:
-        """Save nothing."""
+        """Does nothing."""
 
     def watch(self, save: SaveFuture) -> None:
-        """Nobody asks for it."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """Nobody listens."""
+        """Does nothing."""
 
     def release(self) -> None:
-        """Nothing was taken."""
+        """Does nothing."""

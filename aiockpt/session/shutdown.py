@@ -1,11 +1,11 @@
-"""How does a checkpointer end? It waits for what is under way, gives up what nobody waits for any more, lets go of all.
+"""The end of a checkpointer: it waits for what is under way, gives up what is not waited for any more, releases all.
 
 Guarantees:
 
 - What is under way ends by itself, within its own deadlines; it is waited for, for ``Deadlines.close_s``.
-- Whoever interrupts the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are given up, what they wrote is
+- An interrupt of the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are given up, what they wrote is
   removed, and the wait is over in seconds. A writer process finishes what is ``snapshotted`` by itself.
-- Threads end, whatever happened before: no save can hold them that was interrupted where it could not be told.
+- Threads end, whatever happened before: a save that was interrupted where it could not notice it does not hold them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which of the core's parts and wings make one checkpointer? A wing is imported where it is used.
+"""Assembly of one checkpointer from the core's parts and optional packages, each imported where it is used.
 
-`wire` puts them together, in an order that matters: who agrees, where saves go, how they are copied, who watches, and what
-ends all that. The writer process puts its own parts together (`aiockpt.worker.root`).
+`wire` puts them together, in an order that matters: coordinator, destination, snapshotters, observers, and what ends all
+that. The writer process puts its own parts together (`aiockpt.worker.root`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def start_observers(
 
 
 def _tell_waited(engine: Engine) -> Callable[[int, float], None]:
-    """Return what tells that an optimizer waited so many seconds for the copy of a step."""
+    """Return what reports that an optimizer waited so many seconds for the copy of a step."""
 
     def tell(step: int, seconds: float) -> None:
         event = BarrierWaited(at_ns=engine.now_ns(), step=step, seconds=seconds)
@@ -194,7 +194,7 @@ def _tell_waited(engine: Engine) -> Callable[[int, float], None]:
 
 
 def _tell_leaving(coordinator: Coordinator) -> Callable[[], None]:
-    """Return what tells the other ranks, at the end of all that this one does, that it makes no more calls."""
+    """Return what notifies the other ranks, at the end of all that this one does, that it makes no more calls."""
     return lambda: coordinator.depart("its Checkpointer was closed", failed=False)
 
 
@@ -306,7 +306,7 @@ def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
 
 @cache
 def _process_token(pid: int) -> str:
-    """Return what tells this process from all others, also from a later one with its *pid*; a forked child has its own."""
+    """Return what identifies this process, also against a later one with its *pid*; a forked child has its own."""
     return secrets.token_hex(4)
 
 
@@ -322,7 +322,7 @@ def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -
 
 
 def start_interruption(interruption: Interruption, engine: Engine, destination: Destination, ranks: Ranks) -> None:
-    """Have *interruption* listen; with other ranks it tells them, and hears of theirs."""
+    """Have *interruption* listen; with other ranks, notices go to them and come from them."""
     if not interruption.listens:
         return
     from aiockpt.session.preemption.decision import EndsAlone, EndsWithRanks

@@ -1,1 +1,1 @@
-"""What does a run need of memory, disk and time, and have its places that? Said before its first step."""
+"""Estimates, before the first step, of the memory, disk and time that a run needs, and whether its places have them."""

@@ -1,7 +1,7 @@
-"""What will a save take? The state as it is now, what optimizers will add, and a short look at each place.
+"""The estimate of a save, from the state as it is now, what optimizers will add, and a short probe of each place.
 
 The state is walked and planned as a save would, and neither copied nor written: bytes, files and windows are those of the
-plan itself. No other rank is asked anything, so that one alone may call (`aiockpt.sizing.share`).
+plan itself. It does not involve other ranks, so that one alone may call (`aiockpt.sizing.share`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COPIED_BYTES = 32 * MIB
 RECORD_BYTES = 1 << 10
 """What a receipt, or a manifest, has beside its tables."""
 REQUESTS = 24
-"""Beside those of data files: looks at the place, the records of a commit, and a step that retention deletes."""
+"""Beside those of data files: listings of the place, the records of a commit, and a step that retention deletes."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         walked: the state as it is now; *state* as the caller gave it.
         coming: what is to come of its optimizers.
-        tiers: what was asked of each place.
+        tiers: the options of each place.
         probe_bytes: written to each durable place, and removed; 0 for none.
     """
 

@@ -1,4 +1,4 @@
-"""What did the last saves of this run take? Remembered for who asks for an estimate while it runs."""
+"""Durations of the last saves of this run, remembered for estimates made while it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LastSaves:
         self._pause_s: deque[float] = deque(maxlen=REMEMBERED)
 
     def on_event(self, event: Event) -> None:
-        """Take what a save took."""
+        """Record what a save took."""
         if isinstance(event, Committed):
             self._durable_s.append(event.seconds)
         elif isinstance(event, SnapshotTaken) and event.snapshot == "eager":
@@ -27,7 +27,7 @@ class LastSaves:
 
     @property
     def durable_s(self) -> float | None:
-        """From the call to the commit; None of no save."""
+        """From the call to the commit; None before the first save."""
         return median(self._durable_s) if self._durable_s else None
 
     @property

@@ -1,4 +1,4 @@
-"""What does a run take of one of its places, and has the place that? A short look at it, and a probe if one is asked for."""
+"""The needs of a run at one of its places, compared with what the place has: a listing, and a probe if one is asked for."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a run takes of one of its places.
 
     Attributes:
-        every: of which steps it takes the multiples; None: each.
-        step_bytes: of one step there; sent to it once for each step that it takes, by all ranks together.
+        every: it accepts the multiples of this step number; None: each.
+        step_bytes: of one step there; sent to it once for each step that it accepts, by all ranks together.
         read_bytes: that are read there, on the average of all saves, to be copied to farther places.
         kept: what lies there at once, and what is added for ever.
         found_steps: that lie there now.
@@ -81,7 +81,7 @@ async def look_at_places(
     """Return what a run takes of each place.
 
     Args:
-        tiers: what was asked of each.
+        tiers: their options.
         probe_bytes: written to each durable place, flushed, timed and removed; 0 for none.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Which part of a state does this rank write, before the ranks have talked of it? As the planner deals, if that can be told.
+"""The part of a state that this rank will write, before the ranks have planned it: what the planner would assign, if known.
 
-What this rank holds whole is taken to be held so by all (`DistributedDataParallel`, the scalars of an optimizer), and is
+What this rank holds whole is assumed to be held so by all (`DistributedDataParallel`, the scalars of an optimizer), and is
 dealt out as `aiockpt.planning.spread` does; what it holds in part, to be its own (FSDP). Both are wrong where a mesh has
 both, as hybrid sharding does: the estimate says so.
 """
@@ -33,7 +33,7 @@ def find_share(
 ) -> tuple[ShardedState, tuple[str, ...]]:
     """Return what this rank writes of *walked* and of what is to come, and what of that is supposed, in words.
 
-    What the ranks have agreed upon in an earlier save, or in `warm_up`, is used; nobody is asked.
+    What the ranks have agreed upon in an earlier save, or in `warm_up`, is used; nothing is communicated.
     """
     if coordinator.world_size == 1:
         return _join(walked, walked.tensors, coming), ()

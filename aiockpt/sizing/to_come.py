@@ -1,4 +1,4 @@
-"""What will optimizers hold that have not stepped yet? Found by one step of each kind on tensors without memory.
+"""The future state of optimizers that have not stepped yet, found by one step of each kind on tensors without memory.
 
 An optimizer makes its state with its first step. A second one of the same class and options steps once on tensors of the
 ``meta`` device with the shapes and dtypes of the parameters, which takes no memory and touches nothing of the first. What
@@ -112,7 +112,7 @@ def _of_optimizer(
 
 
 def _is_new(parameter: torch.Tensor, optimizer: Optimizer) -> bool:
-    """Say whether a parameter will get a state. One without elements on this rank may never get any."""
+    """Return whether a parameter will get a state. One without elements on this rank may never get any."""
     if not parameter.requires_grad or optimizer.state.get(parameter):
         return False
     return local_part(parameter).numel() > 0 or not optimizer.state

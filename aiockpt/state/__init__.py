@@ -1,1 +1,1 @@
-"""WHAT is checkpointed: boxes, shards and the tree of values; pure, and without torch."""
+"""The state that is checkpointed: boxes, shards and the tree of values; pure, and without torch."""

@@ -1,4 +1,4 @@
-"""What can be done about a value that cannot be saved? One sentence, or the very line to write."""
+"""Advice on a value that cannot be saved: one sentence, or the very line to write."""
 
 from __future__ import annotations
 

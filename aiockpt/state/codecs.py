@@ -1,4 +1,4 @@
-"""How is an object of the user's own class written? By the codec that the user registered under a name.
+"""Codecs for objects of the user's own classes, registered by the user under a name.
 
 Guarantees:
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor is meant, and where do its elements lie? Boxes, and what they mean in row-major memory.
+"""Boxes, the rectangular parts of tensors, and where their elements lie in row-major memory.
 
 A *box* is a rectangular part of a tensor: offsets and sizes in elements, one of each per axis. Elements of a box are
 stored row-major (the last axis varies fastest). All ranges are half-open.

@@ -1,4 +1,4 @@
-"""In which order do the axes of a tensor lie in memory? What a manifest says of tensors that are not row-major.
+"""The order of a tensor's axes in memory: what a manifest says of tensors that are not row-major.
 
 A transposed matrix and a ``channels_last`` image have the same elements as their row-major copies, but a kernel walks them
 in another order, and sums rounded in another order differ. So a load that makes a tensor lays it out as it was saved.

@@ -1,4 +1,4 @@
-"""How is a value without parts written when JSON has no word for it? As the fields of one tagged object.
+"""Values without parts that JSON has no word for, written as the fields of one tagged object.
 
 Covers big integers, nan and infinities, complex numbers, ranges, decimals, dates and times, UUIDs and paths. Each pair
 of functions is an exact inverse. `write_*` raise `ValueError` with the reason when a value cannot be written, `read_*`

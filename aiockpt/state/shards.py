@@ -1,4 +1,4 @@
-"""What does the engine know of a state? The neutral language between adapters and engine.
+"""The neutral language between adapters and engine: all that the engine knows of a state.
 
 An adapter turns a framework's state into a `ShardedState`; planning and pipeline know nothing else. No framework has a
 class here: sharding is boxes of a global shape, ties are aliases, everything that is not a tensor is a tree of values.

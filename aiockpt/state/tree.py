@@ -1,4 +1,4 @@
-"""How are values written without pickle? As JSON, and as tagged objects for what JSON lacks (docs/format.md#values).
+"""Values written without pickle: as JSON, and as tagged objects for what JSON lacks (docs/format.md#values).
 
 `Encoder` turns a value into a tree of JSON values, `Decoder` turns it back; a tagged object is ``{"$": kind, …}``.
 What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `ValueReader`: nothing here imports one.
@@ -37,7 +37,7 @@ Node = Any
 TAG = "$"
 MAX_DEPTH = 64
 METADATA = "metadata"
-"""Member of the node of a module, and of a ``state_dict()``: what a ``load_state_dict()`` is told of the versions that
+"""Member of the node of a module, and of a ``state_dict()``: what a ``load_state_dict()`` gets of the versions that
 were saved, and of whatever else the ``_metadata`` of a dict has."""
 INLINE_BYTES = 64 << 10
 """Longer bytes are stored as a U8 tensor."""
@@ -90,7 +90,7 @@ class AnyEncoder(Protocol):
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False):
-    """What a codec wrote, for those who only look."""
+    """What a codec wrote, for inspection only."""
 
     codec: str
     value: Any
@@ -312,7 +312,7 @@ class Decoder:
     """Nodes → values.
 
     Args:
-        codecs: the user's classes; None gives an `Opaque` for every one of them, for those who only look.
+        codecs: the user's classes; None gives an `Opaque` for every one of them, for inspection only.
         leaves: the framework's values.
         dry: check that each codec is there but call none; gives an `Opaque` too.
     """

@@ -64,7 +64,7 @@ def parse_address(where: str | os.PathLike[str]) -> Address:
     text = os.fspath(where)
     if not isinstance(text, str):
         raise UsageError(f"{text!r}: a path of bytes; give a str or a pathlib.Path")
-    hide_secrets(text)  # before anything can fail: an error quotes what it met
+    hide_secrets(text)  # before anything can fail: an error quotes what it found
     _check_characters(text)
     if isinstance(where, str) and not text.startswith("./"):
         _refuse_slip(text)

@@ -1,4 +1,4 @@
-"""What must a place for bytes be able to do? The backend contract.
+"""The backend contract: what a place for bytes must be able to do.
 
 A backend is anything that has these verbs; it inherits nothing. It is *accepted* when the shipped conformance suite
 (`aiockpt.testing.backend_suite`) passes on it, plain and wrapped. Whatever is composed of the verbs is a free function
@@ -34,7 +34,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend is, as far as callers may act on it.
 
     Attributes:
-        scope: who else sees an object: every host, this host, or this process.
+        scope: where an object is seen: on every host, on this host, or in this process.
         durable: whether objects outlive this process and a power cut.
         flushes_names: False where the place was found unable to flush a folder: then what is there outlives the process,
             and a power cut only by luck.
@@ -175,7 +175,7 @@ class Backend(Protocol):
         ...
 
     async def create(self, key: str, size: int) -> Upload:
-        """Start a data file of exactly *size* bytes under a key that nobody has.
+        """Start a data file of exactly *size* bytes under a free key.
 
         Raises:
             ObjectExistsError: the key is taken.
@@ -260,7 +260,7 @@ def works_when_full(backend: Backend) -> WorksWhenFull | None:
 
 PROOF_KEY = ".aiockpt"
 PROOF = b"aiockpt created this object to prove that a key here is created once only. It stays, and is asked again.\n"
-"""At the root of a run in an object store: who creates it, or may not, knows that conditions are obeyed."""
+"""At the root of a run in an object store: creating it, or being refused, proves that conditions are obeyed."""
 
 MAX_KEY_BYTES = 1024
 

@@ -1,7 +1,7 @@
 """A wrapper around a backend, its readers and its uploads, whose every call goes through one method.
 
 A subclass says in `Forwarding.forward` what happens around a call: it is made again (`aiockpt.storage.retry`), written
-down or made to fail (`aiockpt.testing`). The contract's verbs stand here once, so no wrapper can forget one.
+down or made to fail (`aiockpt.testing`). The contract's verbs stand here once, so no wrapper can omit one.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         return _retrying(factory(text, world=world), world)
     except CheckpointError:
         raise
-    except Exception as error:  # noqa: BLE001  a backend of somebody else may raise anything
+    except Exception as error:  # noqa: BLE001  a third-party backend may raise anything
         raise UsageError(f"{text!r} cannot be opened: {error}") from redact_error(error)
 
 

@@ -10,7 +10,7 @@ succeed a moment later. `Retrying` around any backend keeps the contract of `aio
   that a read has shown are never written again, because no checksum would see the second ones.
 - A read that returns without having shown all that was asked for goes on: short answers are no errors everywhere.
 - No call outlives its deadline, and each further attempt is an event (`StorageRetried`).
-- A place that is down is not asked by every call again (`aiockpt.storage.retry_calls`).
+- A place that is down is not contacted again by every call (`aiockpt.storage.retry_calls`).
 
 The loop is `aiockpt.storage.retry_calls`; here is what each verb does in a further attempt.
 """
@@ -44,7 +44,7 @@ class Retrying(Forwarding):
         inner: a backend that retries nothing itself.
         policy: how long to try.
         world: its clock and random bytes.
-        on_retry: told of each further attempt before the wait for it; see also `tell`.
+        on_retry: called with each further attempt before the wait for it; see also `tell`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Retrying(Forwarding):
             self.tell(on_retry)
 
     def tell(self, on_retry: OnRetry) -> None:
-        """Have *on_retry* told of each further attempt, too."""
+        """Call *on_retry* with each further attempt, too."""
         self._caller.listeners.append(on_retry)
 
     @property
@@ -99,7 +99,7 @@ class Retrying(Forwarding):
 
 
 _MADE_ONCE = frozenset({"close", "reader.close", "upload.abort"})
-"""Nothing of theirs fails that another attempt would mend; of an abort the contract says that it raises nothing."""
+"""They do not fail in a way that another attempt would mend; of an abort the contract says that it raises nothing."""
 _ANSWER_AT_ONCE = frozenset({"get", "create"})
 """Their size is a limit, or announced: no bytes that take their time."""
 

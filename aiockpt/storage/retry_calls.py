@@ -1,11 +1,11 @@
-"""Makes one call again: attempts, the waits between them, a deadline over all, and an event for each further attempt.
+"""The retry loop of one call: attempts, the waits between them, a deadline over all, an event for each further attempt.
 
 Guarantees:
 
 - A call that has not ended by its deadline is cut, and says that its outcome is unknown.
 - No attempt is made that would begin after the deadline, and none after an error that says it is final.
 - Time and jitter come from the world: a test that leaps through time waits for nothing.
-- Whoever has something else to go on with can be told of failures as they come (`told_of_failures`), and give up sooner.
+- A caller with an alternative can be notified of failures as they come (`told_of_failures`), and give up sooner.
 
 The loop itself is tenacity's.
 """
@@ -39,7 +39,7 @@ from aiockpt.redaction import redact_error
 from aiockpt.runtime.limits import note_progress
 from aiockpt.runtime.world import Clock, World
 
-# Is it worth trying again, and after how long? Classes of errors, and the numbers of a policy. Pure.
+# The retry policy: which classes of errors are worth another attempt, and after how long. Pure.
 #
 # The jitter is "full" (Marc Brooker, *Exponential Backoff and Jitter*, AWS Architecture Blog): a wait drawn evenly from zero
 # to a limit that doubles. Of ranks that fail together few come back together.
@@ -116,7 +116,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return max(asked_s or 0.0, drawn * min(longest_s, first_s * 2.0 ** min(attempt - 1, 60)))
 
 
-# When is a place down, so that asking it again only costs time? A circuit breaker.
+# The circuit breaker of a place: while that is down, contacting it again only costs time.
 #
 # Guarantees:
 #
@@ -132,7 +132,7 @@ _OUTAGES = frozenset({"throttle", "transient"})
 
 
 class Breaker:
-    """Says whether a place is worth asking. On one event loop.
+    """Says whether a place is worth contacting. On one event loop.
 
     Args:
         place: what messages call it: its URL.
@@ -160,7 +160,7 @@ class Breaker:
 
     @contextmanager
     def guard(self, key: str) -> Iterator[bool]:
-        """Make a call inside this block; it is told whether it is the probe, and its outcome counts.
+        """Make a call inside this block, which says whether it is the probe; its outcome counts.
 
         Raises:
             StorageError: the breaker is open; the call was not made.
@@ -212,16 +212,16 @@ QUIET_NS = 1_000_000_000
 
 T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
-"""One attempt; it is told whether an earlier one failed, which may have taken effect all the same."""
+"""One attempt; its argument is whether an earlier one failed, which may have taken effect all the same."""
 OnRetry = Callable[[StorageRetried], object]
 OnFailure = Callable[[StorageError, int], object]
-"""Told of a failure, and of how many the call has had in a row."""
+"""Called with a failure, and with how many the call has had in a row."""
 _on_failure: ContextVar[OnFailure | None] = ContextVar("on_failure", default=None)
 
 
 @contextmanager
 def told_of_failures(on_failure: OnFailure) -> Iterator[None]:
-    """Have *on_failure* told of every failure that is tried again, of calls inside the block and in tasks begun there."""
+    """Call *on_failure* with every failure that is tried again, of calls inside the block and in tasks begun there."""
     token = _on_failure.set(on_failure)
     try:
         yield
@@ -304,7 +304,7 @@ class Caller:
         self._failures[kind] += 1
 
     def tell(self, event: StorageRetried) -> None:
-        """Count a further attempt and tell everybody of it."""
+        """Count a further attempt and notify every listener."""
         self._retries += 1
         self._log(event)
         for listener in self.listeners:
@@ -338,7 +338,7 @@ class Caller:
 
 
 class _Course:
-    """How one call goes; answers what tenacity asks after each attempt."""
+    """The course of one call: makes the decisions that tenacity needs after each attempt."""
 
     def __init__(self, caller: Caller, verb: str, key: str, limit_s: float, attempts: int) -> None:
         self._caller = caller
@@ -413,25 +413,25 @@ class _Course:
         )
 
 
-# How long is a place waited for by somebody who can go on without it? Less when it fails than when it is silent.
+# The wait of a caller that can go on without a place: shorter when that fails than when it is silent.
 #
 # Guarantees:
 #
-# - A place that refuses every call (nobody listens at its port) is left after `REFUSED_S`.
+# - A place that refuses every call (no server at its port) is given up after `REFUSED_S`.
 # - One that fails now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is
 #   there.
 # - What may be waited for without end is, until `QueryTimeout.limit` is called.
 
 
 FAILURES, REFUSED_S = 4, 3.0
-"""Of one call, in a row, for so long: a server that starts again is there by then, and nobody is at a dead port."""
+"""Of one call, in a row, for so long: a server that starts again is there by then, and a dead port never answers."""
 
 
 class QueryTimeout:
     """The wait for what one place answers. On one event loop.
 
     Attributes:
-        refused: what it said when it was left for refusing; None when it was not.
+        refused: what it said when it was given up for refusing; None when it was not.
     """
 
     def __init__(self) -> None:
@@ -442,7 +442,7 @@ class QueryTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Ask inside this block, which is cancelled when the patience is at an end."""
+        """Make requests inside this block, which is cancelled when the wait is over."""
         with told_of_failures(self._hear), self._scope:
             yield
 
@@ -453,7 +453,7 @@ class QueryTimeout:
             self._scope.deadline = anyio.current_time() + seconds
 
     def reason(self) -> str | None:
-        """Say why the place was left; None when it was not."""
+        """Say why the place was given up; None when it was not."""
         if not self._scope.cancelled_caught:
             return None
         if self.refused is not None:

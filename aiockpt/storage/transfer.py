@@ -1,4 +1,4 @@
-"""What is composed of a backend's verbs? Small free functions, so that no wrapper can be bypassed."""
+"""Small free functions composed of a backend's verbs, so that no wrapper can be bypassed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiockpt.errors import ManifestError, ObjectExistsError, ObjectNotFoundError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, GetsMany, Listing, Stat, works_when_full
 
-# Where in several buffers do some bytes lie? Buffers as one run of bytes, without a copy. Pure.
+# Several buffers as one run of bytes, without a copy. Pure.
 
 
 def cut_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
@@ -24,7 +24,7 @@ def cut_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryv
     return cut
 
 
-# How are many small objects read? In one hop to a thread where the place can do that, and else several at once.
+# Reads of many small objects: in one hop to a thread where the place can do that, else several at once.
 
 
 READS = 32
@@ -80,7 +80,7 @@ async def read_start(backend: Backend, key: str, size_bytes: int) -> bytes:
 
 
 async def put_once(backend: Backend, key: str, data: bytes, limit_bytes: int = RECORD_LIMIT_BYTES) -> bool:
-    """Create *key* with *data*; return False when somebody else's bytes are there. Ours already there is a success.
+    """Create *key* with *data*; return False when other bytes are there. Ours already there is a success.
 
     The answer to a create can be lost after its effect, so a conflict is decided by what is there.
 
@@ -120,7 +120,7 @@ async def delete_below(backend: Backend, prefix: str) -> None:
 
 
 async def storage_now_ns(backend: Backend, nonce: str) -> int:
-    """Return the time by the storage's own clock: write a probe, look at its date, remove it.
+    """Return the time by the storage's own clock: write a probe, read its date, remove it.
 
     Where no probe fits, the root is dated instead. Local clocks are skewed, frozen or wrong; only the storage's decides
     what is old enough to be garbage (docs/format.md#deletion).

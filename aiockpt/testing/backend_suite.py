@@ -1,4 +1,4 @@
-"""Does a backend keep the contract of `aiockpt.storage.backend`? Every guarantee as a test. Subclass, and run pytest.
+"""Conformance suite of the backend contract (`aiockpt.storage.backend`): a test per guarantee. Subclass, and run pytest.
 
     class TestMine(BackendSuite):
         @pytest.fixture
@@ -31,7 +31,7 @@ BAD_KEYS = ["", "/", "/abs", "a//b", "a/", ".", "..", "a/../b", "./a", "a\\b", "
 
 @pytest.mark.asyncio
 class BackendSuite(DataFileTests):
-    """The conformance suite. A subclass gives the fixture ``backend``: an empty one for each test."""
+    """The conformance suite. A subclass provides the fixture ``backend``: an empty one for each test."""
 
     RACERS = 64
 

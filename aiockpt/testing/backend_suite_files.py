@@ -1,4 +1,4 @@
-"""Does a backend write and read data files as the contract says? The part of `backend_suite` on uploads and readers."""
+"""Conformance tests of data files: the part of `backend_suite` on uploads and readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DataFileTests:
     """Tests of ``create`` and ``open``, and of what they return; collected as a part of `BackendSuite`."""
 
     BLOCK_BYTES = 1 << 20
-    """Blocks of the larger data files; make it what the backend likes to be given."""
+    """Blocks of the larger data files; set it to the block size that the backend prefers."""
 
     # Writing
 

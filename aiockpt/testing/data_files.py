@@ -1,4 +1,4 @@
-"""What are data files like, to a test? Bytes that tell where they belong, written and read the plain way."""
+"""Data files for tests: bytes that show where they belong, written and read the plain way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiockpt.storage.backend import Backend, Reader
 
 
 def patterned(size_bytes: int, seed: int = 0) -> memoryview:
-    """Return page-aligned memory whose bytes tell where they belong: no two blocks are equal."""
+    """Return page-aligned memory whose bytes show where they belong: no two blocks are equal."""
     memory = memoryview(mmap.mmap(-1, max(1, size_bytes)))[:size_bytes]
     memory[:] = random.Random(seed).randbytes(size_bytes)
     return memory

@@ -1,7 +1,7 @@
-"""How fast is the disk itself? Plain writes and reads past the page cache, to hold the figures of a checkpoint against.
+"""Speed of the disk itself: plain writes and reads past the page cache, as a reference for the figures of a checkpoint.
 
 One thread moves blocks of 8 MiB with O_DIRECT, and flushes: what any program could reach so simply. Where the file
-system has no O_DIRECT it goes through the page cache and says so; reads then start from dropped pages, which a kernel
+system has no O_DIRECT it goes through the page cache and reports that; reads then start from dropped pages, which a kernel
 may or may not honour. The files have no name while they are used, so nothing is left behind whatever ends the program.
 """
 
@@ -44,14 +44,14 @@ def measure_disk(
 
     Args:
         kind: what is timed; a file that is read is written first, untimed.
-        on_moved: told the bytes of each block that was timed.
+        on_moved: called with the bytes of each block that was timed.
 
     Raises:
         OSError: the folder cannot be written to, or has no room for one such file.
     """
     blocks = max(1, -(-size_bytes // BLOCK_BYTES))
     time_one = _time_writing if kind == "write" else _time_reading
-    with mmap.mmap(-1, BLOCK_BYTES) as block:  # page-aligned, as O_DIRECT wants it
+    with mmap.mmap(-1, BLOCK_BYTES) as block:  # page-aligned, as O_DIRECT requires
         block.write(os.urandom(BLOCK_BYTES))
         direct = _can_go_past_the_cache(folder, block)
         speeds = tuple(time_one(folder, block, blocks, direct, on_moved) for _ in range(repeats))

@@ -1,8 +1,8 @@
-"""What if the storage fails right there? A backend and a file system that fail on schedule, the same way each time.
+"""A backend and a file system that fail on schedule, the same way each time.
 
 Guarantees:
 
-- A `Fault` says which calls it is meant for and at the how-manieth of them it comes; without faults a wrapper changes
+- A `Fault` names the calls it is for and the number of the one at which it comes; without faults a wrapper changes
   nothing, and the conformance suite passes on it.
 - `call_count` counts every call, so a test can first run through, then fail at each k up to that count.
 - A failed flush loses the bytes, as on Linux: on `SimulatedFiles` they are marked clean and never reach the disk.
@@ -59,7 +59,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultSchedule:
-    """Counts calls and says which fault is due. Any thread: a counter's step is one step of the interpreter."""
+    """Counts calls and returns the fault that is due. Any thread: a counter's step is one step of the interpreter."""
 
     def __init__(self, faults: Sequence[Fault], allowed: frozenset[Action]) -> None:
         for fault in faults:
@@ -94,7 +94,7 @@ def flip_bit(data: memoryview, bit: int) -> None:
 
 
 def _flipped(data: memoryview, bit: int) -> memoryview:
-    copy = memoryview(mmap.mmap(-1, max(1, data.nbytes)))[: data.nbytes]  # page-aligned, as O_DIRECT wants it
+    copy = memoryview(mmap.mmap(-1, max(1, data.nbytes)))[: data.nbytes]  # page-aligned, as O_DIRECT requires
     copy[:] = data
     flip_bit(copy, bit)
     return copy
@@ -156,7 +156,7 @@ async def _flipping(call: BackendCall, bit: int) -> Any:
             return None
         case "upload.write", (offset, [first, *others] as runs, seen):
             for run in runs if seen else ():
-                seen(run)  # flipped on the way to the storage: whoever looks sees what was meant
+                seen(run)  # flipped on the way to the storage: an observer sees what was meant
             return await call(offset, [_flipped(first, bit), *others])
         case _:
             return await call()
@@ -195,7 +195,7 @@ class FaultyFiles(ForwardingFiles):
         if fault.do == "lose_answer" or call.verb == "close":  # Linux frees the number also when a close fails
             answer = call()
             if call.verb == "open":
-                self.inner.close(answer)  # the file that was created is left, never a descriptor that nobody knows
+                self.inner.close(answer)  # the created file stays, but no descriptor leaks
         elif call.verb in FLUSHES and isinstance(self.inner, _LosesOnFailedFlush):
             self.inner.mark_clean(call.arguments[0])
         raise _os_error(fault, name)

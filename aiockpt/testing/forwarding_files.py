@@ -15,7 +15,7 @@ class FilesCall:
     Attributes:
         verb: the method of `Files`.
         path: what it is called on; for a descriptor, the path it was opened by.
-        arguments: what the inner method is given.
+        arguments: of the inner method.
     """
 
     __slots__ = ("_make", "arguments", "path", "verb")
@@ -38,7 +38,7 @@ class ForwardingFiles:
         self._paths: dict[int, str] = {}
 
     def forward(self, call: FilesCall) -> Any:
-        """Make *call* and return its answer; a subclass does what it is for, here."""
+        """Make *call* and return its answer; a subclass adds its behaviour here."""
         return call()
 
     def _on_path(self, verb: str, path: str, *others: Any) -> Any:
@@ -53,7 +53,7 @@ class ForwardingFiles:
         return fd
 
     def close(self, fd: int) -> None:
-        # Forgotten before the call: once it is closed, another thread may get the same number.
+        # Dropped before the call: once it is closed, another thread may get the same number.
         self.forward(FilesCall("close", self._paths.pop(fd, "?"), self.inner.close, fd))
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:

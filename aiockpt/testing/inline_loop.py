@@ -1,6 +1,6 @@
-"""Runs a whole `aiockpt.Checkpointer` on the event loop of the caller: one thread, so that every run is the same.
+"""A loop that runs a whole `aiockpt.Checkpointer` on the caller's event loop: one thread, so that every run is the same.
 
-Give it to a checkpointer as ``World(…, make_loop=InlineLoop)``, inside a program that runs on one thread
+Pass it to a checkpointer as ``World(…, make_loop=InlineLoop)``, inside a program that runs on one thread
 (`aiockpt.testing.simulation.run_inline`, `aiockpt.testing.virtual_time`). Guarantees:
 
 - What the checkpointer does in the background is tasks of the running loop. They run while the program awaits something,
@@ -37,7 +37,7 @@ class InlineLoop:
         self._crash: BaseException | None = None
 
     def check(self) -> None:
-        """Raise nothing: there is no other process that could use it, and no end."""
+        """Do nothing: there is no other process that could use it, and no end."""
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the one thread."""
@@ -56,7 +56,7 @@ class InlineLoop:
         return future
 
     async def _run(self, future: concurrent.futures.Future[T], work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> None:
-        """Settle *future* with the outcome of ``work(*args)``."""
+        """Resolve *future* with the outcome of ``work(*args)``."""
         try:
             with anyio.CancelScope() as scope:
                 future.add_done_callback(lambda settled: scope.cancel() if settled.cancelled() else None)

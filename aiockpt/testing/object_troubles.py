@@ -1,6 +1,6 @@
-"""What can happen to a request on its way to an object store and back? A list, and who draws from it.
+"""Failures of a request on its way to an object store and back: a list, and the sources that draw from it.
 
-Whoever makes requests asks its `Troubles` once for each of them. `DrawnTroubles` throws dice with a seed, so a run is
+A client queries its `Troubles` once for each request. `DrawnTroubles` draws at random with a seed, so a run is
 repeated by its seed; `PlannedTroubles` makes one thing happen at one request.
 """
 
@@ -38,12 +38,12 @@ Trouble = Literal[
     "crash",
     "crash_after_effect",
 ]
-"""What happens; "…_after_effect" to the answer only.
+"""Kinds of failure; "…_after_effect" hits the answer only.
 
-- internal_error 500, slow_down 503, too_many_requests 429, expired, denied 403; other_writer 409: somebody else is writing
+- internal_error 500, slow_down 503, too_many_requests 429, expired, denied 403; other_writer 409: another client is writing
   that key; error_body: 200, and the error in the body; no_such_upload 404: the store has dropped the upload.
 - reset: the connection breaks, in the middle of a body; answer_lost: it breaks after the effect; resent: it does, and the
-  HTTP library sends the request again, so that a conditional one meets its own effect (412).
+  HTTP library sends the request again, so that a conditional one fails on its own effect (412).
 - timeout: no answer for as long as the client waits; hang: none, ever.
 - partial_body: fewer bytes than announced; wrong_body: a flipped bit. crash: of the client.
 """
@@ -86,12 +86,12 @@ CRASHES: frozenset[Trouble] = frozenset({"crash", "crash_after_effect"})
 
 
 def can_meet(trouble: Trouble, verb: RequestVerb) -> bool:
-    """Say whether a request of that kind can meet that trouble."""
+    """Return whether that trouble can happen to a request of that kind."""
     return verb in _ONLY.get(trouble, EVERYWHERE)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request: which, for which key, and the how-manieth of its client, from 1."""
+    """A request: its verb, its key, and its number among those of its client, from 1."""
 
     verb: RequestVerb
     key: str
@@ -107,14 +107,14 @@ class Troubles(Protocol):
 
 
 class NoTroubles:
-    """Nothing ever happens."""
+    """Troubles that never happen."""
 
     def meet(self, request: Request) -> None:
         del request
 
 
 class DrawnTroubles:
-    """Troubles drawn at random: to *fraction* of the requests, one of *kinds* that such a request can meet.
+    """Troubles drawn at random: to *fraction* of the requests, one of *kinds* that can happen to such a request.
 
     Attributes:
         met: what has happened so far.
@@ -138,7 +138,7 @@ class DrawnTroubles:
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """*trouble* comes to *times* requests of *verb* for keys like *match*, from the how-manieth of them on, from 1."""
+    """*trouble* comes to *times* requests of *verb* for keys like *match*, from number *at* of them on, from 1."""
 
     trouble: Trouble
     verb: str = "*"

@@ -1,13 +1,13 @@
-"""How does a program see an object store? The backend for `simulated_objects`, with everything that can befall a request.
+"""The backend for `simulated_objects`, with every failure that a request to an object store can have.
 
 Guarantees:
 
 - Keeps the contract of `aiockpt.storage.backend`, and does not retry: troubles become the errors that a backend for a real
   store raises for them.
 - The same troubles and the same calls give the same requests: a run is repeated by its seed.
-- A client that crashed makes no request any more; every verb raises `ClientCrashedError`, which nobody catches.
-- As with S3, a wrong bit is noticed in what is sent, and in an object that was put at once and is got whole; in a range
-  nothing shows it but the reader's own checksums.
+- A client that crashed makes no request any more; every verb raises `ClientCrashedError`, which is never caught.
+- As with S3, a wrong bit is detected in what is sent, and in an object that was put at once and is got whole; in a range
+  only the reader's own checksums show it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ObjectsBackend:
     """A client of *store*.
 
     Args:
-        store: shared with whom you like.
+        store: may be shared with other clients.
         troubles: what happens to requests.
         timeout_s: how long it waits for an answer.
         latency_s: called for each request; how long that takes to arrive.
@@ -204,7 +204,7 @@ class ObjectUpload:
             try:
                 await self._wire.ask("ABORT", self._key, lambda: self._store.abort_upload(upload_id))
             except StorageError:
-                return  # left over and invisible, until somebody collects old uploads
+                return  # left over and invisible, until old uploads are collected
 
     def _drop_if(self, trouble: Trouble | None) -> None:
         if trouble == "no_such_upload" and self._upload_id is not None and self._upload_id in self._store.uploads:

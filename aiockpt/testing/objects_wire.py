@@ -1,4 +1,4 @@
-"""What lies between a client and its object store? Requests that meet their trouble, and answers that become our errors."""
+"""The wire between a client and its object store: requests with injected failures, and answers that become our errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClientCrashedError(BaseException):
 
 
 class Wire:
-    """What lies between a client and its store."""
+    """The wire between a client and its store."""
 
     def __init__(self, troubles: Troubles, timeout_s: float, latency_s: Callable[[], float]) -> None:
         self._troubles = troubles
@@ -49,7 +49,7 @@ class Wire:
         return self._troubles.meet(Request(verb, key, self.request_count))
 
     async def act(self, trouble: Trouble | None, key: str, effect: Callable[[], T]) -> T:
-        """Make a request that meets *trouble*; return the answer to it."""
+        """Make a request with *trouble* injected; return the answer to it."""
         await anyio.sleep(self._latency_s())
         self._check_alive()
         try:

@@ -1,9 +1,9 @@
-"""What was asked of the storage, and in which order? A backend and a file system that write it down.
+"""A backend and a file system that record every call made on the storage, in order.
 
 Guarantees:
 
-- A call is written down when it has returned or raised, so the order of the log is one in which the calls took effect.
-- The log holds copies: what a caller does with its buffer later does not change it.
+- A call is recorded when it has returned or raised, so the order of the log is one in which the calls took effect.
+- The log holds copies: a later change of the caller's buffer does not change it.
 - Wrapping changes nothing else: the conformance suite passes on a wrapped backend.
 """
 
@@ -46,7 +46,7 @@ class RecordingBackend(Forwarding):
         self.operations: list[Operation] = []
 
     async def forward(self, call: BackendCall) -> Any:
-        """Make *call*, and write it down when it has returned or raised."""
+        """Make *call*, and record it when it has returned or raised."""
         error = ""
         try:
             return await call()
@@ -106,14 +106,14 @@ _LOOKS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs",
 
 
 class RecordingFiles(ForwardingFiles):
-    """*inner*, with every call that is not a mere look in `calls`, oldest first. Any thread."""
+    """*inner*, with every call that does more than read in `calls`, oldest first. Any thread."""
 
     def __init__(self, inner: Files) -> None:
         super().__init__(inner)
         self.calls: list[Call] = []
 
     def forward(self, call: FilesCall) -> Any:
-        """Make *call*, and write it down when it has returned or raised, unless it only looks."""
+        """Make *call*, and record it when it has returned or raised, unless it only reads."""
         if call.verb in _LOOKS:
             return call()
         sent: Any = b""

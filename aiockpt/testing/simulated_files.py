@@ -1,4 +1,4 @@
-"""What would be on the disk if the power failed now? POSIX in memory, with a volatile and a durable part.
+"""POSIX file system in memory, with a volatile and a durable part: what a power cut would leave on the disk.
 
 Guarantees:
 
@@ -10,7 +10,7 @@ Guarantees:
 
 The model has regular files and directories, hard links, renames, O_EXCL, O_DIRECT with its rules,
 the page-cache probe (RWF_NOWAIT) and a full disk. Symbolic links (that lead nowhere) and pipes can be put there, to be
-looked at, refused and removed. It has no permissions or memory maps.
+listed, refused and removed. It has no permissions or memory maps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODES: dict[Kind, int] = {"file": stat.S_IFREG | 0o644, "link": stat.S_IFLNK | 
 _FREE_BYTES = 1 << 40
 
 PageCache = Literal["warm", "cold", "unsupported"]
-"""What the page-cache probe (RWF_NOWAIT) finds: everything, nothing, or that there is no such probe."""
+"""Result of the page-cache probe (RWF_NOWAIT): everything, nothing, or that there is no such probe."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ class _Open:
 
 
 def _one_step(method: Callable[Concatenate[SimulatedFiles, P], R]) -> Callable[Concatenate[SimulatedFiles, P], R]:
-    """Let one thread in at a time. The token of a queue is the lock: threads are the runtime's business."""
+    """Admit one thread at a time. The token of a queue is the lock: threads belong to the runtime."""
 
     @wraps(method)
     def step(self: SimulatedFiles, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,10 +76,10 @@ class SimulatedFiles:
     Args:
         root: a tree to begin with, which becomes its own; empty by default.
         capacity_bytes: more than this does not fit (ENOSPC); None for no limit.
-        direct_alignment: what O_DIRECT wants offset, length and address to be a multiple of; None for EINVAL at open.
+        direct_alignment: what O_DIRECT requires offset, length and address to be a multiple of; None for EINVAL at open.
         hard_links: False for EPERM from ``link``, as on FAT.
         page_cache: what RWF_NOWAIT finds.
-        ignore: flushes to leave out, told by their label: "fsync:PATH", "fdatasync:PATH", "fsync_dir:PATH".
+        ignore: flushes to leave out, by their labels: "fsync:PATH", "fdatasync:PATH", "fsync_dir:PATH".
         clock: dates the files; None dates them 0.
     """
 
@@ -108,7 +108,7 @@ class SimulatedFiles:
 
     @property
     def open_count(self) -> int:
-        """How many descriptors are open: 0 when nothing leaks."""
+        """Number of open descriptors: 0 when nothing leaks."""
         return len(self._open)
 
     def with_root(self, root: Folder) -> SimulatedFiles:
@@ -188,7 +188,7 @@ class SimulatedFiles:
             node.change(Write(offset, b"", size))
 
     def fadvise(self, fd: int, offset: int, size: int, advice: int) -> None:
-        """Take the advice and do nothing."""
+        """Do nothing: advice has no effect here."""
 
     @_one_step
     def fdatasync(self, fd: int) -> None:
@@ -200,7 +200,7 @@ class SimulatedFiles:
 
     @_one_step
     def mark_clean(self, fd: int) -> None:
-        """Lose what was not flushed, as after a failed flush: processes still see it, the disk never will."""
+        """Drop what was not flushed, as after a failed flush: processes still read it, the disk never gets it."""
         self._opened(fd).node.unflushed.clear()
 
     @_one_step
@@ -382,7 +382,7 @@ def _error(number: int, path: str) -> OSError:
 
 
 def _refuse_special(kind: Kind, flags: int, path: str) -> None:
-    """Return when a pipe is opened as one that looks at it may; links are never followed."""
+    """Return when a pipe is opened as a reader may; links are never followed."""
     if kind == "link":
         raise _error(errno.ELOOP if flags & os.O_NOFOLLOW else errno.ENOENT, path)
     if flags & os.O_ACCMODE != os.O_RDONLY or not flags & os.O_NONBLOCK:

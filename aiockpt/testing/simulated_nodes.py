@@ -1,7 +1,7 @@
-"""What is a file made of, as far as a power cut is concerned? The inodes of the simulated file system.
+"""The inodes of the simulated file system, as far as a power cut is concerned.
 
 A node has a durable part, the part that processes see, and the unflushed changes that lead from one to the other.
-Each change can say what a power cut may leave of it; `simulation.crash_states` picks.
+Each change lists what a power cut may leave of it; `simulation.crash_states` picks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["file", "link", "fifo"]
 SECTOR_BYTES = 512
-"""What a disk writes whole or not at all."""
+"""Bytes that a disk writes whole or not at all."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""How does an object store behave? One in memory, as S3 does, without a network. `objects_client` is the backend for it.
+"""An object store in memory that behaves as S3 does, without a network. `objects_client` is the backend for it.
 
 Guarantees (those of S3 since 2024):
 
-- Strongly consistent: whoever asks after a request took effect sees its effect.
+- Strongly consistent: a request that is made after another took effect sees its effect.
 - An object is absent or whole. A conditional create has one winner.
 - Parts of an upload come in any order and may be sent again; nothing of it is visible before it is completed, and then all
   of it is, at once. What is never completed stays, invisible, in `ObjectStore.uploads`.
@@ -68,7 +68,7 @@ class ObjectStore:
         page_keys: names on a page of a listing.
 
     Attributes:
-        objects: what everybody sees.
+        objects: visible to all clients.
     """
 
     def __init__(self, clock: Clock, *, page_keys: int = 1000) -> None:
@@ -132,7 +132,7 @@ class ObjectStore:
         return upload_id
 
     def put_part(self, upload_id: str, number: int, body: bytes) -> str:
-        """Take a part, in place of an earlier one of that number; return its tag."""
+        """Store a part, in place of an earlier one of that number; return its tag."""
         self._upload(upload_id).parts[number] = body
         return tag(body)
 

@@ -1,12 +1,12 @@
-"""How does a whole program behave in a world that we control? Power cuts, a clock that stands still, one thread.
+"""Simulated world for whole programs: power cuts, a clock that stands still, one thread.
 
 Guarantees:
 
-- `crash_states` and `power_cuts` change nothing that they are given, and yield the same states for the same seed.
+- `crash_states` and `power_cuts` do not change their arguments, and yield the same states for the same seed.
 - Where there are few states they yield all of them (with torn writes in halves); else nothing kept, all kept, each
   change lost alone and kept alone, then a random draw. A missing flush shows among the first ones.
 
-The recipe for a crash test: run the program on ``RecordingFiles(SimulatedFiles())``, then look at every state that
+The recipe for a crash test: run the program on ``RecordingFiles(SimulatedFiles())``, then check every state that
 `power_cuts` makes of the recorded calls; once more for each flush, with that call in *skip*, to see the test fail.
 """
 
@@ -57,7 +57,7 @@ def replay(
     Args:
         calls: from `RecordingFiles.calls`; those that failed are passed over.
         start: where to begin (it is copied); an empty file system by default.
-        skip: indices of calls to leave out: flushes, to see what they are good for.
+        skip: indices of calls to leave out: flushes, to test that each is needed.
 
     Yields:
         How many calls were done, and the file system, which goes on to change: use `snapshot` to keep it.
@@ -81,8 +81,8 @@ def power_cuts(
 ) -> Iterator[tuple[int, SimulatedFiles]]:
     """Yield (how many of *calls* were done, what may be found after a power cut then) for every prefix of *calls*.
 
-    Takes the arguments of `replay` and, for each prefix, of `crash_states`. Of prefixes that differ by calls without
-    effect (closing, opening to read) it takes the longest: what was acknowledged since must hold there already.
+    Accepts the arguments of `replay` and, for each prefix, of `crash_states`. Of prefixes that differ by calls without
+    effect (closing, opening to read) it uses the longest: what was acknowledged since must hold there already.
     """
     for done, files in replay(calls, start=start, skip=skip):
         if done == len(calls) or calls[done].changes:
@@ -95,7 +95,7 @@ def _unflushed(node: Node) -> Sequence[Change]:
 
 
 def _choices(changes: Sequence[Change], seed: int, limit: int) -> Iterator[Kept]:
-    """Yield what to keep of each change, the telling cases first."""
+    """Yield what to keep of each change, the most revealing cases first."""
     outcomes: list[Sequence[tuple[Change, ...]]] = [change.outcomes() for change in changes]
     if math.prod(len(options) for options in outcomes) <= limit:
         for picks in itertools.product(*outcomes):
@@ -195,7 +195,7 @@ def _do(files: SimulatedFiles, call: Call, fds: dict[int, int]) -> None:
 
 @dataclass
 class SimulatedClock:
-    """A clock that moves when it is told to.
+    """A clock that moves only when it is set.
 
     Attributes:
         now_ns: what both clocks say; set it to anything to send the wall clock astray.
@@ -236,7 +236,7 @@ def simulated_world(seed: int = 0, files: SimulatedFiles | None = None) -> Simul
 class InlineExecutor(ThreadPoolExecutor):
     """An executor that does the work at once, on the calling thread, and never starts one of its own.
 
-    (A ThreadPoolExecutor by type only: asyncio takes no other kind as a loop's default executor.)
+    (A ThreadPoolExecutor by type only: asyncio accepts no other kind as a loop's default executor.)
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

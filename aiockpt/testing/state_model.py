@@ -1,6 +1,6 @@
-"""What must come back: facts of a state, bit by bit and type by type, and how two states differ.
+"""Model of what a load must restore: facts of a state, bit by bit and type by type, and how two states differ.
 
-Written from the guide to states alone; nothing of how a load is done is imported. `facts_of` describes an object as a
+Written from the guide to states alone; no code of a load is imported. `facts_of` describes an object as a
 value that two equal objects share and two different ones do not: NaN by its bits, a container with its class and order, a
 tensor with dtype, shape and bytes, a module, optimizer or scheduler with its whole ``state_dict()``.
 """
@@ -58,7 +58,7 @@ _TELL: list[tuple[type | UnionType, Callable[[Any], Facts]]] = [
     (torch.Size | list | tuple, _tell_sequence),
     (bytearray | array.array, lambda one: (type(one).__name__, bytes(one))),
 ]
-"""How the facts of each kind are told; the first that fits does."""
+"""The function for the facts of each kind; the first that fits is used."""
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -93,13 +93,13 @@ FILLED = (
     list, dict, collections.deque, set, bytearray, array.array, np.ndarray, torch.Tensor, torch.nn.Module,
     torch.optim.Optimizer,
 )  # fmt: skip
-"""What a load fills, so that the program's own object holds what was saved."""
+"""Classes of objects that a load fills, so that the program's own object holds what was saved."""
 
 
 def identities(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each object of a state that a load must fill and not replace, with its path.
 
-    Into sequences of plain values it does not look: how many items they have is data.
+    It skips sequences of plain values: their length is data.
     """
     if isinstance(state, FILLED) or hasattr(state, "state_dict"):
         yield path, state

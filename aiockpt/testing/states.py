@@ -1,11 +1,11 @@
 """Random states, as training programs hold them: trees of containers, values, tensors, modules, optimizers, schedulers.
 
-A state is drawn in two steps. A *blueprint* says what there is (kinds, keys, dtypes, shapes, layouts, what is tied), and
+A state is drawn in two steps. A *blueprint* lists what there is (kinds, keys, dtypes, shapes, layouts, what is tied), and
 `build` makes objects of it: with the same seed equal ones, with another seed other values in the same structure. So the
 state to load into is as fresh as that of a program that has just been started.
 
 Everything here is allowed by the guide to states; what `save` refuses of it is a bug. `blueprints` is a Hypothesis strategy,
-`draw_blueprint` takes any source of random numbers.
+`draw_blueprint` accepts any source of random numbers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Path = tuple[Any, ...]
 
 
 class Blueprint(msgspec.Struct, frozen=True, gc=False):
-    """What is at one place of a state.
+    """Description of one place of a state.
 
     Attributes:
         kind: a key of `PLAIN`, ``"tensor"``, ``"tied"`` (the tensor of an earlier place, or a view of it), a container,
             ``"module"``, ``"optimizer"`` or ``"scheduler"``.
-        facts: what the kind needs to know: a dtype, a shape, the class of a container, the number of a tied tensor.
+        facts: parameters of the kind: a dtype, a shape, the class of a container, the number of a tied tensor.
         keys, items: of a container; sequences have no keys.
     """
 
@@ -201,7 +201,7 @@ def draw_blueprint(dice: random.Random) -> Blueprint:
 
 
 class _Tensors:
-    """Which tensors and objects have been drawn so far, for those that refer to them."""
+    """The tensors and objects drawn so far, for those that refer to them."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []

@@ -1,12 +1,12 @@
-"""What would a device do, at its worst? A twin of `aiockpt.runtime.cuda` without a device, and without luck.
+"""A twin of `aiockpt.runtime.cuda` without a device: what a device would do at its worst, without luck.
 
 Tensors in host memory are *placed* on devices. Their compute and side streams are queues of calls, which the twin carries
-out when it pleases, as long as each queue keeps its order and nobody passes an event too early: the freedom that a real
+out when it pleases, as long as each queue keeps its order and no wait passes an event too early: the freedom that a real
 device has. So a missing order is no race that is won most of the time; it is wrong bytes in every run.
 
-- ``"late"``: side streams do only what somebody waits for, and compute streams all they can. What forgets to wait for a
-  copy, or to have the optimizer wait for it, loses.
-- ``"early"``: the reverse. What forgets that a copy must come after the program's own work loses.
+- ``"late"``: side streams do only what is waited for, and compute streams all they can. Code that does not wait for
+  a copy, or does not make the optimizer wait for it, fails.
+- ``"early"``: the reverse. Code that does not order a copy after the program's own work fails.
 - a `random.Random`: in between, another way with every seed.
 
 The program's own work is `TwinAccelerator.compute`, and queues up too. Or it is simply done, such as a real optimizer's
@@ -102,7 +102,7 @@ class TwinStream:
 
 
 class TwinAccelerator:
-    """Devices that are not there; give it as ``World(accelerator=…)``.
+    """Simulated devices; pass it as ``World(accelerator=…)``.
 
     Args:
         pace: what happens by itself, and when.
@@ -112,7 +112,7 @@ class TwinAccelerator:
         pinned: what host memory is registered, by address; *pin_count*: how often some was.
         refuses_pins: whether it refuses to pin, as a container with little locked memory does.
         spare_bytes: what a device has room for beside training.
-        work_count: pieces of work that side streams were given; *host_wait_count*: how often a thread waited for an event.
+        work_count: pieces of work that side streams received; *host_wait_count*: how often a thread waited for an event.
         scratch_bytes: what side streams have of their own; *peak_scratch_bytes*: the most they ever held.
         clones: copies that were made on devices, as weak references.
     """
@@ -137,7 +137,7 @@ class TwinAccelerator:
     # what tests do
 
     def place(self, what: torch.Tensor | nn.Module | Iterable[torch.Tensor], device: str = "cuda:0") -> None:
-        """Say that tensors are on *device*, for ever."""
+        """Place tensors on *device*, for ever."""
         if isinstance(what, nn.Module):
             what = [*what.parameters(), *what.buffers()]
         for tensor in [what] if isinstance(what, torch.Tensor) else what:
@@ -146,16 +146,16 @@ class TwinAccelerator:
                 self._homes[storage.data_ptr()] = (torch.device(device), storage)
 
     def compute(self, work: Callable[[], object], device: str = "cuda:0") -> None:
-        """Let the program's compute stream do *work*, whenever it does."""
+        """Queue *work* on the program's compute stream."""
         self.enqueue(self._compute_stream(torch.device(device)), work)
 
     def hold(self) -> None:
-        """Let no side stream do anything until `release`; whoever waits for one waits."""
+        """Hold all side streams until `release`; a wait for one of them lasts until then."""
         with self._changed:
             self._held = True
 
     def release(self) -> None:
-        """Take `hold` back."""
+        """Undo `hold`."""
         with self._changed:
             self._held = False
             self._play()

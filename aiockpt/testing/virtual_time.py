@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- Timers fire in order, at their times by the clock; between them no time passes but what somebody lets pass. So durations
-  are those of the sleeps alone, and the same in every run.
-- Hours take as long as what is done in them.
+- Timers fire in order, at their times by the clock; between them no time passes but what the program lets pass. So
+  durations are those of the sleeps alone, and the same in every run.
+- Virtual hours take only as long as the work done in them.
 - A program in which every task waits and no timer is set can never go on: `run_virtually` raises instead of waiting.
 - One thread: worker threads are the calling thread, as in `aiockpt.testing.simulation.run_inline`.
 """
@@ -63,7 +63,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Set a timer; one for the end of time (``anyio.sleep_forever``) is none, or nobody would ever seem to hang."""
+        """Set a timer; one for the end of time (``anyio.sleep_forever``) does not count, or a hang would never show."""
         if math.isinf(when):
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)

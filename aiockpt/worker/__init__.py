@@ -1,4 +1,4 @@
-"""Who writes when the trainer is no more? A process of its own: ``Checkpointer(…, worker="process")``.
+"""A writer process, which writes on when the trainer is no more: ``Checkpointer(…, worker="process")``.
 
 The trainer keeps what touches the state: the walk, the plan, the copy into slabs, the barrier, the futures. The writer
 process has what touches the storage: the tiers, the commit, retention, promotions. Between them are the slabs, which lie in
@@ -8,8 +8,8 @@ Guarantees:
 - When ``snapshotted`` is reached, the writer has all of the save: slabs, plan, values. It is committed although the trainer
   is killed in the next instant. A save whose snapshot is not complete when the trainer ends is given up, and leaves nothing.
 - Of several ranks each has a writer. A save that is ``snapshotted`` on all of them is committed although every trainer is
-  killed, the one that hosts the store where ranks meet included. One that is not ends on all: at once when a trainer or a
-  writer is left to say so, else when the others find what was left in storage, or at their deadline.
+  killed, the one that hosts the store of the notes included. One that is not ends on all: at once when a trainer or a
+  writer is left to report it, else when the others find what was left in storage, or at their deadline.
 - The writer is no member of the trainer's session and ignores what a terminal or a batch system sends to a whole job first
   (SIGINT, SIGTERM, SIGHUP). It ends by itself: when the trainer has closed or is gone, and all that it has is committed,
   or failed, or late (``Deadlines.close_s``).

@@ -1,4 +1,4 @@
-"""``python -m aiockpt.worker``: the writer process; started by `aiockpt.worker.process`, by nobody else."""
+"""``python -m aiockpt.worker``: the writer process; started by `aiockpt.worker.process` only."""
 
 import os
 import sys

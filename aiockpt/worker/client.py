@@ -1,10 +1,10 @@
-"""How does the trainer save through a writer process? It says what is saved, fills slabs, and hears how it goes.
+"""The trainer's side of saving through a writer process: it announces saves, fills slabs, and receives the outcomes.
 
-`WriterClient` stands where the places themselves stand when saves are written here
+`WriterClient` replaces the places themselves, which saves go to when this process writes them
 (`aiockpt.engine.destination`). Guarantees:
 
 - A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
-- Every save that a writer had ends: with what the writer says, or with its death.
+- Every save that a writer had ends: with the outcome that the writer reports, or with its death.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WriterClient:
     Args:
         here: the same, as this process reads them.
         coordinator: how this process agrees with those that save with it.
-        tiers: what was asked of them.
+        tiers: the options of each.
         memory: in which the slabs are.
         ranks: this process among those that save together.
     """
@@ -97,7 +97,7 @@ class WriterClient:
         return self._here.places
 
     def takes(self, step: int) -> bool:
-        """Say whether *step* is saved at all."""
+        """Return whether *step* is saved at all."""
         return self._here.takes(step)
 
     def places_for(self, step: int) -> Sequence[Place]:
@@ -105,7 +105,7 @@ class WriterClient:
         return self._here.places_for(step)
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have the writer save *step* to the durable place that takes it soonest."""
+        """Have the writer save *step* to the durable place that finishes it soonest."""
         self._hastened = step, dict(seconds)
         self._here.hasten(step, seconds)
 
@@ -120,7 +120,7 @@ class WriterClient:
     # ------------------------------------------------------------------ saves
 
     def announce(self, job: SaveJob) -> None:
-        """Tell the writer what is saved, and have the slabs go there. On the thread that copies.
+        """Send the writer what is saved, and have the slabs go there. On the thread that copies.
 
         Raises:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
@@ -162,7 +162,7 @@ class WriterClient:
         )
 
     async def save(self, job: SaveJob) -> SaveResult:
-        """Wait until the writer has saved. A cancellation is told to it, and may come too late there.
+        """Wait until the writer has saved. A cancellation is sent to it, and may come too late there.
 
         Raises:
             WriterLostError: it died.
@@ -193,7 +193,7 @@ class WriterClient:
                     await pending.tidied.settled()
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that nobody waits for any more, unless the writer finishes it alone."""
+        """End a save that no caller waits for any more, unless the writer finishes it alone."""
         if not promise.snapshotted.is_settled:
             promise.cancel()
 
@@ -212,7 +212,7 @@ class WriterClient:
         await self._here.close(patience_s)
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """Tell the other ranks that copies ended with their writer."""
+        """Notify the other ranks that copies ended with their writer."""
         await self._here.tell_lost(step, nonce, numbers, error)
 
     async def list_steps(self, look: Look) -> Sequence[ListedStep]:
@@ -220,7 +220,7 @@ class WriterClient:
         return await self._here.list_steps(look)
 
     async def _tell(self, connection: Connection, order: Order) -> None:
-        """Tell a writer something that it need not hear if it is gone."""
+        """Send a writer something that may be lost if it is gone."""
         with suppress(CheckpointError):
             await run_blocking(self._talking, connection.tell, order)
 
@@ -243,7 +243,7 @@ class WriterClient:
         return self._connection
 
     async def _listen(self, connection: Connection) -> None:
-        """Do what a writer says, to its end."""
+        """Handle the messages of a writer, to its end."""
         answers = connection.process.answers
         try:
             while (frame := await answers.receive()) is not None:
@@ -253,7 +253,7 @@ class WriterClient:
         await self._bury(connection)
 
     async def _bury(self, connection: Connection) -> None:
-        """Reap a writer; then take back the slabs that it had, and end its saves."""
+        """Reap a writer; then put back the slabs that it had, and end its saves."""
         process = connection.process
         process.hang_up()
         if connection.left_alone:
@@ -275,7 +275,7 @@ class WriterClient:
             await self.tell_lost(pending.step, pending.nonce, tiers, connection.death())
 
     def _hear(self, connection: Connection, answer: Answer) -> None:
-        """Do what one message says."""
+        """Handle one message."""
         match answer:
             case Freed():
                 connection.take_back(answer.slab, self.engine.pool)
@@ -300,9 +300,9 @@ class WriterClient:
                 connection.broken = unpack(answer.failure)
 
     def _reply(self, connection: Connection, asked: Asked) -> None:
-        """Ask the store what a writer wants to know: one thing at a time, so one worker is enough."""
+        """Ask the store for a writer: one question at a time, so one worker is enough."""
         reply = ask(self._ranks.store, asked.question)
-        with suppress(CheckpointError):  # nobody is there to hear it
+        with suppress(CheckpointError):  # the writer is gone; the reply has no receiver
             connection.tell(Replied(asked.number, reply))
 
     def _confirm(self, connection: Connection, number: int) -> None:
@@ -313,7 +313,7 @@ class WriterClient:
                 connection.tell(Confirmed(number))
 
     def _hear_given_up(self, told: GaveUp) -> None:
-        """Do what the tier's ``on_error`` says."""
+        """Apply the tier's ``on_error``."""
         error = unpack(told.failure)
         on_error = None if told.tier is None else self._tiers[told.tier].on_error
         if not callable(on_error):

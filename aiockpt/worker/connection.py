@@ -1,7 +1,7 @@
-"""What has a writer of ours? Slabs that it writes from, and saves that it has not finished.
+"""The trainer's record of one writer: the slabs that it writes from, and the saves that it has not finished.
 
-The thread that copies and the loop thread meet here. They change the two dicts by single operations only, which exclude each
-other, so that a slab is given back once, whatever dies when.
+The thread that copies and the loop thread both use it. They change the two dicts by single operations only, which exclude
+each other, so that a slab is returned once, whatever dies when.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Connection:
     Attributes:
         process: the writer.
         lent: slabs that it has, by number.
-        broken: why it said that it cannot work.
-        left_alone: whether it may go on although nobody listens.
-        buried: settled when it is gone and has nothing of ours.
+        broken: why it reported that it cannot work.
+        left_alone: whether it may go on although its messages are no longer received.
+        buried: resolved when it is gone and has nothing of ours.
     """
 
     def __init__(self, process: WriterProcess) -> None:
@@ -69,7 +69,7 @@ class Connection:
             if self._plan == plan.digest:
                 return [encode(save)]
             frames = [encode(Plan(strip_plan(plan))), encode(save)]
-            self._plan = plan.digest  # here, where nobody else sends
+            self._plan = plan.digest  # here, where no other thread sends
             return frames
 
         try:
@@ -92,11 +92,11 @@ class Connection:
             count += len(file.windows)
 
         def hand_over(window: Window, slab: Slab) -> None:
-            if job.stopped:  # given up by the barrier, perhaps, and torn: without this window nobody commits it
+            if job.stopped:  # given up by the barrier, perhaps, and torn: without this window it is never committed
                 pool.give(slab)
                 return
             self.lent[slab.number] = slab
-            if self._lost:  # nobody else may have seen this slab: `lose` came before
+            if self._lost:  # `lose` came before, and may have missed this slab
                 self.take_back(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes
@@ -105,7 +105,7 @@ class Connection:
         return hand_over
 
     def take_back(self, number: int, pool: SlabPool) -> None:
-        """Give slab *number* back to its pool, once."""
+        """Return slab *number* to its pool, once."""
         slab = self.lent.pop(number, None)
         if slab is not None:
             pool.give(slab)
@@ -115,7 +115,7 @@ class Connection:
         self._lost = True
 
     def death(self) -> Exception:
-        """Return why nothing more comes of it."""
+        """Return why no more messages come from it."""
         return self.broken or WriterLostError(
             f"{self!r} {self.process.fate}: whether what it was saving is committed, `aiockpt ls` shows; what it said is on "
             "the standard error. The next save starts another one."
@@ -132,7 +132,7 @@ class PendingSave:
         step, nonce: which one.
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
-        look_again: compares the state with its copy, if nobody has; returns why the save ends when it was torn.
+        look_again: compares the state with its copy, if that was not done; returns why the save ends when it was torn.
     """
 
     def __init__(
@@ -160,20 +160,20 @@ class PendingSave:
 
     @property
     def unsettled(self) -> list[int]:
-        """The farther tiers that nothing is known of."""
+        """The farther tiers whose outcome is not known."""
         return [number for number, stage in enumerate(self.stages) if number and not stage.is_settled]
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be heard of it."""
+        """Whether no more messages about it will come."""
         return self.tidied.is_settled and all(stage.is_settled for stage in self.stages)
 
     def death(self) -> Exception | None:
-        """Return how its writer died, if it did, and nobody goes on with the save."""
+        """Return how its writer died, if it did, and the save does not go on without it."""
         return self.connection.death() if self._orphaned else None
 
     def hear(self, answer: Reached | TierSettled | Settled | Tidied) -> None:
-        """Settle what the writer says is settled."""
+        """Resolve or fail what the writer reports."""
         match answer:
             case Reached(stage="written"):
                 self._promise.reach(self._promise.written)
@@ -187,7 +187,7 @@ class PendingSave:
                 self.tidied.resolve(None)
 
     def fail(self, error: Exception) -> None:
-        """Settle the rest: the writer is gone.
+        """Fail the rest: the writer is gone.
 
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """

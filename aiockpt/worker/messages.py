@@ -1,7 +1,7 @@
-"""What do trainer and writer tell each other? Frames of msgpack, each one struct; no pickle, no code, no tensor.
+"""Messages between trainer and writer: frames of msgpack, each one struct; no pickle, no code, no tensor.
 
-Saves are meant by their *number*, tiers by their place (0 is the nearest), windows by theirs in the plan, slabs by theirs in
-the pool.
+Saves are named by their *number*, tiers by their place (0 is the nearest), windows by theirs in the plan, slabs by theirs
+in the pool.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         position: where it stands among all saves.
         save_round: which save it is among those of all ranks.
         board: the name of the ranks' notes.
-        unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
+        unsure: whether the trainer must confirm, before the vote, that the state did not change while it was copied.
         compares: whether `Sampled` follows.
-        hastened: of a save that must not wait, what others took, by place; None for all other saves.
+        hastened: of a save that must not wait, the seconds that others took, by place; None for all other saves.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlabFilled(msgspec.Struct, frozen=True, tag=True):
-    """The window of a save is in a slab, which the writer has until it says `Freed`."""
+    """The window of a save is in a slab, which the writer has until it sends `Freed`."""
 
     number: int
     window: int
@@ -121,13 +121,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """The state was left alone: what `Written` is told of may be voted for."""
+    """The state did not change: what `Written` reports may be voted for."""
 
     number: int
 
 
 class Replied(msgspec.Struct, frozen=True, tag=True):
-    """What the store where the ranks meet says to an `Asked`."""
+    """The reply of the store of the ranks' notes to an `Asked`."""
 
     number: int
     reply: Reply
@@ -209,7 +209,7 @@ class Tidied(msgspec.Struct, frozen=True, tag=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """A step will not get to a tier, and somebody is to know: the next call (*tier* None), or that tier's ``on_error``."""
+    """A step will not get to a tier; reported to the next call (*tier* None), or to that tier's ``on_error``."""
 
     step: int
     tier: int | None
@@ -217,7 +217,7 @@ class GaveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """A call of the store where the ranks meet; asked one at a time."""
+    """A call of the store of the ranks' notes; one at a time."""
 
     number: int
     question: Question

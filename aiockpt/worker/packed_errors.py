@@ -1,4 +1,4 @@
-"""How does an error get from one process to the other? By the name of its class, its message and its plain attributes.
+"""Transfer of errors between processes: by the name of the class, the message and the plain attributes.
 
 Guarantees: an error of aiockpt, or a builtin one, arrives as the same class with the same message and attributes; any other
 as a `CheckpointError` that names it. Its traceback comes as a note.

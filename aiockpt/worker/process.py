@@ -1,4 +1,4 @@
-"""How does a writer process start, and how does it end? Executed, never forked; in a session of its own; always reaped.
+"""Start and end of a writer process: executed, never forked; in a session of its own; always reaped.
 
 A fork would bring threads' locks, CUDA and the trainer's memory along. What is executed here is this interpreter with the
 trainer's module path, and it loads neither torch nor the training program.
@@ -30,7 +30,7 @@ class WriterProcess:
         setup: the first frame.
         memory_fd: of the shared memory in which the slabs are.
         nice: added to its niceness, before its first thread starts.
-        timeout_s: how long a message may wait until the writer takes those before it.
+        timeout_s: how long a message may wait until the writer reads those before it.
 
     Attributes:
         orders: to it; *answers*: from it.
@@ -63,7 +63,7 @@ class WriterProcess:
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Tell it nothing more and hear nothing more: it finishes what it has, and ends. Idempotent, never waits."""
+        """Send and receive nothing more: it finishes what it has, and ends. Idempotent, never waits."""
         self.orders.hang_up()
         self.answers.hang_up()
 
@@ -76,11 +76,11 @@ class WriterProcess:
             self._process.wait()
 
     def leave(self) -> None:
-        """Let it go on although nobody will ask for it."""
+        """Let it go on although its outcome will not be asked for."""
         _left[:] = [process for process in (*_left, self._process) if process.poll() is None]
 
     def close(self) -> None:
-        """Let the sockets go, on the loop. Idempotent."""
+        """Close the sockets, on the loop. Idempotent."""
         self.orders.close()
         self.answers.close()
 
@@ -94,7 +94,7 @@ class WriterProcess:
 
 
 def ignore_signals() -> None:
-    """Be deaf to what ends a job in order. In the writer, first of all."""
+    """Ignore the signals that end a job in order. In the writer, first of all."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)

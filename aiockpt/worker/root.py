@@ -1,7 +1,7 @@
-"""How is a writer process put together? From the trainer's first message: the engine that the trainer would have.
+"""Composition of a writer process from the trainer's first message: the engine that the trainer would have.
 
-With two things less: it copies nothing, and its slabs belong to the trainer. As `aiockpt.session.checkpointer` in the
-trainer, this chooses who coordinates and where saves go; nothing else of the writer knows.
+Two things are absent: it copies nothing, and its slabs belong to the trainer. As `aiockpt.session.checkpointer` in the
+trainer, this chooses the coordinator and where saves go; nothing else of the writer knows them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
-    engine.failures = Failures(limit=0)  # a save tells of itself
+    engine.failures = Failures(limit=0)  # a save reports its own failure
     engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
     return Service(_make_destination(engine, tiers, backends, coordinator), coordinator, store, slabs, post)
@@ -130,7 +130,7 @@ def _make_destination(
 
 
 class Teller:
-    """Has the trainer's observers see what happens here; the beginning and the failure of a save are seen there."""
+    """Sends events to the trainer's observers; the beginning and the failure of a save are emitted there."""
 
     def __init__(self, post: Post) -> None:
         self._post = post

@@ -1,4 +1,4 @@
-"""What does the writer process do? It takes saves as they are copied, and writes them as the trainer's own loop would."""
+"""The service of the writer process: it receives saves as they are copied, and writes them as the trainer's loop would."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("aiockpt")
 
 
 async def receive(orders: Receiver) -> Order | None:
-    """Return what the trainer says next; None when it has ended."""
+    """Return the trainer's next message; None when it has ended."""
     frame = await orders.receive()
     return None if frame is None else decode_order(frame)
 
@@ -51,7 +51,7 @@ class Service:
 
     Args:
         destination: where saves go.
-        store: how the store is asked where ranks meet; its replies arrive here.
+        store: relays questions to the store of the ranks' notes; its replies arrive here.
         slabs: those of the trainer.
         post: sends an answer to the trainer.
     """
@@ -69,7 +69,7 @@ class Service:
         self._saves: dict[int, Writing] = {}
 
     async def serve(self, orders: Receiver) -> None:
-        """Do what arrives, and when nothing more will: finish what is complete, and give up the rest."""
+        """Handle what arrives, and when nothing more will: finish what is complete, and give up the rest."""
         async with open_tasks() as hearing:
             async with open_tasks() as tasks:
                 await self._take_all(orders, tasks)
@@ -81,16 +81,16 @@ class Service:
             hearing.cancel_scope.cancel()
 
     async def _take_all(self, orders: Receiver, tasks: TaskGroup) -> None:
-        """Do what arrives until nothing more will."""
+        """Handle what arrives until nothing more will."""
         try:
             while (order := await receive(orders)) is not None and not isinstance(order, Close):
                 self._take(order, tasks)
         except BaseException:
-            self._store.lose()  # nobody hears its replies any more, and who waits for one cannot be cancelled
+            self._store.lose()  # no reply is received any more, and a thread that waits for one cannot be cancelled
             raise
 
     async def _hear_store(self, orders: Receiver) -> None:
-        """Hear the replies that are still to come, to the end of the trainer or of all work here."""
+        """Receive the replies that are still to come, to the end of the trainer or of all work here."""
         try:
             while (order := await receive(orders)) is not None:
                 if isinstance(order, Replied):
@@ -152,7 +152,7 @@ class Service:
             logger.exception("cleaning up after step %d", result.step)
 
     def _tell_stages(self, job: SaveJob) -> None:
-        """Have the trainer told of what *job* reaches."""
+        """Have the trainer notified of what *job* reaches."""
         promise, number = job.promise, job.number
         _when_reached(promise.written, lambda: self._post(Reached(number, "written")))
         _when_reached(promise.in_memory, lambda: self._post(Reached(number, "in_memory")))

@@ -1,4 +1,4 @@
-"""Can a writer process do what a checkpointer was asked for, and what does it have to be told first?"""
+"""The check that a writer process can do what a checkpointer is asked for, and the first message to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], world: Worl
     """Return when a process of its own can write to these places.
 
     Raises:
-        UsageError: it cannot; says why.
+        UsageError: it cannot; gives the reason.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(f"worker='process' needs memory that two processes share (Linux: memfd_create){_INSTEAD}")

@@ -1,4 +1,4 @@
-"""What has the writer of one save? A `SaveJob` as the engine knows it, whose windows come from the trainer, in its slabs."""
+"""One save in the writer: a `SaveJob` as the engine knows it, whose windows come from the trainer, in its slabs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Writing:
     """One save, its windows on their way from the trainer.
 
     Attributes:
-        confirmed: settled when the trainer has looked once more, after the copy, if the state was left alone; or has ended.
+        confirmed: resolved when the trainer has compared the state once more, after the copy; or has ended.
     """
 
     def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan, post: Post) -> None:
@@ -47,7 +47,7 @@ class Writing:
             begun_ns=order.begun_ns,
         )
         self.job = SaveJob(engine, call, Capture(state=state))
-        self.job.agreed = True  # by the trainer, which says so to the others
+        self.job.agreed = True  # by the trainer, which posts it for the others
         self.job.number = order.number
         self.job.nonce = order.nonce
         self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
@@ -61,20 +61,20 @@ class Writing:
         self._note_if_complete()
 
     async def _ask(self) -> None:
-        """Wait for the trainer's word. It tells of a torn snapshot by a `Cancel`."""
+        """Wait for the trainer's confirmation. A torn snapshot comes as a `Cancel`."""
         if not self.confirmed.is_settled:
             self._post(Written(self.job.number))
             await self.confirmed.settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
-        """Take in a full slab."""
+        """Accept a full slab."""
         window = self._windows[number]
         self.job.slabs[window.file].arrive(window, slab)
         self._missing -= 1
         self._note_if_complete()
 
     def take_tables(self, tables: ReplicaTables) -> None:
-        """Take what the receipt says of replicas."""
+        """Accept what the receipt says of replicas."""
         self.job.replica_tables = lambda: tables
         self._missing -= 1
         self._note_if_complete()
@@ -84,10 +84,10 @@ class Writing:
             self.job.copied.resolve(None)
 
     def go_on_if_complete(self) -> None:
-        """Stop when windows are missing: the trainer has ended, and they will not come, nor will its word.
+        """Stop when windows are missing: the trainer has ended, and they will not come, nor will its confirmation.
 
-        When it sent the last window nothing had changed: an operation that was under way then, on a tensor that it changed
-        without leave, would be all that its second look could have found.
+        When it sent the last window nothing had changed. Its second comparison could have found only an operation that was
+        under way then, on a tensor that it changed without permission.
         """
         step = self.job.step
         self.confirmed.resolve(None)
@@ -99,7 +99,7 @@ class Writing:
 
 
 class LentSlabs:
-    """The trainer's slabs, as many as it has sent: mapped once, given back by a message."""
+    """The trainer's slabs, as many as it has sent: mapped once, returned by a message."""
 
     def __init__(self, memory_fd: int, slab_bytes: int, post: Post) -> None:
         self._memory_fd = memory_fd

@@ -1,11 +1,11 @@
-"""Checkpoints that others wrote: read as a state, saved as a step, or loaded into live objects.
+"""Foreign checkpoints (of other libraries): read as a state, saved as a step, or loaded into live objects.
 
-- `open_checkpoint` sees what kind of checkpoint a path is, and returns its state; its tensors are mapped from the files.
-- `save_as_step` makes a step of it, from which everything else goes on.
+- `open_checkpoint` detects the kind of checkpoint at a path, and returns its state; tensors are mapped from the files.
+- `save_as_step` saves it as a step.
 - `load` fills modules, optimizers and tensors from it, sharded in any way, as ``Checkpointer.load`` does from ours.
-- `write_dcp` makes of a step what plain DCP loads.
+- `write_dcp` exports a step as a checkpoint that plain DCP loads.
 
-What is unpickled is unpickled with a list of what is allowed: a file runs no code, unless its user says that it may.
+What is unpickled is unpickled with a list of what is allowed: a file runs no code, unless its user allows it.
 """
 
 from aiockpt.convert.foreign.checkpoint import Foreign, open_checkpoint

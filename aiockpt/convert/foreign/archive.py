@@ -1,7 +1,7 @@
-"""Which bytes of a small archive of ``torch.save`` are its tensor? Found without reading them.
+"""The tensor in a small archive of ``torch.save``: its bytes are found without reading them.
 
-Such an archive is a zip file whose members are stored as they are: ``data.pkl`` says how the tensor lies in ``data/0``,
-which has its bytes. Anything else than one dense tensor is left to torch.
+Such an archive is a zip file whose members are stored as they are: ``data.pkl`` describes how the tensor lies in ``data/0``,
+which has its bytes. Anything else than one dense tensor is handled by torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_tensor(data: memoryview, what: str) -> torch.Tensor:
     """
     try:
         found = _map_tensor(data)
-    except Exception:  # noqa: BLE001  whatever is unusual in it; torch says what is wrong, if something is
+    except Exception:  # noqa: BLE001  whatever is unusual in it; torch reports what is wrong, if something is
         with refusing(what, trust_pickle=False):
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(found, torch.Tensor):
@@ -65,7 +65,7 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-"""What pickles call the memory of a dtype; that of newer ones is untyped, and left to torch."""
+"""What pickles call the memory of a dtype; that of newer ones is untyped, and handled by torch."""
 
 
 class _File(io.RawIOBase):

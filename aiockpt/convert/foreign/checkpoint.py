@@ -1,4 +1,4 @@
-"""Which kind of checkpoint is at a path, and what state does it hold?"""
+"""Opening of foreign checkpoints: the kind at a path, and the state that it holds."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _KINDS: tuple[tuple[str, Callable[[Path], bool], _Read], ...] = (
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> Foreign:
-    """Return the checkpoint at *path*, whose kind is seen from its files.
+    """Return the checkpoint at *path*, whose kind is detected from its files.
 
     Args:
         path: of this machine: a folder of ``torch.distributed.checkpoint``, also as ``dcp:///path``; a snapshot of
             torchsnapshot; a universal checkpoint of DeepSpeed; a file of ``torch.save``, which a ``.ckpt`` of Lightning is,
             too.
-        trust_pickle: whether objects that are neither tensors nor plain values may be unpickled, which runs code of whoever
-            wrote them.
+        trust_pickle: whether objects that are neither tensors nor plain values may be unpickled, which runs code of their
+            author.
 
     Raises:
         UsageError: it is none of these; or something in it is pickled that is not on the list of what is allowed.

@@ -1,4 +1,4 @@
-"""A tensor out of the chunks in which others have written it: all of it, and no element twice."""
+"""The join of a tensor from the chunks in which another library wrote it: all of it, and no element twice."""
 
 from __future__ import annotations
 

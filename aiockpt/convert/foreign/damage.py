@@ -1,4 +1,4 @@
-"""What goes wrong in a file that is damaged? Anything; it is told as damage, and as nothing else."""
+"""Errors of damaged files: whatever is raised is reported as damage, and as nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a folder of ``torch.distributed.checkpoint``? Its metadata, believed as far as the files agree with it.
+"""The reader of folders of ``torch.distributed.checkpoint``: metadata count as far as the files agree with them.
 
 ``.metadata`` is a pickle; it is read with a list of the names that DCP itself writes into it. Each tensor was cut into
 chunks, and each chunk is a small archive of ``torch.save`` at some place of a file; the bytes in it are mapped, not read.
@@ -94,7 +94,7 @@ def _read_metadata(path: Path) -> Any:
 
 
 class _Folder:
-    """What the metadata say of the files.
+    """The files as the metadata describe them.
 
     Args:
         where: by name and offsets, in which file and where in it something lies.

@@ -1,4 +1,4 @@
-"""How is a checkpoint of others loaded into live objects? Matched by name as ours is, and copied box by box."""
+"""Loading of a foreign checkpoint into live objects: matched by name as ours is, and copied box by box."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def load(
 ) -> tuple[str, ...]:
     """Fill *state* in place, and return what did not fit in words (nothing when *strict*).
 
-    Modules, optimizers and tensors may be sharded in any way; each rank fills what it has, and asks nobody. Optimizers are
-    filled from what ``get_optimizer_state_dict`` gave, by names, and from ``optimizer.state_dict()``, by the order of the
-    parameters.
+    Modules, optimizers and tensors may be sharded in any way; each rank fills its part, without messages. Optimizers are
+    filled from what ``get_optimizer_state_dict`` returned, by names, and from ``optimizer.state_dict()``, by the order of
+    the parameters.
 
     Args:
-        checkpoint: what `open_checkpoint` returned, or what it takes: ``dcp:///path``, a folder, a file.
+        checkpoint: what `open_checkpoint` returned, or what it accepts: ``dcp:///path``, a folder, a file.
         state: as for ``Checkpointer.load``.
         only, strict, map, rename: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for Lightning's ``.ckpt``.
 

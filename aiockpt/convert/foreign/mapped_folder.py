@@ -1,4 +1,4 @@
-"""Parts of the files of a folder, as memory: mapped when they are first asked for, and never outside of the folder."""
+"""Parts of the files of a folder, as memory: mapped at first use, and never outside of the folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from aiockpt.errors import CorruptionError
 
 
 class MappedFolder:
-    """The files of a checkpoint that others wrote.
+    """The files of a foreign checkpoint.
 
     Args:
-        described_by: the file that says where things lie, as messages call it.
+        described_by: the file that describes where things lie, as messages call it.
     """
 
     def __init__(self, path: Path, described_by: str) -> None:

@@ -1,4 +1,4 @@
-"""What several ranks have saved each for itself, as one state: what they had in common, and what one had otherwise."""
+"""The merge of states that ranks saved separately, as one state: what they had in common, and where one differed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     try:
         return bool(one == other) or bool(one != one and other != other)
-    except Exception:  # noqa: BLE001  of objects whose comparison says neither
+    except Exception:  # noqa: BLE001  of objects whose comparison is neither
         return False
 
 

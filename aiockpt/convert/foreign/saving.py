@@ -1,4 +1,4 @@
-"""How does a checkpoint of others become a step? As a save of its state, whose tensors lie in the mapped files."""
+"""Saving of a foreign checkpoint as a step: a save of its state, whose tensors lie in the mapped files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def save_as_step(
     Args:
         replace: add a generation where the step is there already.
         dry_run: write nothing, and say what would be written.
-        ranks: ``Ranks()`` where one rank of a job converts alone; None asks ``torch.distributed``.
-        on_written: told the bytes of each write, on the loop thread; for progress.
+        ranks: ``Ranks()`` where one rank of a job converts alone; None uses ``torch.distributed``.
+        on_written: called with the bytes of each write, on the loop thread; for progress.
 
     Raises:
         StepExistsError: the step is there already.
@@ -69,7 +69,7 @@ def save_as_step(
 
 
 class _Written:
-    """Passes on how much was written."""
+    """Passes on the number of bytes written."""
 
     def __init__(self, on_written: Callable[[int], object]) -> None:
         self._on_written = on_written

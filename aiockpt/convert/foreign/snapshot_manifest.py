@@ -1,4 +1,4 @@
-"""What does the manifest of a torchsnapshot say? Which entries each rank had, and which of them all ranks share.
+"""The manifest of a torchsnapshot: the entries of each rank, and those that all ranks share.
 
 ``.snapshot_metadata`` is JSON, or YAML where an early version wrote it. An entry is called by its rank and the keys that
 lead to it, ``0/model/weight``; ``%`` and ``/`` in a key are ``%25`` and ``%2F``. It describes a tensor, the chunks of one,
@@ -62,7 +62,7 @@ class ChunkedTensor(_TaggedEntry, frozen=True, tag="ChunkedTensor"):
 
 
 class ShardedEntry(_TaggedEntry, frozen=True, tag="ShardedTensor"):
-    """The shards that a rank had of a tensor; how large the whole is, the shards of all ranks say."""
+    """The shards that a rank had of a tensor; the size of the whole follows from the shards of all ranks."""
 
     shards: tuple[StoredChunk, ...]
     replicated: bool = False
@@ -81,7 +81,7 @@ class PickledObject(_TaggedEntry, frozen=True, tag="object"):
 
 
 class StoredList(_TaggedEntry, frozen=True, tag="list"):
-    """A list; how long it is, its entries say."""
+    """A list; its length follows from its entries."""
 
 
 class StoredDict(_TaggedEntry, frozen=True, tag="dict"):
@@ -202,7 +202,7 @@ def _decode(data: bytes) -> _Metadata:
 
 
 def _share(ranks: dict[int, dict[str, Entry]]) -> dict[int, dict[str, Entry]]:
-    """Give each rank what is noted once: with the first rank what is replicated, with each rank its shards of a tensor."""
+    """Add to each rank what is noted once: with the first rank what is replicated, with each rank its shards of a tensor."""
     shards: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk]] = {}
     for entries in ranks.values():
         for path, entry in entries.items():

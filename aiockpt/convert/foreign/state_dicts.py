@@ -1,7 +1,7 @@
-"""What does the rest of the world call the parts of a step? Nested state dicts, as ``get_state_dict`` of torch gives them.
+"""A step as nested state dicts, with the names that ``get_state_dict`` of torch returns.
 
 A module becomes a dict of its dotted names, an optimizer ``{"state": {parameter: …}, "param_groups": […]}`` with the
-parameters' names as the module says them. Everything else stays as it was. In place of each tensor is its name in the step.
+module's names of the parameters. Everything else stays as it was. In place of each tensor is its name in the step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _optimizer(plain: Mapping[str, Any], path: Path, inside: Mapping[str, Path],
 
 
 def _relative(name: str, modules: list[Path]) -> str:
-    """Return the name of a parameter as its module says it."""
+    """Return the name of a parameter in its module."""
     parts = split_name(name)
     for module in modules:
         if parts[: len(module)] == module:

@@ -1,4 +1,4 @@
-"""How does a step become a folder that plain DCP loads? Tensor after tensor, each verified, and the metadata last."""
+"""Export of a step as a folder that plain DCP loads: tensor after tensor, each verified, and the metadata last."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def write_dcp(
 ) -> int:
     """Write a step (the newest valid one for None) as a checkpoint of ``torch.distributed.checkpoint``; return its bytes.
 
-    State dicts in it have the names that ``get_state_dict`` of torch gives. Memory holds one tensor at a time. Blocks; a
+    State dicts in it have the names that ``get_state_dict`` of torch returns. Memory holds one tensor at a time. Blocks; a
     folder without ``.metadata`` is not whole.
 
     Args:
         folder: a folder of this machine; made with its parents.
-        replace: whether a checkpoint that is there goes first.
-        on_written: told the bytes of each item.
+        replace: whether a checkpoint that is there is removed first.
+        on_written: called with the bytes of each item.
 
     Raises:
         UsageError: a checkpoint is there already.
@@ -80,7 +80,7 @@ async def _manifest(steps: Destination, step: int | None) -> Manifest:
 
 
 class _Items:
-    """Writes items one after the other, and keeps what DCP has to know of them."""
+    """Writes items one after the other, and keeps their metadata for DCP."""
 
     def __init__(self, file: io.BufferedWriter, on_written: Callable[[int], object]) -> None:
         self._file = file
@@ -111,7 +111,7 @@ class _Items:
         self._where[MetadataIndex(name)] = self._append(value)
 
     def metadata(self, paths: Any) -> Any:
-        """Return what ``.metadata`` says."""
+        """Return the contents of ``.metadata``."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         found = Metadata(self._held, planner_data=paths, storage_data=self._where)

@@ -1,4 +1,4 @@
-"""What is in a file of ``torch.save``? Read by torch itself, with its list of what is allowed, mapped where it can be."""
+"""The reader of files of ``torch.save``: torch itself, with its list of what is allowed; mapped where possible."""
 
 from __future__ import annotations
 

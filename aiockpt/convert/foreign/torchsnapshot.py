@@ -1,7 +1,7 @@
-"""What is in a snapshot of torchsnapshot? The state of its first rank, whole, and what other ranks held otherwise.
+"""The reader of snapshots of torchsnapshot: the state of the first rank, whole, and where other ranks differed.
 
-A tensor that was replicated, chunked or sharded is one tensor again. What each rank had for itself is taken once where all
-ranks had the same; where a rank had something else, that lies at the same path under ``other_ranks`` and the rank's number.
+A tensor that was replicated, chunked or sharded is one tensor again. Each rank's own values are kept once where all ranks
+had the same; where a rank differed, its value lies at the same path under ``other_ranks`` and the rank's number.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _quote(key: str) -> str:
 
 
 class _Files:
-    """What the files of a snapshot hold, each entry once: ranks that share one get the same object."""
+    """The contents of a snapshot's files, each entry once: ranks that share one get the same object."""
 
     def __init__(self, path: Path, trust_pickle: bool) -> None:
         self._path = path

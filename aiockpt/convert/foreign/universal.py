@@ -1,8 +1,8 @@
-"""What is in a universal checkpoint of DeepSpeed? Whole weights and moments, in a file each, and what its engine knew.
+"""The reader of universal checkpoints of DeepSpeed: whole weights and moments, a file each, and the engine's state.
 
 ``ds_to_universal`` makes one of ZeRO's flat partitions: ``zero/NAME/fp32.pt``, ``exp_avg.pt`` and others of each parameter,
 beside ``zero/optimizer_state.pt`` and the ``*_model_states.pt`` of the ranks. The state is what
-`aiockpt.integrations.deepspeed` saves, so that an engine goes on from it, and a plain module and optimizer take it.
+`aiockpt.integrations.deepspeed` saves, so that an engine resumes from it, and a plain module and optimizer accept it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OF_DEEPSPEED = """
 
 
 class StandIn:
-    """In the place of an object of DeepSpeed of which nothing is wanted; so none of its code runs."""
+    """Replaces an object of DeepSpeed that is not needed; so none of its code runs."""
 
     def __init__(self, *values: object) -> None:
-        """Forget the values."""
+        """Drop the values."""
 
 
 _STAND_INS: list[Any] = [

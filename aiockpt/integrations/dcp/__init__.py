@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP) on this engine: hand it a `AiockptWriter` to save, a `AiockptReader` to load.
+"""torch.distributed.checkpoint (DCP) on this engine: `AiockptWriter` saves, `AiockptReader` loads.
 
     dcp.save(state_dict, storage_writer=AiockptWriter("/runs/7"))
     dcp.load(state_dict, storage_reader=AiockptReader("/runs/7"))

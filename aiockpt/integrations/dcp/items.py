@@ -1,4 +1,4 @@
-"""What are DCP's flat items in a state of ours? A nested dict of tensors, shards and values, with a note of DCP's names.
+"""Conversion of DCP's flat items to a state of ours: a nested dict of tensors, shards and values, and DCP's names.
 
 DCP flattens a nested state dict into items with dotted names, and keeps the path of each. In the checkpoint they lie nested
 again, so that ``Checkpointer.load({"model": model, …})`` fills modules and optimizers from it. What DCP would pickle is
@@ -23,12 +23,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class ItemNote(msgspec.Struct, frozen=True):
-    """What DCP said of its items.
+    """DCP's description of its items.
 
     Attributes:
         paths: of each item, by its name; the part of a list is its number.
         pickled: names of items that are pickles.
-        flattened: whether DCP's planner knew the paths, and is to know them again.
+        flattened: whether DCP's planner knew the paths, and needs them back.
     """
 
     paths: dict[str, list[str | int]]
@@ -44,7 +44,7 @@ def read_note(values: object) -> ItemNote | None:
     """Return the note in the values of a checkpoint, or None where it was not saved through DCP.
 
     Raises:
-        CorruptionError: it is none that we wrote.
+        CorruptionError: this library did not write it.
     """
     found = values.get(DCP_NOTE) if isinstance(values, Mapping) else None
     if found is None:
@@ -72,14 +72,14 @@ def put(state: dict[Any, Any], path: Parts, value: object) -> None:
 
 
 def with_lists(state: dict[Any, Any], paths: Iterable[Parts], *, alone: bool) -> dict[Any, Any]:
-    """Return *state* with lists where DCP met some; `put` made dicts with numbers for keys of them.
+    """Return *state* with lists where DCP found some; `put` made dicts with numbers for keys of them.
 
     Ranks have different items of one list after de-duplication, and lists are united by place. So a list of containers is
     written as one, with empty dicts where a rank has nothing; one that has items itself stays a dict, but for a rank that
     saves *alone*.
 
     Args:
-        paths: of all items of this rank before de-duplication: they tell how long each list is.
+        paths: of all items of this rank before de-duplication: they give the length of each list.
     """
     lengths: dict[Parts, int] = {}
     with_items: set[Parts] = set()

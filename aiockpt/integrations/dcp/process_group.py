@@ -1,4 +1,4 @@
-"""Which processes save one checkpoint through DCP, and where do they meet?"""
+"""The process group whose ranks save one checkpoint through DCP."""
 
 from __future__ import annotations
 

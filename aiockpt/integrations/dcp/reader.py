@@ -1,4 +1,4 @@
-"""How does ``dcp.load`` read with this engine? What DCP's plan asks for becomes a state to fill, box by box.
+"""The storage reader of ``dcp.load``: what DCP's plan asks for becomes a state to fill, box by box.
 
 To DCP every tensor is one chunk: which file has which piece of it is found by the engine, which reads just what is wanted,
 verifies every block, and writes it into the tensors that the planner names.
@@ -40,7 +40,7 @@ _OF_OBJECTS = {"tensor", "numpy.ndarray", "module", "optimizer", "stateful", "lo
 
 
 class _Offer(NamedTuple):
-    """A checkpoint in DCP's words."""
+    """A checkpoint in DCP's terms."""
 
     step: int
     metadata: Metadata
@@ -59,7 +59,7 @@ class AiockptReader(StorageReader):
         place: where from: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.load`` takes
             its place.
         step: which checkpoint there; the newest valid one for None, as the coordinator finds it.
-        trust_pickle: whether items that are no plain values may be unpickled, which runs code of whoever wrote them.
+        trust_pickle: whether items that are no plain values may be unpickled, which runs code of their author.
         **options: of `aiockpt.Checkpointer`: ``io=``, ``deadlines=`` …
 
     Raises: Raised by ``dcp.load``, inside of DCP's ``CheckpointException`` where ranks take part
@@ -80,26 +80,26 @@ class AiockptReader(StorageReader):
     # ------------------------------------------------------------------ what DCP calls, in its order
 
     def reset(self, checkpoint_id: Identifier | None = None) -> None:
-        """Take the place of the next checkpoint."""
+        """Set the place of the next checkpoint."""
         if checkpoint_id is not None:
             self._place = checkpoint_id
         self._found = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds, in DCP's words."""
+        """Return what the checkpoint holds, in DCP's terms."""
         with self._checkpointer() as ckpt:
             self._found = offer(ckpt.describe(self._step).result(), str(self._place))
         return self._found.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the reader needs no setup."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave this rank's plan as it is."""
+        """Return this rank's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell all ranks which step the coordinator found."""
+        """Broadcast the step that the coordinator found to all ranks."""
         for plan in plans:
             plan.storage_data = self._offered().step
         return plans
@@ -156,7 +156,7 @@ class _Fetch:
 
     Args:
         found: what the checkpoint offers.
-        planner: which gives the tensors to fill, and takes the values.
+        planner: provides the tensors to fill, and receives the values.
     """
 
     def __init__(self, found: _Offer, planner: LoadPlanner, trust_pickle: bool) -> None:
@@ -168,7 +168,7 @@ class _Fetch:
         self._values: list[ReadItem] = []
 
     def ask(self, item: ReadItem) -> None:
-        """Have an item fetched."""
+        """Add an item to the state to load."""
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
             if name in self._found.pickled and not self._trust_pickle:
@@ -202,7 +202,7 @@ class _Fetch:
         return join_name((*self._found.paths[str(key)], *rest))
 
     def hand_over(self, state: dict[str, Any]) -> None:
-        """Give the planner what was loaded into *state*."""
+        """Pass what was loaded into *state* to the planner."""
         for item, live, target in self._tensors:
             if target.dtype != live.dtype:
                 live.detach().copy_(target)
@@ -216,7 +216,7 @@ class _Fetch:
 
 
 def offer(description: Description, place: str) -> _Offer:
-    """Return what a checkpoint holds in DCP's words."""
+    """Return what a checkpoint holds in DCP's terms."""
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in description.tensors}
     tensors |= {name: tensors[kept] for name, kept in description.alias.items()}
     note = read_note(description.values)

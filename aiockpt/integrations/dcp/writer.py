@@ -1,4 +1,4 @@
-"""How does ``dcp.save`` write with this engine? Each rank's items become a state, which is saved as any other.
+"""The storage writer of ``dcp.save``: each rank's items become a state, which is saved as any other.
 
 DCP's phases fall on those of a save: ``write_data`` returns when this rank's files and its vote are durable, ``finish``, on
 the coordinator, when the checkpoint is committed. Replicas were left out by DCP's planner; what its ranks hold of a tensor
@@ -39,7 +39,7 @@ class AiockptWriter(StorageWriter):
     """Writes what ``dcp.save`` and ``dcp.async_save`` save: ``storage_writer=AiockptWriter("/runs/7")``.
 
     One object may save any number of checkpoints, and keeps its staging memory and thread between those of one place. All
-    ranks make the same calls, as DCP asks of them. It may be pickled, as DCP's process of its own for ``async_save`` needs.
+    ranks make the same calls, as DCP requires. It may be pickled, as DCP's process of its own for ``async_save`` needs.
 
     Args:
         place: where to: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.save`` takes its
@@ -75,7 +75,7 @@ class AiockptWriter(StorageWriter):
     # ------------------------------------------------------------------ what DCP calls, in its order
 
     def reset(self, checkpoint_id: Identifier | None = None) -> None:
-        """Take the place of the next checkpoint."""
+        """Set the place of the next checkpoint."""
         if checkpoint_id is not None:
             self._place = checkpoint_id
         self._save = None
@@ -93,11 +93,11 @@ class AiockptWriter(StorageWriter):
         self._alone = kwargs.get("rank", 0) != rank_in(self._group)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave this rank's plan as it is."""
+        """Return this rank's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are; one that stands for a whole job was made without the others (``no_dist``)."""
+        """Return the plans unchanged; one that stands for a whole job was made without the others (``no_dist``)."""
         size = size_of(self._group)
         if self._collective and len(plans) == 1:
             self._alone = True
@@ -141,7 +141,7 @@ class AiockptWriter(StorageWriter):
     # ------------------------------------------------------------------ ours
 
     def close(self) -> None:
-        """Wait for what is written, and let go of thread and memory. The end of the program does it, too."""
+        """Wait for the writes, and release thread and memory. The end of the program does it, too."""
         if self._open is not None:
             ckpt, self._open = self._open, None
             ckpt.close()
@@ -157,13 +157,13 @@ class AiockptWriter(StorageWriter):
             self.close()
             ranks = ranks_of(self._group, alone=self._alone)
             assert self._place is not None
-            # What fails is told by write_data and finish; it is not to be told again by the next save.
+            # Failures are raised by write_data and finish, and not again by the next save.
             self._open = Checkpointer(self._place, **{"on_error": _told, **self._options}, ranks=ranks)
             self._opened = wanted
         return self._open
 
     def _tell_others(self, ckpt: Checkpointer, error: Exception) -> None:
-        """Have the other ranks' saves end now: this one takes part with a state that cannot be saved."""
+        """End the other ranks' saves now: this rank joins with a state that cannot be saved."""
         try:
             ckpt.save(self.step, {"items": _Unresolved(error)})
         except Exception as raised:
@@ -172,7 +172,7 @@ class AiockptWriter(StorageWriter):
 
 
 def _told(error: CheckpointError) -> None:
-    """Nothing is left to do."""
+    """Do nothing: the error was raised already."""
 
 
 def rank_in(group: distributed.ProcessGroup | None) -> int:
@@ -186,7 +186,7 @@ def size_of(group: distributed.ProcessGroup | None) -> int:
 
 
 class _Unresolved:
-    """An item that DCP's planner could not give."""
+    """An item that DCP's planner could not provide."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -199,7 +199,7 @@ class _Unresolved:
 
 
 def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *, alone: bool) -> dict[str, Any]:
-    """Return the items of a plan as a state, and put what DCP wants to know of each into *results*."""
+    """Return the items of a plan as a state, and add DCP's record of each to *results*."""
     known = paths_of(plan.planner_data)
     note = ItemNote({}, {}, flattened=bool(known))
     state: dict[Any, Any] = {}

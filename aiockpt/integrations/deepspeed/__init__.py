@@ -1,4 +1,4 @@
-"""DeepSpeed (0.19): ``attach(engine, "runs/7")``, and its ``save_checkpoint`` and ``load_checkpoint`` are ours.
+"""DeepSpeed (0.19): ``attach(engine, "runs/7")`` replaces its ``save_checkpoint`` and ``load_checkpoint``.
 
 docs/frameworks/deepspeed.md is the page for users.
 """

@@ -1,4 +1,4 @@
-"""The ``CheckpointEngine`` of an engine that saves with aiockpt: a commit is answered when it is durable, not before.
+"""The ``CheckpointEngine`` of an engine that saves with aiockpt: a commit returns when it is durable, not before.
 
 What DeepSpeed writes besides, such as the file of ``save_16bit_model``, goes where it went before.
 """
@@ -24,12 +24,12 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
         self._newest: tuple[Any, aiockpt.SaveFuture] | None = None
 
     def expect(self, save_dir: str, tag: str, save_latest: bool, future: aiockpt.SaveFuture) -> None:
-        """Know the save of a tag."""
+        """Register the save of a tag."""
         self._saves = {name: one for name, one in self._saves.items() if not one.done()} | {tag: future}
         self._newest = (_protocol.CheckpointCommitInfo(tag, save_dir, save_latest), future)
 
     def get_commit_info(self) -> Any:
-        """Return what the newest save was asked for, once it is durable on all ranks; None until then, and if it failed."""
+        """Return the request of the newest save once it is durable on all ranks; None until then, and if it failed."""
         if self._newest is None or self._newest[1].stage != "committed":
             return None
         return self._newest[0]

@@ -1,6 +1,6 @@
-"""An engine of DeepSpeed saves and loads with aiockpt: its ``save_checkpoint`` and ``load_checkpoint`` are replaced.
+"""An engine of DeepSpeed that saves and loads with aiockpt: its ``save_checkpoint`` and ``load_checkpoint`` are replaced.
 
-A ``CheckpointEngine`` alone would be given flat partitions under the names of files; the engine itself knows parameters.
+A ``CheckpointEngine`` alone would get flat partitions under the names of files; the engine itself has the parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> aiockpt.Checkpointer:
-    """Have *engine* save and load with aiockpt; return the checkpointer that it uses.
+    """Make *engine* save and load with aiockpt; return the checkpointer that it uses.
 
     ``save_checkpoint(folder, tag)`` returns when the state is copied, and what it returns is the `aiockpt.SaveFuture`.
     ``load_checkpoint(folder)`` loads the newest valid step of *place* under any ZeRO stage and number of ranks, and returns
@@ -36,7 +36,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
         **options: of `aiockpt.Checkpointer`.
 
     Raises:
-        UsageError: the engine keeps its state in a form that is not known here; said is which, and what to do instead.
+        UsageError: the engine keeps its state in a form that is not known here; the message names it and the alternative.
     """
     refuse_engine(engine)
     find_partitions(engine)
@@ -53,7 +53,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
 
 
 class _AttachedEngine:
-    """What takes the places of the engine's methods."""
+    """The replacements of the engine's methods."""
 
     def __init__(self, engine: Any, ckpt: aiockpt.Checkpointer, more: dict[str, Any]) -> None:
         self._engine = engine
@@ -83,7 +83,7 @@ class _AttachedEngine:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             logger.warning("save_checkpoint() between the batches of one step: their gradients are not saved")
         tag = f"global_step{step}" if tag is None else str(tag)
-        # Two tags of one global step are one state: it answers to both.
+        # Two tags of one global step are one state: both tags name it.
         self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
         state = build_state(engine, client_state) | self._more
         frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]

@@ -110,7 +110,7 @@ def _progress_of(
         logger.warning("step %d has no %s: it stays as it is here", saved.info.step, name)
     state = {name: one for name, one in objects.items() if name in there} | dict(more)
     if PROGRESS in values:
-        # Each rank gets its own client state back, and that of rank 0 where there are others now.
+        # Each rank gets its own client state back, or that of rank 0 where the ranks are others now.
         same_ranks = values[PROGRESS]["ranks"] == _size()
         state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
     return state

@@ -1,9 +1,9 @@
-"""What is the state of an engine? Weights and optimizer state by the names of the parameters, whatever ZeRO makes of them.
+"""State of an engine by parameter name: weights and optimizer state, whatever ZeRO makes of them.
 
     model            the weights in the precision of the optimizer, frozen ones in that of the model, and the buffers
     optimizer        as torch's ``get_optimizer_state_dict(model, optimizer)`` has it
 
-So a checkpoint knows no partitions: it loads under any stage and number of ranks, and into a plain module and optimizer.
+So a checkpoint has no partitions: it loads under any stage and number of ranks, and into a plain module and optimizer.
 Weights of 16 bits are not saved beside those of the optimizer: each step of it makes them by rounding.
 """
 
@@ -50,7 +50,7 @@ def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, A
 
 
 def optimizer_kind(engine: Any) -> dict[str, Any]:
-    """Return the class of the optimizer and what its groups have by default: its state, a dict, does not say them."""
+    """Return the class of the optimizer and what its groups have by default: its state, a dict, does not have them."""
     inner = inner_optimizer(engine)
     return {} if inner is None else {"class": class_name(type(innermost(inner))), "keys": default_keys(inner)}
 
@@ -81,7 +81,7 @@ def module_leaves(engine: Any, partitions: list[FlatPartition]) -> Iterator[tupl
             yield before + name, weights_of(parameter) if master is None else master
         for name, buffer in member.named_buffers(recurse=False, remove_duplicate=False):
             if name not in member._non_persistent_buffers_set:
-                yield before + name, nn.Buffer(buffer)  # in the same memory; it says that ranks may differ
+                yield before + name, nn.Buffer(buffer)  # in the same memory; a Buffer marks that ranks may differ
         if type(member).get_extra_state is not nn.Module.get_extra_state:
             yield before + EXTRA, member.get_extra_state()
 

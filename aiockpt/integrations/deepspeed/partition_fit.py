@@ -1,4 +1,4 @@
-"""Can one ZeRO partition have what a step has of each of its parameters? Asked before a tensor is filled.
+"""Check that one ZeRO partition can hold what a step has of each of its parameters, made before a tensor is filled.
 
 An optimizer under ZeRO steps whole partitions: of each key it has one tensor that lies as the partition does, or one value.
 A step that was saved without ZeRO, or under other groups, may have for two parameters of a partition what differs in shape,
@@ -22,7 +22,7 @@ FindTensor = Callable[[Any], aiockpt.TensorInfo | None]
 
 
 class PartitionFit(msgspec.Struct, frozen=True):
-    """What the optimizer is to have of a partition, by key.
+    """The optimizer's values for a partition, by key.
 
     Attributes:
         spread: keys of one tensor that lies as the partition does, with its dtype.

@@ -1,6 +1,6 @@
-"""What does this rank hold of the optimizer? Its slices of ZeRO's flat partitions, each by the name of its parameter.
+"""This rank's part of the optimizer state: its slices of ZeRO's flat partitions, each by the name of its parameter.
 
-ZeRO-1 and -2 put the parameters of a group one behind another and give each rank an equal share: elements ``[start, end)``
+ZeRO-1 and -2 put the parameters of a group one behind another, and each rank has an equal share: elements ``[start, end)``
 of some parameters. ZeRO-3 cuts each parameter into equal shares, and puts those of a rank one behind another. The padding
 between and behind them belongs to no parameter, and is not saved. Without ZeRO a parameter is its own partition.
 """
@@ -17,7 +17,7 @@ import aiockpt
 
 
 class ParameterSlice(msgspec.Struct, frozen=True, eq=False):
-    """What a partition has of one parameter; nothing where *count* is 0.
+    """The part of one parameter in a partition; empty where *count* is 0.
 
     Attributes:
         name: of the parameter in the module.
@@ -35,7 +35,7 @@ class ParameterSlice(msgspec.Struct, frozen=True, eq=False):
 
 
 class FlatPartition(msgspec.Struct, frozen=True, eq=False):
-    """What the optimizer of this rank has in the place of some parameters.
+    """A partition of this rank's optimizer, which stands for some parameters.
 
     Attributes:
         key: the tensor that the optimizer steps, and has state of.
@@ -60,7 +60,7 @@ def find_partitions(engine: Any) -> list[FlatPartition]:
     """Return the partitions of this rank, the same parameters in the same order on each.
 
     Raises:
-        UsageError: the engine keeps its optimizer in a form that is not known here; what to do instead is said.
+        UsageError: the engine keeps its optimizer in a form that is not known here; the message names the alternative.
     """
     optimizer = engine.optimizer
     if optimizer is None or not hasattr(optimizer, "param_groups"):
@@ -95,7 +95,7 @@ def refuse_engine(engine: Any) -> None:
     """Refuse parallelism other than of data.
 
     Raises:
-        UsageError: says which.
+        UsageError: the engine has some; the message names it.
     """
     if type(engine).__name__ == "PipelineEngine":
         raise aiockpt.UsageError("attach(): pipelines save a file for each layer; save them with DeepSpeed")
@@ -174,7 +174,7 @@ def weights_of(parameter: Any) -> torch.Tensor:
 
 
 def settle_weights(engine: Any, partitions: list[FlatPartition]) -> None:
-    """Have the weights of the model and those of the optimizer agree, after one of both was loaded; on all ranks."""
+    """Make the weights of the model and those of the optimizer agree, after one of both was loaded; on all ranks."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         for part, flat in zip(partitions, zero.fp16_partitioned_groups_flat, strict=True):

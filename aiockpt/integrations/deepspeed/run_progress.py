@@ -1,4 +1,4 @@
-"""How far is the run? Schedulers and samplers of an engine, its counters, and the scale of its loss."""
+"""Progress of the run: schedulers and samplers of an engine, its counters, and the scale of its loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a loss scaler; the rest of it is configuration."""
+"""The fields of a loss scaler that change; the rest of it is configuration."""
 
 
 def progress_objects(engine: Any) -> dict[str, Any]:

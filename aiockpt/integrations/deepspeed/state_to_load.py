@@ -1,4 +1,4 @@
-"""What of a saved step goes where in an engine? By name, and in any precision; nothing changes before all of it fits."""
+"""Mapping of a saved step into an engine: by name, and in any precision; nothing changes before all of it fits."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class StateToLoad:
     # ------------------------------------------------------------------ weights
 
     def ask_weights(self) -> None:
-        """Ask for the weights, in the precision of the optimizer where it has one of its own."""
+        """Request the weights, in the precision of the optimizer where it has one of its own."""
         node = self._values.get(MODEL)
-        # Else a module saved it, or somebody its state_dict().
+        # Else a module saved it, or a program saved its state_dict().
         is_nested = type(node) is dict and TAG not in node and not any("." in str(key) for key in node)
         for name, leaf in module_leaves(self._engine, self._partitions):
             path = (MODEL, *(name.split(".") if is_nested else (name,)))
@@ -100,7 +100,7 @@ class StateToLoad:
     # ------------------------------------------------------------------ the optimizer
 
     def ask_optimizer(self, read: Callable[[list[str]], dict[str, Any]]) -> None:
-        """Ask for the optimizer. Every rank finds the same, and raises the same, before any of them loads.
+        """Request the optimizer. All ranks find the same and raise the same, before any of them loads.
 
         Args:
             read: returns scalars of the step, by the names of their tensors, on all ranks the same.
@@ -169,7 +169,7 @@ class StateToLoad:
             for (_, states), fit in zip(parts, fits, strict=True)
             for key in fit.single
         ]
-        # Partitions of one parameter have nothing to agree on, as without ZeRO.
+        # Partitions of one parameter need no agreement, as without ZeRO.
         several = [(key, by_name) for key, by_name in nodes if len(by_name) > 1]
         infos = [self._find_tensor(node) for _, by_name in several for node in by_name.values()]
         values = read(sorted({info.name for info in infos if info is not None}))
@@ -181,7 +181,7 @@ class StateToLoad:
         return fits
 
     def _make_state(self, part: FlatPartition, fit: PartitionFit) -> dict[Any, torch.Tensor | None]:
-        """Return what the optimizer is to have of a partition: tensors that lie as it does, and None for single values."""
+        """Return the optimizer's values for a partition: tensors that lie as it does, and None for single values."""
         live = inner_optimizer(self._engine).state.get(part.key, {})
         made: dict[Any, torch.Tensor | None] = dict.fromkeys(fit.single)
         for key, dtype in fit.spread.items():
@@ -212,7 +212,7 @@ class StateToLoad:
         live[part.key] = entry
 
     def _set_groups(self) -> None:
-        """Give each group what the groups of its parameters said, which is the same."""
+        """Set the values of each group from the groups of its parameters, which agree."""
         loaded = self.state[OPTIMIZER]["param_groups"]
         names = group_settings(self._engine, self._partitions)
         for number, (group, own) in enumerate(zip(inner_optimizer(self._engine).param_groups, names, strict=True)):

@@ -1,4 +1,4 @@
-"""The Trainer and the Accelerator of Hugging Face on this engine: ``attach(…)``, and nothing else changes.
+"""The Trainer and the Accelerator of Hugging Face on this engine: ``attach(…)`` is the only change.
 
     trainer = Trainer(model, args, train_dataset=data)
     attach(trainer, resume=True)
@@ -25,10 +25,10 @@ __all__ = ["attach", "renames"]
 
 
 def attach(trainer: Any, place: Any = None, **options: Any) -> aiockpt.Checkpointer:
-    """Have a ``Trainer`` or an ``Accelerator`` save and load with aiockpt; return the checkpointer that it uses.
+    """Make a ``Trainer`` or an ``Accelerator`` save and load with aiockpt; return the checkpointer that it uses.
 
-    `aiockpt.integrations.huggingface.trainer.attach` and `aiockpt.integrations.huggingface.accelerate.attach` say what
-    each of them takes.
+    `aiockpt.integrations.huggingface.trainer.attach` and `aiockpt.integrations.huggingface.accelerate.attach` list the
+    arguments of each.
     """
     if hasattr(trainer, "save_state") and hasattr(trainer, "load_state"):
         return _accelerate.attach(trainer, place, **options)

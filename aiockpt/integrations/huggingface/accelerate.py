@@ -1,6 +1,6 @@
-"""How does an Accelerator come to save and load with aiockpt? Its ``save_state`` and ``load_state`` are replaced.
+"""An Accelerator that saves and loads with aiockpt: its ``save_state`` and ``load_state`` are replaced.
 
-accelerate's own hooks cannot take the optimizer over. What is prepared, and registered for checkpointing, goes into the
+accelerate's own hooks do not cover the optimizer. What is prepared, and registered for checkpointing, goes into the
 state as it is; the loop stays as it is.
 """
 
@@ -28,14 +28,14 @@ from aiockpt.integrations.huggingface.state_folders import (
 logger = logging.getLogger("aiockpt")
 
 _RESTORED = 8
-"""How many of the newest steps may lack their folder after a kill; more than saves that can be under way."""
+"""Number of newest steps that may lack their folder after a kill; more than saves that can be under way."""
 _REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 
 def attach(
     accelerator: Any, place: Any = None, *, delete_with_folder: bool = False, **options: Any
 ) -> aiockpt.Checkpointer:
-    """Have *accelerator* save and load with aiockpt; return the checkpointer that it uses.
+    """Make *accelerator* save and load with aiockpt; return the checkpointer that it uses.
 
     ``save_state(folder)`` returns when the state is copied; *folder* appears when its step is committed. ``load_state()``
     loads the newest valid step and does nothing where there is none; ``load_state(folder)`` loads the step of a folder, or
@@ -45,7 +45,7 @@ def attach(
     Args:
         accelerator: of ``accelerate``.
         place: where to, as for `aiockpt.Checkpointer`; None is ``project_dir/aiockpt``.
-        delete_with_folder: whether a step goes when somebody has deleted its folder, and a newer one is committed.
+        delete_with_folder: whether a step is deleted when its folder was deleted, and a newer one is committed.
         **options: of `aiockpt.Checkpointer`.
 
     Raises:
@@ -66,7 +66,7 @@ def attach(
 
 
 class _AttachedAccelerator:
-    """What takes the places of the Accelerator's methods."""
+    """The replacements of the Accelerator's methods."""
 
     def __init__(
         self, accelerator: Any, ckpt: aiockpt.Checkpointer, folders: StateFolders, only: Any, exclude: Any
@@ -88,7 +88,7 @@ class _AttachedAccelerator:
         self._has_loaded = False
 
     def take_over(self) -> None:
-        """Replace the methods, and look at what is there."""
+        """Replace the methods, and list the steps that are there."""
         accelerator = self._accelerator
         accelerator.save_state = self._save_state
         accelerator.load_state = self._load_state
@@ -119,7 +119,7 @@ class _AttachedAccelerator:
         return position.follow(self._skip_theirs, num_batches)
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Learn of a loop that begins, also over a loader that a function of accelerate has made of a prepared one."""
+        """Register a loop that begins, also over a loader that a function of accelerate has made of a prepared one."""
         any(one.recognise(dataloader) for one in self._loop.positions())
         self._add_theirs(dataloader)
 
@@ -183,7 +183,7 @@ class _AttachedAccelerator:
         return mark is None or any(info.step == mark.step for info in self._ckpt.steps().result())
 
     def _call_save_hooks(self, staged: Path) -> list[str]:
-        """Let the hooks write into the folder; return the names of the models that they have taken out."""
+        """Call the hooks, which write into the folder; return the names of the models that they have removed."""
         accelerator = self._accelerator
         hooks = list(accelerator._save_model_state_pre_hook.values())
         if not hooks:
@@ -194,7 +194,7 @@ class _AttachedAccelerator:
         before = list(weights)
         for hook in hooks:
             hook(accelerator._models, weights, str(staged))
-        # Hooks often take them out on the first rank alone.
+        # Hooks often remove them on the first rank alone.
         left = ask_first_rank(lambda: [any(one is other for other in weights) for one in before])
         return [name for name, stays in zip(names, left, strict=True) if not stays]
 
@@ -272,7 +272,7 @@ class _AttachedAccelerator:
     # ------------------------------------------------------------------ the end
 
     def _backward(self, *args: Any, **named: Any) -> None:
-        """Let the folders of what was committed since the last batch appear."""
+        """Publish the folders of what was committed since the last batch."""
         self._backward_theirs(*args, **named)
         self._loop.training.backward_count += 1
         self._folders.publish()

@@ -1,4 +1,4 @@
-"""What is the state of a loop of accelerate? What is prepared and registered, and each rank's place in its data."""
+"""State of a loop of accelerate: what is prepared and registered, and each rank's place in its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class _RankState:
-    """What belongs to one rank: where it is in its data, and gradients between the batches of one optimizer step."""
+    """The part of one rank: its position in its data, and gradients between the batches of one optimizer step."""
 
     aiockpt_per_rank = True
 

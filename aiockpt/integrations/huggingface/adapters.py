@@ -1,4 +1,4 @@
-"""What a model of PEFT has that its base does not: the rule by which it is saved."""
+"""The rule by which a PEFT model is saved: what it has that its base does not."""
 
 from __future__ import annotations
 

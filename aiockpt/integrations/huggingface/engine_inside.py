@@ -21,7 +21,7 @@ class EngineInside:
     """The engine that an accelerator has prepared, while it has one.
 
     Args:
-        load: takes the place of ``engine.load_checkpoint``, and is given the engine's own method first; None leaves that.
+        load: replaces ``engine.load_checkpoint``, and gets the engine's own method first; None keeps that.
     """
 
     def __init__(self, accelerator: Any, load: Load | None = None) -> None:
@@ -69,7 +69,7 @@ class EngineInside:
 
 
 def show_engine(folder: Path, step: int) -> None:
-    """Have a folder look to the Trainer as one that an engine can load; it looks for folders of DeepSpeed in it."""
+    """Make the Trainer accept a folder as one that an engine can load; it searches it for folders of DeepSpeed."""
     (folder / f"global_step{step}").mkdir(exist_ok=True)
 
 

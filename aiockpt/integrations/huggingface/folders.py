@@ -1,8 +1,8 @@
-"""The folders ``checkpoint-N`` that the Trainer and its users look for: there when their step is committed, and not before.
+"""The folders ``checkpoint-N`` of the Trainer and its users: there when their step is committed, and not before.
 
-The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark that says which step it
-is, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. While those
-write, it has its name already, and its mark says that it is not committed.
+The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark with the number of the
+step, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. While
+those write, it has its name already, and its mark shows that it is not committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
 
 STATE = "trainer_state.json"
-"""What the Trainer keeps of itself, and reads back by this name."""
+"""Name of the file in which the Trainer keeps its own state, and from which it reads it back."""
 MARK = "aiockpt.json"
 PREFIX = "checkpoint-"
 
@@ -35,13 +35,13 @@ class _PendingFolder(NamedTuple):
     folder: Path
 
     def hide(self) -> None:
-        """Take its name from a folder that callbacks have seen, until its step is committed."""
+        """Rename a folder that callbacks have seen, until its step is committed."""
         if is_pending(self.folder):
             shutil.rmtree(self.staged, ignore_errors=True)
             self.folder.rename(self.staged)
 
     def appear(self) -> None:
-        """Give the folder its name, now that it is whole; what was written under that name meanwhile is added to it."""
+        """Rename the folder to its name, now that it is whole; what was written under that name meanwhile is added to it."""
         set_aside(self.folder, but=step_of(self.staged))
         if is_ours(self.folder):
             shutil.rmtree(self.folder)
@@ -83,7 +83,7 @@ class CheckpointFolders:
         return Path(self._trainer.args.output_dir) / f"{PREFIX}{step_in_run(step)}"
 
     def set_aside(self, step: int) -> None:
-        """Have the name of a step be free for a folder that callbacks will see; one of the same step is used again."""
+        """Free the name of a step for a folder that callbacks will see; one of the same step is used again."""
         if self._trainer.args.should_save:
             set_aside(self.path(step), but=self.run * RUN + step)
 
@@ -113,7 +113,7 @@ class CheckpointFolders:
         return (staged / STATE).read_text()
 
     def expect(self, step: int, future: aiockpt.SaveFuture) -> None:
-        """Have the folder of a step appear when its save is committed."""
+        """Make the folder of a step appear when its save is committed."""
         if self._trainer.args.should_save:
             self._saves.append(self._pending(step, future))
 
@@ -133,7 +133,7 @@ class CheckpointFolders:
                     self._pending(step_of(mark.parent)).hide()
 
     def publish(self) -> None:
-        """Let the folders of what was committed since the last call appear; raise what failed, if that is wanted."""
+        """Publish the folders of what was committed since the last call; raise what failed, if that is requested."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
             save.hide()
@@ -161,7 +161,7 @@ class CheckpointFolders:
             self.publish()
 
     def restore(self, step: int) -> None:
-        """Make the folder of a step that was committed when the process died, or that something else than a Trainer has
+        """Make the folder of a step that was committed when the process died, or that a program without a Trainer has
         saved; do nothing where it is whole.
         """
         folder, save = self.path(step), self._pending(step)
@@ -181,7 +181,7 @@ class CheckpointFolders:
         """Raise on all ranks unless each sees the folder of a step. Every rank calls it.
 
         Raises:
-            UsageError: says which ranks do not.
+            UsageError: names the ranks that do not.
         """
         args = self._trainer.args
         seen: list[bool] = import_module("accelerate.utils").gather_object([is_ours(self.path(step))])
@@ -208,7 +208,7 @@ class CheckpointFolders:
         return _Conversion(future, save, link)
 
     def _has_failed(self, future: aiockpt.Future[Any], save: _PendingFolder) -> bool:
-        """Wait for *future*; return whether it failed, and raise it, if that is wanted."""
+        """Wait for *future*; return whether it failed, and raise it, if that is requested."""
         try:
             future.result()
         except CheckpointError:
@@ -254,7 +254,7 @@ def set_aside(folder: Path, *, but: int) -> None:
 
 
 def _staged(folder: Path, step: int) -> Path:
-    """Return where the folder of a step is while it has not its name."""
+    """Return where the folder of a step is before it is renamed."""
     run = run_of(step)
     return folder.with_name(f".{folder.name}{f'.run-{run}' if run else ''}.aiockpt")
 

@@ -2,7 +2,7 @@
 
 A prepared loader reads one batch ahead of what it yields. So what is kept with a position is how many batches were yielded,
 the random state that the epoch began with, the one that the batch ahead was read with, and the one at the save. The next
-loop over the loader then gives the rest of the epoch, and after the last batch the next epoch. How it gets there:
+loop over the loader then yields the rest of the epoch, and after the last batch the next epoch:
 
 - Indices are drawn again with the random numbers of the begin of the epoch, and those that were yielded are passed over.
 - A stream (`IterableDataset`, ``dispatch_batches``) is read again from its begin, and what was yielded is not yielded again.
@@ -31,7 +31,7 @@ _RNG = aiockpt.RNG()
 
 
 class _TrackedIndices(Indices):
-    """Indices that are taken for what they are made of: accelerate asks whether something is a ``BatchSampler``."""
+    """Indices that pass as instances of what they are made of: accelerate checks for a ``BatchSampler``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,7 +43,7 @@ class LoaderPosition:
 
     Attributes:
         training: the traces that training leaves.
-        dispatches: whether the first rank reads, and sends the others what they need.
+        dispatches: whether the first rank reads for all, and sends the other ranks their parts.
         keeps_itself: whether it is a stream that has a state of its own.
         reads_again: whether it is read from the begin of the epoch to get to the middle of it.
     """
@@ -74,7 +74,7 @@ class LoaderPosition:
     # ------------------------------------------------------------------ loops
 
     def _bind(self, loader: Any, skipped: int | None) -> None:
-        """Have each loop over *loader* be known here; *skipped* batches of an epoch are none of its own."""
+        """Register each loop over *loader*; *skipped* batches of an epoch are none of its own."""
         base = loader.base_dataloader
         begin = base.__iter__
         self._followers.add(loader)
@@ -111,7 +111,7 @@ class LoaderPosition:
             )
 
     def _agree(self, loader: Any, loaded: GoOn, skipped: int) -> int | None:
-        """Return how many batches the first loop after a load skips that wants to skip so many; None: as *loaded* says."""
+        """Return how many batches the first loop after a load skips when it is to skip so many; None: as *loaded* has it."""
         if loaded.own["finished"] and not _is_next(loaded, skipped):
             return skipped
         if loaded.counts_samples:
@@ -163,11 +163,11 @@ class LoaderPosition:
         self._habit = Habit(*ended.own["habit"])
 
     def log_habit(self, habit: str, reading: LoopReading) -> None:
-        """Say once how the script comes to where it was."""
+        """Log once how the script gets to its position."""
         logger.info("the loop goes on in epoch %d of its loader; skipping seen: %s", reading.iteration, habit)
 
     def follow(self, skip: Callable[[Any, int], Any], count: int) -> Any:
-        """Return what *skip* makes of the loader, without the first *count* batches; loops over it are known, too."""
+        """Return what *skip* makes of the loader, without the first *count* batches; loops over it are registered, too."""
         skipping = skip(self.loader, count)
         self._take_skipping(skipping, count)
         return skipping
@@ -189,7 +189,7 @@ class LoaderPosition:
         self._bind(loader, count)
 
     def reads(self, loader: Any) -> bool:
-        """Return whether loops over *loader* are known here."""
+        """Return whether loops over *loader* are registered."""
         return loader in self._followers
 
     def is_read_unseen(self, loader: Any) -> bool:
@@ -285,10 +285,10 @@ class LoaderPosition:
         return GoOn(samples // size, own, 0, by_hand, counts_samples=True)
 
     def _batch_size(self) -> int | None:
-        """Return the samples of a batch over all ranks; None where the loader does not say."""
+        """Return the samples of a batch over all ranks; None where the loader has no such number."""
         loader = self.loader
         try:
-            if self.dispatches:  # its own total_batch_size asks the dataset
+            if self.dispatches:  # its own total_batch_size reads it from the dataset
                 return int(
                     loader.batch_sampler.batch_size * (1 if loader.split_batches else loader.state.num_processes)
                 )
@@ -324,13 +324,13 @@ class LoaderPosition:
 
 
 def _drop_begun(base: Any) -> None:
-    """Have a ``StatefulDataLoader`` begin anew: it has begun to read already, when accelerate asked it for its state."""
+    """Make a ``StatefulDataLoader`` begin anew: it began to read when accelerate read its state."""
     base._iterator = None
     base.__dict__["_initial_iter_for_state_dict"] = False
 
 
 def _follow(loader: Any, loop: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Have each ``for`` over *loader* go through *loop*: Python looks up ``__iter__`` in its type alone."""
+    """Make each ``for`` over *loader* go through *loop*: Python looks up ``__iter__`` in its type alone."""
     kind = type(loader)
     followed = type(kind.__name__, (kind,), {"__iter__": lambda self: loop(kind.__iter__(self))})
     # The __class__ of these loaders is a property of accelerate, without a setter.

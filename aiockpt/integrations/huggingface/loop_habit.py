@@ -25,7 +25,7 @@ class TrainingTraces:
         return (self.backward_count, *((one._version, *_gradient_mark(one.grad)) for one in tensors))
 
     def models(self) -> Iterable[Any]:
-        """Return the models that batches are given to."""
+        """Return the models that batches are passed to."""
         return tuple(self._accelerator._models)
 
 
@@ -52,7 +52,7 @@ class SkipWindow:
         self._used = True
 
     def is_skipped(self) -> bool:
-        """Return whether the batch that was given last was not used, and is to be given again; called at the next fetch."""
+        """Return whether the last yielded batch was not used, and is to be yielded again; called at the next fetch."""
         if self._left and not self._used and self._training.mark() == self._before:
             self._left -= 1
             self.skipped_count += 1
@@ -61,13 +61,13 @@ class SkipWindow:
         return False
 
     def close(self) -> None:
-        """Watch the models no longer."""
+        """Stop watching the models."""
         for hook in self._hooks:
             hook.remove()
 
 
 class Habit:
-    """Whether loops collect several batches for each step, told by how many ``backward()`` follow each fetch.
+    """Whether loops collect several batches for each step, judged by how many ``backward()`` follow each fetch.
 
     Args:
         first: how many followed the first fetch that any followed.

@@ -1,6 +1,6 @@
 """One loop over a loader that accelerate has prepared, as the source of its batches.
 
-It counts them, and has the first new one of a resumed loop be read with the random numbers that it was read with before.
+It counts them, and reads the first new one of a resumed loop with the random numbers that it was read with before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Values = dict[str, Any]
 
 
 class GoOn(NamedTuple):
-    """What the next loop goes on with.
+    """The position that the next loop goes on from.
 
     Attributes:
         passed: batches of the epoch that come before.
@@ -34,7 +34,7 @@ class GoOn(NamedTuple):
 
 
 class LoopOwner(Protocol):
-    """What a loop asks the `LoaderPosition` of its loader."""
+    """The calls of a loop to the `LoaderPosition` of its loader."""
 
     loader: Any
     training: TrainingTraces
@@ -145,7 +145,7 @@ class LoopReading:
         return False
 
     def _end(self) -> None:
-        """Have the loader that was prepared know of the end of an epoch that another one read, or that had nothing left."""
+        """Pass the end of an epoch that another loader read, or that had nothing left, to the prepared loader."""
         whole = self._position.loader
         if self.fetched == 0 and (self._offset or self._go_on is not None):
             self.loader.iteration += 1  # accelerate does not count a loop without batches

@@ -42,14 +42,14 @@ class Overrides:
         self._cls, self._base = cls, base
 
     def put_below(self, trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Have ``super()`` of each override lead to one of *methods*; each is called without the Trainer."""
+        """Make ``super()`` of each override lead to one of *methods*; each is called without the Trainer."""
         below = type("AiockptTrainer", (self._base,), {name: _without_self(one) for name, one in methods.items()})
         bases = (below,) if self._cls is self._base else (self._cls, below)
         said = {"__module__": self._cls.__module__, "__qualname__": self._cls.__qualname__, _ORIGINAL: self._cls}
         trainer.__class__ = type(self._cls.__name__, bases, said)
 
     def tell(self) -> None:
-        """Name the overrides that are not called."""
+        """Log the overrides that are not called."""
         if self.passed_over:
             logger.warning(
                 "attach(): %s: overridden without super(), so aiockpt's take their place for its own checkpoints; call "

@@ -1,4 +1,4 @@
-"""What did older versions of transformers call the weights of a model? Its own table of old names says it."""
+"""Names that older versions of transformers gave the weights of a model, from its own table of old names."""
 
 from __future__ import annotations
 

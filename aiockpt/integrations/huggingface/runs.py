@@ -1,7 +1,7 @@
 """Runs of one process that save to one place: the second ``train()``, the next fold of a cross-validation.
 
 Each finished ``train()`` is a run of its own. The steps of the first have the numbers of the Trainer, those of the n-th
-begin at ``(n - 1) * RUN``. So a run never takes up, overwrites or deletes what another one has saved. A new process, which
+begin at ``(n - 1) * RUN``. So a run never resumes, overwrites or deletes what another one has saved. A new process, which
 makes the same calls, finds each of them again: those that were finished, and the one that was under way.
 """
 
@@ -11,10 +11,10 @@ import os
 from collections import Counter
 
 RUN = 10**9
-"""What the numbers of two runs differ by; no run has as many steps."""
+"""Difference between the step numbers of two runs; no run has as many steps."""
 
 _finished: Counter[tuple[int, str]] = Counter()
-"""How many runs this process, by its number, has finished in a place."""
+"""Number of runs that this process, by its id, has finished in a place."""
 
 
 def next_run(place: str) -> int:

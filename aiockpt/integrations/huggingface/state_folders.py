@@ -1,6 +1,6 @@
-"""The folders that ``accelerator.save_state`` is asked for: there when their step is committed, and not before.
+"""The folders that ``accelerator.save_state`` is called with: there when their step is committed, and not before.
 
-The state is in the step. A folder has a mark that says which step it is, and what hooks wrote into it.
+The state is in the step. A folder has a mark with the number of the step, and what hooks wrote into it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger("aiockpt")
 
 MARK = "aiockpt.json"
 _THEIRS = "random_states_0.pkl"
-"""What accelerate writes into each folder of its own."""
+"""A file that accelerate writes into each folder of its own."""
 
 
 class Mark(NamedTuple):
-    """What a folder says of itself: its *step*, and a *key* that stands in the step, too, so that no other one is taken."""
+    """The mark of a folder: its *step*, and a *key* that the step has, too, so that no other step is accepted."""
 
     step: int
     key: str
@@ -42,10 +42,10 @@ class _StateFolder(NamedTuple):
 class StateFolders:
     """The folders of one Accelerator. Its first process makes them; calls that change them do nothing in the others.
 
-    `publish` lets them appear, on the training thread; it is called after each ``backward()``, and costs nothing then.
+    `publish` makes them appear, on the training thread; it is called after each ``backward()``, and costs nothing then.
 
     Args:
-        delete_with_folder: whether a step is deleted whose folder somebody has deleted.
+        delete_with_folder: whether a step is deleted when its folder was deleted.
     """
 
     def __init__(self, accelerator: Any, ckpt: aiockpt.Checkpointer, *, delete_with_folder: bool) -> None:
@@ -62,7 +62,7 @@ class StateFolders:
 
     @property
     def root(self) -> Path | None:
-        """Where ``automatic_checkpoint_naming`` has its folders; None where names are given."""
+        """The parent of the folders of ``automatic_checkpoint_naming``; None where the caller names them."""
         named = self._settings.automatic_checkpoint_naming
         return Path(self._settings.project_dir) / "checkpoints" if named else None
 
@@ -83,14 +83,14 @@ class StateFolders:
         return staged
 
     def expect(self, folder: Path, mark: Mark, future: aiockpt.SaveFuture) -> None:
-        """Have *folder* appear when its save is committed."""
+        """Make *folder* appear when its save is committed."""
         if not self._makes_here:
             return
         _write_mark(_staged(folder), mark)
         self._pending.append(_StateFolder(future, _staged(folder), folder))
 
     def publish(self) -> None:
-        """Let the folders of what is committed appear, in the order of the saves."""
+        """Publish the folders of what is committed, in the order of the saves."""
         while self._pending and self._pending[0].future.done():
             pending = self._pending[0]
             if pending.future.stage == "committed":
@@ -109,7 +109,7 @@ class StateFolders:
             shutil.rmtree(folder)
         elif (folder / _THEIRS).exists():
             folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
-        if folder.exists():  # somebody wrote into it since the call of save_state
+        if folder.exists():  # written to since the call of save_state
             for path in staged.iterdir():
                 if path.name != MARK:
                     path.replace(folder / path.name)
@@ -127,7 +127,7 @@ class StateFolders:
             self.publish()
 
     def restore(self, infos: Iterable[Any]) -> None:
-        """Let the folders appear of steps that were committed when the process died; learn the folders of the others."""
+        """Publish the folders of steps that were committed when the process died; read the folders of the others."""
         if not self._makes_here:
             return
         for info in infos:
@@ -176,7 +176,7 @@ def new_mark(step: int) -> Mark:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return what a folder says of itself; None where it is none of ours."""
+    """Return the mark of a folder; None where aiockpt did not make it."""
     try:
         saved = json.loads((folder / MARK).read_text())
         return Mark(saved["step"], saved["key"])

@@ -46,7 +46,7 @@ _LOADING = (
 def attach(
     trainer: Any, place: Any = None, *, resume: bool = False, safetensors: bool = False, **options: Any
 ) -> aiockpt.Checkpointer:
-    """Have *trainer* save and load with aiockpt; return the checkpointer that it uses.
+    """Make *trainer* save and load with aiockpt; return the checkpointer that it uses.
 
     Saves run in the background; ``train()`` returns when all of them are committed. A folder ``checkpoint-N`` appears when
     step N is committed, so that ``resume_from_checkpoint=True``, ``save_total_limit`` and ``load_best_model_at_end`` see
@@ -86,7 +86,7 @@ def attach(
 
 
 def _publishing(folders: CheckpointFolders) -> Any:
-    """Return a callback of the Trainer that looks after each step whether a save was committed meanwhile."""
+    """Return a callback of the Trainer that polls after each step for saves committed meanwhile."""
     transformers: Any = import_module("transformers")
 
     class AiockptPublishing(transformers.TrainerCallback):  # type: ignore[misc]
@@ -97,7 +97,7 @@ def _publishing(folders: CheckpointFolders) -> Any:
 
 
 class _Attached:
-    """What takes the places of the Trainer's methods."""
+    """The replacements of the Trainer's methods."""
 
     def __init__(
         self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, place: str, resume: bool, only: Any
@@ -147,7 +147,7 @@ class _Attached:
     # ------------------------------------------------------------------ training
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
-        """Train, from the newest valid step where that is wanted, and wait until all is committed."""
+        """Train, from the newest valid step where that is requested, and wait until all is committed."""
 
         def train(folder: Any) -> Any:
             if self._trainer.is_deepspeed_enabled and folder is not None and is_ours(folder):
@@ -174,7 +174,7 @@ class _Attached:
         return done
 
     def _check_none(self) -> None:
-        """Raise where no step at all is valid; say which of this run are not, where those of others are."""
+        """Raise where no step at all is valid; log those of this run that are not, where other runs have valid ones."""
         lost = [info.step for info in self._ckpt.steps().result() if run_of(info.step) == self._run]
         if lost:
             self._ckpt.load({}).result()
@@ -216,7 +216,7 @@ class _Attached:
         return steps
 
     def _begin(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """Begin the state of a run; say where a resume leaves nothing to train (the Trainer would train one step more)."""
+        """Begin the state of a run; log where a resume has nothing to train (the Trainer would train one step more)."""
         begun: tuple[int, int] = self._call_theirs("_init_training_state", max_steps, per_epoch, epochs, folder, trial)
         if folder is not None and is_ours(folder):
             self._run = self._folders.run = run_of(step_of(folder))
@@ -234,7 +234,7 @@ class _Attached:
     # ------------------------------------------------------------------ saving
 
     def _enter_save(self, model: Any, trial: Any) -> None:
-        """Have the Trainer, or what overrides its method, save; without ``super()`` it is saved here all the same."""
+        """Save through the Trainer, or what overrides its method; without ``super()`` it is saved here all the same."""
         self._saving = set()
         if self._shows_folder():
             self._folders.set_aside(self._trainer.state.global_step)
@@ -249,7 +249,7 @@ class _Attached:
             self._saving = None
 
     def _shows_folder(self) -> bool:
-        """Return whether something may look into the folder of a save before that is committed."""
+        """Return whether callbacks or overrides may read the folder of a save before that is committed."""
         plain: Any = import_module("transformers").TrainerCallback.on_save
         callbacks = self._trainer.callback_handler.callbacks
         return bool(self._overrides.called) or any(type(one).on_save is not plain for one in callbacks)
@@ -265,7 +265,7 @@ class _Attached:
             getattr(self._trainer, "_save")(output_dir)  # noqa: B009  a method that subclasses override
 
     def _call_overrides(self, folder: str) -> None:
-        """Have overridden methods write what they write beside a checkpoint."""
+        """Call overridden methods for what they write beside a checkpoint."""
         assert self._saving is not None
         called = self._overrides.called | ({"save_model"} if "_save" in self._overrides.called else set())
         for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
@@ -349,7 +349,7 @@ class _Attached:
             self._go_on_without(step_of(folder), self._load(folder, self._state(), *parts))
 
     def _go_on_without(self, step: int, held: Collection[str]) -> None:
-        """Make up for what a step lacks that no Trainer has saved: its schedule goes on at the step, the rest is told.
+        """Replace what a step lacks that was not saved by a Trainer: its schedule goes on at the step, the rest is logged.
 
         Args:
             held: the keys of the state that was saved.

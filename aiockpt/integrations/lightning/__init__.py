@@ -2,9 +2,9 @@
 
 The callback saves the whole training in the background and goes on by itself from the newest checkpoint when the same
 program is started again: in the middle of an epoch, with the very next batch, the same random numbers and the same
-metrics. It takes the place of ``ModelCheckpoint``; for those who keep that one, `AiockptCheckpointIO` writes what it
-saves. Both import names of Lightning are understood, ``lightning`` and
-``pytorch_lightning``; where both are installed, import yours before this module.
+metrics. It replaces ``ModelCheckpoint``; where that one is kept, `AiockptCheckpointIO` writes what it saves. Both import
+names of Lightning are supported, ``lightning`` and ``pytorch_lightning``; where both are installed, import yours before
+this module.
 """
 
 from aiockpt.integrations.lightning.callback import AsyncCheckpoint

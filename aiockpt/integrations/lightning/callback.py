@@ -1,8 +1,8 @@
 """The callback: when a step is saved, where a fit goes on, and which checkpoints stay.
 
-Lightning has hooks inside of a step and of an epoch, and none between: a checkpoint that is made in a hook has the state
+Lightning has hooks inside of a step and of an epoch, but not between: a checkpoint that is made in a hook has the state
 in the middle of others' hooks, which a resumed run does not call again, or calls twice. So the ends of a step and of an
-epoch are taken where the loops come to them, after all hooks and after validation, by methods that are replaced on the
+epoch are intercepted where the loops reach them, after all hooks and after validation, by methods that are replaced on the
 trainer's own loops while it fits (`aiockpt.integrations.lightning.resume`).
 """
 
@@ -26,7 +26,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     """Saves a fit in the background, and goes on by itself where the newest checkpoint of *dir* was made.
 
     ``trainer.fit(…)`` returns when all is committed. A save that failed is raised by the next one, or by ``fit`` at its
-    end. ``fit(ckpt_path=…)`` takes the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do ``validate``,
+    end. ``fit(ckpt_path=…)`` accepts the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do ``validate``,
     ``test`` and ``predict``. ``.ckpt`` files of Lightning are loaded as ever.
 
     Args:
@@ -100,7 +100,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take part in what the trainer is about to do."""
+        """Attach to the trainer for what it is about to do."""
         check_trainer(trainer)
         self._asked = None
         if self._fit is not None:
@@ -111,7 +111,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             self._fit.take_loaders()
 
     def begin(self, trainer: Any) -> None:
-        """Open the place, and give hooks and callbacks their part of where this fit goes on."""
+        """Open the place, and pass hooks and callbacks their part of the checkpoint that this fit goes on from."""
         if trainer.fast_dev_run:
             return
         self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
@@ -147,7 +147,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save where SIGTERM has stopped training; wait until all is committed; tell other ranks that this one leaves."""
+        """Save where SIGTERM has stopped training; wait until all is committed; notify other ranks that this one exits."""
         if (isinstance(exception, SIGTERMException) or trainer.received_sigterm) and self._fit is not None:
             self._fit.stop()
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -157,7 +157,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             self._fit.undo()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait until all is committed, and give the trainer its own methods back."""
+        """Wait until all is committed, and restore the trainer's own methods."""
         if self._fit is not None:
             self._fit.undo()
         self._close()
@@ -180,7 +180,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         return is_ours
 
     def load_weights(self, trainer: Any) -> dict[str, Any]:
-        """Fill the model from the checkpoint that was asked for; return what Lightning is to restore besides."""
+        """Fill the model from the requested checkpoint; return what Lightning is to restore besides."""
         place, step = split_path(self._asked or "")
         state: dict[str, Any] = {"model": trainer.strategy.model or trainer.lightning_module, "lightning": None}
         with aiockpt.Checkpointer(place) as source:
@@ -192,7 +192,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         return {"state_dict": trainer.lightning_module.state_dict(), **saved}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the weights of a step by their names; this rank alone asks."""
+        """Return the weights of a step by their names; a call of this rank alone."""
         place = self.dir if self._asked is None else split_path(self._asked)[0]
         with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as source:
             names = [info.name for info in source.describe(step).result().tensors]

@@ -1,8 +1,8 @@
-"""Where in the data is training? Lightning knows how many batches were trained; here is what makes them the same again.
+"""Position of training in the data: Lightning counts the trained batches; this module makes them the same again.
 
 Kinds of loaders, by how they go on in the middle of an epoch:
 
-- `aiockpt.Loader`, and what has ``state_dict()`` (torchdata's ``StatefulDataLoader``), say where they are.
+- `aiockpt.Loader`, and what has ``state_dict()`` (torchdata's ``StatefulDataLoader``), save their own position.
 - A ``DataLoader`` with indices (shuffled or not, with any sampler) draws the indices of this epoch again, with the random
   numbers it had at its begin, and passes over those that were trained. No sample is read for it.
 - Anything else is read again from its begin, with the random numbers it had there.
@@ -25,7 +25,7 @@ _RNG = aiockpt.RNG()
 
 
 class WholeEpochs:
-    """A `aiockpt.Loader` as Lightning reads it: its length stays, and nobody asks for more than the batches of an epoch."""
+    """A `aiockpt.Loader` as Lightning reads it: its length stays, and it is not read past the batches of an epoch."""
 
     def __init__(self, loader: aiockpt.Loader[Any]) -> None:
         self.loader = loader
@@ -42,7 +42,7 @@ class WholeEpochs:
             self._has_ended, self._batches = True, iter(())
             return self._batches
         self._has_ended = False
-        if len(self.loader) == 0:  # the last batch was given, and nobody asked for more
+        if len(self.loader) == 0:  # the last batch was returned, and no further one was requested
             next(self._batches, None)
         self._batches = iter(self.loader)
         return self._batches
@@ -55,7 +55,7 @@ class DataPosition:
         combined: Lightning's ``CombinedLoader``.
 
     Raises:
-        UsageError: a loader gives batches that were prefetched, or is read in a way that its sampler does not know.
+        UsageError: a loader yields batches that were prefetched, or is read in a way that its sampler does not follow.
     """
 
     def __init__(self, combined: Any) -> None:
@@ -118,7 +118,7 @@ class DataPosition:
         """Return how many batches of today's size count as trained, and samples that come before the first one.
 
         Args:
-            saved: what the checkpoint says for all ranks.
+            saved: what the checkpoint has for all ranks.
             ranks: today's.
         """
         batches = saved["batches"] * saved["ranks"] // ranks
@@ -157,7 +157,7 @@ class DataPosition:
         self.start = _RNG.state_dict()
 
     def go_on(self, state: Any, passed: int, seen: int = 0) -> None:
-        """Have the iteration that is made next be the one of *state*, where *passed* batches were trained.
+        """Make the next iteration the one of *state*, where *passed* batches were trained.
 
         Args:
             state: what `state` returned on this rank; None where the number of ranks is another one.
@@ -210,7 +210,7 @@ class DataPosition:
 
 
 def _track(loader: DataLoader[Any]) -> Indices:
-    """Return what gives *loader* its indices, made so that it can go on."""
+    """Return the source of *loader*'s indices, made so that it can go on."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     source: Any = getattr(loader, name)
     if isinstance(source, Indices):

@@ -1,6 +1,6 @@
-"""What was logged in an epoch so far: sums behind the means of ``self.log(…, on_epoch=True)``, and metrics of torchmetrics.
+"""Values logged in an epoch so far: sums behind the means of ``self.log(…, on_epoch=True)``, and metrics of torchmetrics.
 
-Lightning saves none of it: the means of an epoch that was resumed are those of its rest. Early stopping, schedulers and
+Lightning does not save it: the means of an epoch that was resumed are those of its rest. Early stopping, schedulers and
 the choice of the best checkpoint follow them.
 """
 

@@ -1,4 +1,4 @@
-"""Which of its two import names does this program use for Lightning?
+"""The one of Lightning's two import names that this program uses.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with classes of their own: a callback of one is
 no callback for the other.
@@ -39,7 +39,7 @@ set_sampler_epoch: Callable[[Any, int], None] = import_module(f"{FABRIC}.utiliti
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a trainer of the other name.
+    """Refuse a trainer of the other package.
 
     Raises:
         UsageError: it is one.
@@ -59,7 +59,7 @@ class Bindings:
         self._bound: list[tuple[Any, str]] = []
 
     def bind(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Have ``owner.name(…)`` call *function* with the method that it replaces and the arguments."""
+        """Make ``owner.name(…)`` call *function* with the method that it replaces and the arguments."""
         original = getattr(owner, name)
 
         def bound(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +69,6 @@ class Bindings:
         self._bound.append((owner, name))
 
     def undo(self) -> None:
-        """Give all objects their own methods back."""
+        """Restore the own methods of all objects."""
         while self._bound:
             delattr(*self._bound.pop())

@@ -1,4 +1,4 @@
-"""For those who keep ``ModelCheckpoint``: its files become folders of aiockpt, written in the background.
+"""The ``CheckpointIO`` for ``ModelCheckpoint``: its files become folders of aiockpt, written in the background.
 
 What is in a checkpoint, and how a fit goes on from it, stay Lightning's. ``ModelCheckpoint`` deletes an old checkpoint as
 soon as the call that saves the newer one has returned; here it is deleted when the newer one is committed.
@@ -39,7 +39,7 @@ class _Save:
             raise
 
     def _take_the_place_of_what_is_there(self) -> None:
-        """Load nothing of it, so that the save goes on from it and ``Retention`` lets it go; another branch would stay."""
+        """Load nothing of it, so that the save continues it and ``Retention`` may delete it; another branch would stay."""
         with suppress(aiockpt.CheckpointError):
             self._place.load({}).result()
 

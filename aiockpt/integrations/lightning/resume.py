@@ -1,6 +1,6 @@
-"""One fit of a trainer: what its loops come to, what is saved of it, and how it goes on.
+"""One fit of a trainer: the points that its loops reach, what is saved of it, and how it goes on.
 
-Lightning's loops know from their counters that they were restarted, and then leave out or repeat hooks, validations and
+Lightning's loops detect from their counters that they were restarted, and then skip or repeat hooks, validations and
 steps of schedulers, for checkpoints that were made in the middle of these. Ours are made between them; so the loops get
 their counters and go on as if nothing had been, from right before the next batch or epoch. There, and not before, the
 random generators are set: what is set up in between (loaders, sanity checks, ``on_train_start``) draws numbers, too.
@@ -18,15 +18,15 @@ from aiockpt.integrations.lightning.data_position import DataPosition
 from aiockpt.integrations.lightning.package import Bindings, set_sampler_epoch
 
 Point = Literal["batch", "epoch"]
-"""Where a checkpoint was made: after a batch and its validation, or after an epoch with all of its hooks."""
+"""Point at which a checkpoint was made: after a batch and its validation, or after an epoch with all of its hooks."""
 
 
 class Resume:
-    """What is known of a fit.
+    """The state of one fit.
 
     Args:
         trainer: Lightning's.
-        callback: our callback, which is told what the loops come to.
+        callback: our callback, which is notified of the points that the loops reach.
     """
 
     def __init__(self, trainer: Any, callback: Any) -> None:
@@ -43,11 +43,11 @@ class Resume:
         self._bindings.bind(trainer._checkpoint_connector, "resume_start", self._begin_restore)
 
     def undo(self) -> None:
-        """Give the trainer its own methods back."""
+        """Restore the trainer's own methods."""
         self._bindings.undo()
 
     def follow_loops(self) -> None:
-        """Be told where the loops of a fit are."""
+        """Attach to the loops of a fit."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         self._bindings.bind(fit, "setup_data", self._take_data)
         self._bindings.bind(fit, "_load_combined_loader_states", self._set_up_data)
@@ -91,9 +91,9 @@ class Resume:
     # ------------------------------------------------------------------ load
 
     def load_first(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> int | None:
-        """Give callbacks, the datamodule and hooks their part before optimizers are made; return the step that is loaded.
+        """Pass callbacks, the datamodule and hooks their part before optimizers are made; return the step that is loaded.
 
-        Lightning does it there: a callback then makes the groups of its optimizers, or takes schedulers away.
+        Lightning does it there: a callback then makes the groups of its optimizers, or removes schedulers.
         """
         trainer = self._trainer
         state: dict[str, Any] = {} if trainer.global_rank else {"lightning": None}  # rank 0 saved it
@@ -116,7 +116,7 @@ class Resume:
         trainer_state.restore_loops(trainer, checkpoint)
         trainer_state.prepare_callbacks(trainer, self._saved)
         state = self._trained()
-        if not state["schedulers"]:  # a callback has taken them away, to make its own when an epoch begins
+        if not state["schedulers"]:  # a callback has removed them, to make its own when an epoch begins
             del state["schedulers"]
         is_strict = trainer.lightning_module.strict_loading
         # Where the model is sharded, Lightning's own way loads no weights from this dict either.
@@ -133,7 +133,7 @@ class Resume:
         return loaded
 
     def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
-        """Leave a checkpoint of ours to the callback, and others to Lightning."""
+        """Skip a checkpoint of ours, which the callback loads; let Lightning load others."""
         is_ours = path is not None and self._callback.take_path(path)
         fits = self._trainer.state.fn == "fit"
         if not is_ours:
@@ -144,7 +144,7 @@ class Resume:
             self._callback.begin(self._trainer)
 
     def _set_up_data(self, original: Callable[[], Any]) -> None:
-        """Know the loaders, which nobody has begun to read."""
+        """Register the loaders before the first read."""
         self._data = DataPosition(self._trainer.fit_loop._combined_loader)
         if self._saved is None:
             original()
@@ -159,14 +159,14 @@ class Resume:
             iter(self._trainer.fit_loop._data_fetcher)
 
     def take_loaders(self) -> None:
-        """Know the loaders that another callback has had set up already."""
+        """Register the loaders that another callback has set up already."""
         fit = self._trainer.fit_loop
         if fit._combined_loader is not None:
             self._data = DataPosition(fit._combined_loader)
             iter(fit._data_fetcher)
 
     def _take_position(self) -> None:
-        """Load what belongs to this rank, and have the loaders go on where it was."""
+        """Load what belongs to this rank, and continue the loaders where it was."""
         fit = self._trainer.fit_loop
         assert self._saved is not None
         assert self._from is not None

@@ -1,4 +1,4 @@
-"""What a ``Trainer`` knows beside model and optimizers: loops, callbacks, precision, the datamodule, and what hooks add.
+"""State of a ``Trainer`` beside model and optimizers: loops, callbacks, precision, the datamodule, and what hooks add.
 
 It is the dict that Lightning saves, made and read by Lightning's own functions, without the tensors of model and
 optimizers: those are saved from where they are, shard by shard.
@@ -43,7 +43,7 @@ def collect(trainer: Any) -> dict[str, Any]:
 
 
 class Restored(dict[str, Any]):
-    """What `collect` returned, with the weights where a hook reads them: ``checkpoint["state_dict"]``.
+    """The dict that `collect` returned, with the weights where a hook reads them: ``checkpoint["state_dict"]``.
 
     Args:
         reads: returns the weights.
@@ -59,7 +59,7 @@ class Restored(dict[str, Any]):
         self._given = self._weights()
 
     def note_changes(self) -> None:
-        """Note whether the weights are other ones than those that were given."""
+        """Note whether the weights are other ones than those that the hook received."""
         self.has_other_weights = self._given != self._weights()
 
     def _weights(self) -> dict[str, tuple[int, int]]:
@@ -86,7 +86,7 @@ class Restored(dict[str, Any]):
 
 
 def restore_first(trainer: Any, checkpoint: Restored) -> None:
-    """Give the hooks, the datamodule and callbacks what `collect` returned, in Lightning's order."""
+    """Pass the hooks, the datamodule and callbacks what `collect` returned, in Lightning's order."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
@@ -97,7 +97,7 @@ def restore_first(trainer: Any, checkpoint: Restored) -> None:
 
 
 def restore_loops(trainer: Any, checkpoint: Restored) -> None:
-    """Give the precision plug-in and the loops theirs, when the callbacks have begun the fit."""
+    """Pass the precision plug-in and the loops theirs, when the callbacks have begun the fit."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     connector.restore_precision_plugin_state()
@@ -106,7 +106,7 @@ def restore_loops(trainer: Any, checkpoint: Restored) -> None:
 
 
 def prepare_callbacks(trainer: Any, saved: dict[str, Any]) -> None:
-    """Bring callbacks that change optimizers to where they were, which Lightning leaves to the next epoch."""
+    """Bring callbacks that change optimizers to where they were, which Lightning does only at the next epoch."""
     for callback in trainer.callbacks:
         if isinstance(callback, BaseFinetuning) and "frozen" in saved:
             frozen = set(saved["frozen"])
@@ -141,7 +141,7 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
 
 
 def _plain_part(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that are numbers, text, or lists and dicts of them; others say what they were."""
+    """Return the hyper-parameters that are numbers, text, or lists and dicts of them; others as text."""
     return {str(name): value if _is_plain(value) else repr(value) for name, value in dict(hparams).items()}
 
 

@@ -37,7 +37,7 @@ class BridgeManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """By this Megatron-Bridge asks whether there is something to load, besides its own files: `find_latest`."""
+        """Megatron-Bridge's check for something to load, besides its own files: `find_latest`."""
         return {"local_checkpoint_manager": self}
 
     def find_latest(self) -> int:
@@ -80,7 +80,7 @@ class BridgeManager:
             self._is_open = True
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Wait for the saves where *blocking*; without it there is nothing to do. *terminate* lets go of the places, too.
+        """Wait for the saves where *blocking*; without it there is nothing to do. *terminate* releases the places, too.
 
         Raises:
             CheckpointError: a save failed.
@@ -99,7 +99,7 @@ class BridgeManager:
         """Load ``ckpt_step``, or the newest valid step; return its iteration and count of operations, or (0, 0) for none.
 
         Raises:
-            StateMismatchError: the checkpoint lacks something that is asked for.
+            StateMismatchError: the checkpoint lacks something that is requested.
             CorruptionError: the step is damaged.
         """
         config = self.checkpoint_config
@@ -134,7 +134,7 @@ class BridgeManager:
 
     @staticmethod
     def _check(lacking: set[str], strict: bool, asked: dict[str, Any]) -> None:
-        """Refuse what the checkpoint lacks: of the random states nothing, where the parallelism is another one."""
+        """Refuse what the checkpoint lacks, except random states, which it lacks under another parallelism."""
         if "rng" in asked:
             lacking = lacking - {leaf_name(asked["rng"])}
         if lacking and strict:
@@ -144,7 +144,7 @@ class BridgeManager:
     # ------------------------------------------------------------------ the state
 
     def _ask(self, ctx: Any, *, model: bool, optim: bool, rng: bool, is_loading: bool) -> dict[str, Any]:
-        """Return the sharded state dict of what takes part."""
+        """Return the sharded state dict of all parts that are saved or loaded."""
         chunks = self._chunks(ctx.model) if model else []
         state = {name: chunk.sharded_state_dict() for name, chunk in chunks}
         if ctx.optimizer is not None and optim:
@@ -160,7 +160,7 @@ class BridgeManager:
 
     @staticmethod
     def _chunks(model: list[Any]) -> list[tuple[str, Any]]:
-        """Return the chunks of the model without what is wrapped around them, with their names in the state."""
+        """Return the chunks of the model without their wrappers, with their names in the state."""
         found = []
         for number, chunk in enumerate(model):
             while hasattr(chunk, "module"):

@@ -29,7 +29,7 @@ _utils: Any = import_module("megatron.core.dist_checkpointing.utils")
 _validation: Any = import_module("megatron.core.dist_checkpointing.validation")
 
 CONTENT = "content_metadata"
-"""The key under which Megatron keeps what ``save(content_metadata=…)`` is given."""
+"""The key under which Megatron keeps the ``content_metadata`` of ``save``."""
 Directory = str | os.PathLike[str]
 _COUNTS = "counts of steps"
 
@@ -56,7 +56,7 @@ def save(
         sharded_state_dict: it is left as it is.
         checkpoint_dir: ``…/iter_0000100`` is step 100 of the place above it.
         sharded_strategy, common_strategy: None; the engine is the strategy.
-        validate_access_integrity, preprocess_common_before_consistancy_check: taken as Megatron does, and without use: the
+        validate_access_integrity, preprocess_common_before_consistancy_check: accepted as Megatron does, and unused: the
             engine compares what the ranks hold at every save, and what is common is that of rank 0.
         content_metadata: kept beside the common state, and part of what `load` returns.
 
@@ -91,19 +91,19 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> Any:
-    """Load what a sharded state dict asks for, on all ranks, into its tensors; return the state dict with what was loaded.
+    """Load what a sharded state dict requests, on all ranks, into its tensors; return the state dict with what was loaded.
 
     Args:
         sharded_state_dict: it is left as it is; its tensors are filled in place. Plain values in it are of no use but in
             ``aiockpt prove``, whose control loads nothing and gets them back.
         checkpoint_dir: as for `save`. One without a number is the newest valid step of that place.
         sharded_strategy, common_strategy: None.
-        validate_access_integrity: taken as Megatron does, and without use.
+        validate_access_integrity: accepted as Megatron does, and unused.
         strict: a ``StrictHandling`` of Megatron, or its name. By default what the checkpoint lacks is an error.
 
     Returns:
-        The state dict; with ``return_unexpected`` and ``return_all`` also the keys that nobody asked for, and those that the
-        checkpoint lacks.
+        The state dict; with ``return_unexpected`` and ``return_all`` also the keys that are not requested, and those that
+        the checkpoint lacks.
 
     Raises:
         StepNotFoundError: there is no such step, or none at all.
@@ -184,7 +184,7 @@ def open_place(place: Directory, **options: Any) -> aiockpt.Checkpointer:
 
 
 def wait() -> None:
-    """Wait until all is committed, and let go of the places; raise what went wrong. The end of the program waits, too."""
+    """Wait until all is committed, and release the places; raise what went wrong. The end of the program waits, too."""
     while _places:
         _places.popitem()[1].close()
 
@@ -214,7 +214,7 @@ def _rank() -> int:
 
 
 def _agree_on_step(place: aiockpt.Checkpointer, asked: int | None) -> int | None:
-    """Return *asked*, or the newest valid step as rank 0 finds it, when what a dead job has left is finished."""
+    """Return *asked*, or the newest valid step as rank 0 finds it, after the commits of dead jobs are finished."""
 
     def find() -> int | None:
         place.finish_commits().result()
@@ -228,9 +228,9 @@ def _strict(strict: Any) -> Any:
 
 
 def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: str) -> tuple[Any, set[str], set[str]]:
-    """Compare what is asked for with what there is, as Megatron's flag says; return what can be loaded.
+    """Compare what is requested with what there is, by Megatron's flag; return what can be loaded.
 
-    Megatron calls *missing* what nobody asks for, and *unexpected* what the checkpoint lacks.
+    Megatron calls *missing* what is not requested, and *unexpected* what the checkpoint lacks.
     """
     flag = _validation.parse_strict_flag(_strict(strict))
     kinds = _validation.StrictHandling

@@ -1,11 +1,13 @@
-"""What does a rank hold of the optimizer? Its slices of Megatron's flat buffers, as boxes of the parameters' tensors.
+"""A rank's part of the optimizer state: its slices of Megatron's flat buffers, as boxes of the parameters' tensors.
 
 A ``DistributedOptimizer`` deals out flat buffers in which the parameters lie one behind another: a rank has elements
-``[start, end)`` of some parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict says where a parameter
-lies in the global tensor. Both together are boxes of the global tensor: no rank asks another, and a checkpoint loads under
-any tensor, pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable`` format, which gathers.
+``[start, end)`` of some parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict has the place of a
+parameter in the global tensor. Both together are boxes of the global tensor: ranks do not communicate, and a checkpoint
+loads under any tensor, pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable``
+format, which gathers.
 
-What torch's own optimizers know of a parameter is said beside its tensors, so that one of these goes on from the checkpoint.
+What torch's own optimizers keep of a parameter is saved beside its tensors, so that one of these goes on from the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ def optimizer_state(
     Args:
         optimizer: as ``get_megatron_optimizer`` makes it.
         model_sharded_state_dict: of the model, or of all its chunks in one dict.
-        is_loading: whether it is what a load asks for.
+        is_loading: whether it is for a load.
 
     Raises:
-        UsageError: the optimizer keeps its state in a form that is not known here; what to use instead is said.
+        UsageError: the optimizer keeps its state in a form that is not known here; the message names the alternative.
     """
     ours = list(_chained(optimizer))
     if not any(isinstance(one, _distributed.DistributedOptimizer) for one in ours):
@@ -106,7 +108,7 @@ def _check(optimizer: Any) -> None:
 
 
 def _make_state(optimizer: Any) -> None:
-    """Give an optimizer that has not stepped the state that its first step would make: zeros."""
+    """Make the state that the first step of an optimizer would make: zeros."""
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.optimizer.state[parameter]
@@ -118,7 +120,7 @@ def _make_state(optimizer: Any) -> None:
 
 
 def _make_plain_state(optimizer: Any) -> None:
-    """Do the same for an optimizer that is not distributed, as Megatron does it for a load."""
+    """Make that state for an optimizer that is not distributed, as Megatron does it for a load."""
     state = optimizer.optimizer.state
     is_new = any(parameter not in state for group in optimizer.optimizer.param_groups for parameter in group["params"])
     if is_new and optimizer.init_state_fn is not None:
@@ -234,7 +236,7 @@ def _object(key: str, value: Any) -> Any:
 
 
 def _group_key(group: dict[str, Any]) -> str:
-    """Return by what a group of parameters is known under any parallelism, as Megatron tells them apart."""
+    """Return the identity of a group of parameters under any parallelism, as Megatron distinguishes them."""
     known = {key: group.get(key, group.get(f"pre_{key}")) for key in _optimizers.param_group_identifier_keys}
     del known[_EXPERTS]
     return ",".join(f"{key}={value}" for key, value in known.items())

@@ -1,6 +1,6 @@
-"""How are the objects of a Megatron checkpoint written? As plain values, never as pickles.
+"""Objects of a Megatron checkpoint, written as plain values, never as pickles.
 
-What has no plain form is refused by the save, which names it; ``aiockpt.register_codec`` gives a class one.
+What has no plain form is refused by the save, which names it; ``aiockpt.register_codec`` adds one for a class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given."""
+    """Return the value that `encode` received."""
     if type(value) is dict and value.get(_CLASS) == "io.BytesIO":
         return io.BytesIO(value["bytes"])
     if type(value) is dict and value.get(_CLASS) == "argparse.Namespace":

@@ -1,9 +1,9 @@
-"""What are the leaves of a sharded state dict of Megatron to this engine? Boxes of global tensors, and values.
+"""Leaves of a Megatron sharded state dict as the engine has them: boxes of global tensors, and values.
 
 Every ``ShardedTensor`` of one key is a part of one tensor: a layer of a stack (``prepend_axis_num``), half of a SwiGLU
 projection (what its factory builds), a tensor-parallel slice. All parts that a rank holds of a key are one
 `aiockpt.Shards`, and none is copied: a save reads the tensors where they are, and a load fills them. Ranks that hold the
-same part are not told apart by ``replica_id``: the engine stores it once, and deals the writing out.
+same part are not distinguished by ``replica_id``: the engine stores it once, and deals the writing out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from aiockpt.integrations.nested import put
 mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 
 STATE = "optimizer.state."
-"""What the keys of Megatron's optimizers begin with: ``optimizer.state.exp_avg.KEY``."""
+"""Prefix of the keys of Megatron's optimizers: ``optimizer.state.exp_avg.KEY``."""
 MAIN = ("param", "fp32_param")
-"""What stands there for weights in the precision of the optimizer."""
+"""Names there of the weights in the precision of the optimizer."""
 Part = tuple[tuple[int, ...], torch.Tensor]
-"""Where a local tensor begins in the global one, and the tensor, with as many axes."""
+"""The begin of a local tensor in the global one, and the tensor, with as many axes."""
 
 _LOADED = "tensors"
 
@@ -68,7 +68,7 @@ class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megat
         return self.key if of_state is None else of_state[1]
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing is to be checked that `aiockpt.Shards` does not check."""
+        """Do nothing: `aiockpt.Shards` checks it."""
 
     def without_data(self) -> ShardParts:
         """Return it without its tensors."""
@@ -95,7 +95,7 @@ def split_state_key(key: str) -> tuple[str, str] | None:
 def path_of(key: str) -> tuple[str, ...]:
     """Return where the tensor of a key lies in the checkpoint.
 
-    The optimizer is a dict in the flat form of torch's ``get_optimizer_state_dict``, in which each rank has what it knows.
+    The optimizer is a dict in the flat form of torch's ``get_optimizer_state_dict``, to which each rank adds what it holds.
     """
     of_state = split_state_key(key)
     if of_state is None:

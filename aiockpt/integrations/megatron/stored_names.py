@@ -1,4 +1,4 @@
-"""Where in a step is what a sharded state dict asks for? Also in a step that another framework has saved.
+"""Stored names of what a sharded state dict asks for, also in a step that another framework has saved.
 
 There a parameter has the same name as here, and the optimizer a form of torch (`aiockpt.adapters.optimizer_forms`):
 moments by the names of parameters, and groups whose values become those of the groups of Megatron.
@@ -85,7 +85,7 @@ class StoredNames:
         return self.is_foreign and (of_optimizer or base.key.endswith("_extra_state"))
 
     def unasked(self, asked: Iterable[Any]) -> set[str]:
-        """Return the names of tensors, and of objects with a place, that nobody of *asked* means."""
+        """Return the names of tensors, and of objects with a place, that *asked* does not name."""
         taken = {self._name(base) for base in asked}
         counts = {name for name in self.tensors if _is_count(split_name(name))}
         named = {join_name((name,)) for name in self._values if "/shard_" in name}
@@ -123,7 +123,7 @@ class StoredNames:
         return Decoder(None, _PlainLeaves()).decode(node, ("optimizer", "param_groups"))
 
     def plain(self, here: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what takes the place of plain values: those here, and the number of the step for ``iteration``."""
+        """Return the replacement of plain values: those here, and the number of the step for ``iteration``."""
         return {**here, **({"iteration": self._step} if "iteration" in here else {})}
 
 
@@ -135,5 +135,5 @@ class _PlainLeaves:
 
 
 def _is_count(path: Path) -> bool:
-    """Return whether a name is that of a count beside the state of a parameter, which only other frameworks ask for."""
+    """Return whether a name is that of a count beside the state of a parameter, which only other frameworks request."""
     return len(path) == 2 and path[0] == "optimizer" and str(path[1]).endswith(f".{STEP}")

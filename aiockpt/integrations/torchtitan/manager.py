@@ -22,9 +22,9 @@ _log: Any = import_module("torchtitan.tools.logging").logger
 _dtypes: Any = import_module("torchtitan.config").TORCH_DTYPE_MAP
 
 _MODES = {"disabled": "eager", "async": "eager", "async_with_pinned_mem": "lazy"}
-"""How the state is copied in each of torchtitan's modes."""
+"""Snapshot mode for each of torchtitan's modes."""
 RNG = "rng"
-"""The random generators, among torchtitan's names of what is saved; ``exclude_from_loading`` takes it, too."""
+"""The random generators, among torchtitan's names of what is saved; ``exclude_from_loading`` accepts it, too."""
 
 
 class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any, where torchtitan is not installed
@@ -109,7 +109,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         _log.info(f"Checkpoints are saved to and loaded from {self.folder} by aiockpt")
 
     def make_checkpointer(self, url: str, **options: Any) -> aiockpt.Checkpointer:
-        """Return the checkpointer of a place; override it to give more options, or tiers."""
+        """Return the checkpointer of a place; override it to pass more options, or tiers."""
         return aiockpt.Checkpointer(url, **options)
 
     # ------------------------------------------------------------------ save
@@ -140,7 +140,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
             self._wait_for_saving()
 
     def _export(self, step: int) -> None:
-        """Save the weights alone, as torchtitan does last, where no run that goes on takes them for a whole checkpoint."""
+        """Save the weights alone, as torchtitan does last, where a resumed run cannot mistake them for a checkpoint."""
         place, dtype = self.folder.rstrip("/") + "-export", _dtypes[self._config.export_dtype]
         model = {
             name: tensor.to(dtype) if torch.is_floating_point(tensor) else tensor
@@ -151,7 +151,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         _log.info(f"The model of step {step}, in {dtype}, was saved to {place}")
 
     def _state(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return what the checkpointer is given of *names*: the model and the optimizers as the dicts that torchtitan makes.
+        """Return the state of *names* for the checkpointer: the model and the optimizers as the dicts that torchtitan makes.
 
         Those have the same names however many stages of a pipeline there are, and whether projections are fused or not.
         """
@@ -171,7 +171,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         self._checkpointer.barrier()
 
     def _close(self) -> None:
-        """Wait until all is committed; in the handler of an error, tell the other ranks of it first."""
+        """Wait until all is committed; in the handler of an error, notify the other ranks first."""
         self._checkpointer.__exit__(*sys.exc_info())
 
     # ------------------------------------------------------------------ load
@@ -202,7 +202,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         return [info.step for info in self._checkpointer.steps().result()]
 
     def _load_from_place(self, path: str | None) -> bool:
-        """Begin from a checkpoint of aiockpt at *path*, its root or the folder of a step; say whether there is one."""
+        """Begin from a checkpoint of aiockpt at *path*, its root or the folder of a step; return whether there is one."""
         if path is None or self._config.initial_load_in_hf:
             return False
         root, name = posixpath.split(path.rstrip("/"))
@@ -229,7 +229,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         if _titan.OPTIMIZER in state:
             self._optimizers.load_state_dict(state[_titan.OPTIMIZER])
         if _titan.DATALOADER in state and self._loader is not None:
-            # Its iteration goes on now, without the number that a new one takes from torch's generator.
+            # Its iteration goes on now, without the number that a new one draws from torch's generator.
             self._loader.held()
 
     def _torchtitans(self) -> Any:

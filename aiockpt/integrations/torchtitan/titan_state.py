@@ -1,4 +1,4 @@
-"""What torchtitan trains, as the engine takes it: dicts of names, optimizers that have not stepped, loaders of ranks."""
+"""State that torchtitan trains, as the engine takes it: dicts of names, fresh optimizers, loaders of ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 
 
 def make_state(optimizers: Any, saved: aiockpt.Description) -> None:
-    """Give optimizers that never stepped the tensors that *saved* fills, placed as their parameters are.
+    """Add the tensors that *saved* fills to optimizers that never stepped, placed as their parameters are.
 
     torchtitan makes them by a step with gradients of zeros, which takes the memory of all gradients and calls the hooks
-    of a step. So does what is said here, through ``optimizers.state_dict()``, of state that it does not know.
+    of a step. Unknown state is still made so, through ``optimizers.state_dict()``.
     """
     nodes: Any = saved.values
     tensors = {tensor.name: tensor for tensor in saved.tensors}
@@ -32,7 +32,7 @@ def make_state(optimizers: Any, saved: aiockpt.Description) -> None:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, found: Mapping[str, aiockpt.TensorInfo]) -> dict[Any, Any] | None:
-    """Return tensors for the state of each parameter, zeros; None when one of them is like nothing here."""
+    """Return tensors for the state of each parameter, zeros; None when the parameter has no tensor like one of them."""
     made: dict[Any, Any] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -61,7 +61,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Return what `nest` was given."""
+    """Return the dict that `nest` received."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= flatten(value, f"{start}{name}.") if isinstance(value, dict) else {start + name: value}

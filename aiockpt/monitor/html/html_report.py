@@ -1,4 +1,4 @@
-"""What does `aiockpt report` write? One HTML file with its data, its scripts and the plotting library: it needs no network.
+"""The file of `aiockpt report`: one HTML file with its data, its scripts and the plotting library; it needs no network.
 
 The page is `templates/page.html`; what it draws is JSON in it (`ReportData`).
 """

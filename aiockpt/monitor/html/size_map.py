@@ -1,4 +1,4 @@
-"""What makes the checkpoint big? The bytes of its tensors by the parts of their names, small parts folded into one."""
+"""The size map of a checkpoint: bytes of tensors by the parts of their names, small parts folded into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long did each rank take in each stage of each save, load and copy? A grid of seconds for the heat maps.
+"""The grid for the heat maps: seconds of each rank in each stage of each save, load and copy.
 
 A cell is the sum over the files of a stage, as for stragglers. A save is known by the number of the start and its step: what
 is lost in a crash is saved again.

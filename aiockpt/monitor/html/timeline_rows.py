@@ -1,7 +1,7 @@
-"""Which spans does the timeline show? Those of each save on its slowest ranks, and on the ranks that are spoken of.
+"""The spans of the timeline: those of each save on its slowest ranks, and on the ranks that findings name.
 
-All spans of many ranks are more than a page can hold, and more than anybody looks at: `MOST_SPANS` are shared out evenly
-over the operations. ``aiockpt report --chrome`` has all of them.
+All spans of many ranks are more than a page can hold: `MOST_SPANS` are divided evenly over the operations.
+``aiockpt report --chrome`` has all of them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who reads a run while it goes on? Steps are kept for whoever does, and handed to each reader once."""
+"""Readers of a run while it goes on: steps are kept for them, and handed to each once."""

@@ -1,4 +1,4 @@
-"""A step is kept while somebody reads it, in whatever process, host or program that is.
+"""Holds: a step is kept while it is read, in whatever process, host or program that is.
 
 The holder's lease lies in the step's folder, and is written again long before it expires, so that a hold may last for days
 and that of a process that dies is over within hours (docs/format.md#deletion).
@@ -32,7 +32,7 @@ RENEW_S = LEASE_S / 6
 
 
 class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed step that nobody deletes now.
+    """A committed step that is not deleted now.
 
     Attributes:
         step, id: its number, and its folder below the root.
@@ -58,12 +58,12 @@ class Holds:
         """Return a hold of a step (the newest valid one for None) that has not begun.
 
         Args:
-            who: in words, for whoever wonders why it is kept; by default which process.
+            who: in words, for people who wonder why it is kept; by default which process.
         """
         return Hold(self, step, who or f"process {os.getpid()} on {socket.gethostname()}")
 
     def release_all(self) -> None:
-        """Let all go: the checkpointer is being closed. Blocks."""
+        """Release all: the checkpointer is being closed. Blocks."""
         for hold in list(self.active):
             hold.release()
 

@@ -1,10 +1,10 @@
-"""Each committed step is handed once to each named reader, such as an evaluation, an upload or a rollout worker.
+"""Delivery of committed steps, once to each named reader: an evaluation, an upload, a rollout worker.
 
 What a reader is done with is written down beside the run, in ``readers/NAME.json``, so that it goes on where it was after a
 restart. Guarantees:
 
 - A step is held while it is handed out: retention does not take it away (`aiockpt.places.readers.hold`).
-- A step counts as done when the reader comes back for the next one. Whoever fails, or is killed, gets it again.
+- A step counts as done when the reader comes back for the next one. A reader that fails, or is killed, gets it again.
 - A step that was saved again is handed out again; one that was only thinned, or copied, is not.
 - Nothing is promised for steps that retention deletes before the reader comes to them.
 """
@@ -90,7 +90,7 @@ class StepWatch:
         run: starts work on the checkpointer's loop: `aiockpt.Checkpointer.run_on_destination`.
         holds: of that checkpointer.
         name: of the reader; one process at a time has it.
-        every_s: seconds between two looks while there is nothing new.
+        every_s: seconds between two polls while there is nothing new.
         newest: only the newest step is wanted each time; older ones are passed over.
         follow: wait for steps to come, and for those that were given back; False ends when there is nothing new.
 

@@ -1,1 +1,1 @@
-"""Is what lies there still what was saved? Steps are read again, and what is bad is taken from another copy."""
+"""Scrubbing: steps are read again and verified, and what is bad is repaired from another copy."""

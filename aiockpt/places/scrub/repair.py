@@ -1,4 +1,4 @@
-"""How does a damaged step become whole again? What is bad is written anew, from copies that have it as it was saved.
+"""Repair of a damaged step: what is bad is written anew, from copies that have it as it was saved.
 
 Guarantees:
 
@@ -75,7 +75,7 @@ async def repair(
 
     Args:
         source: another place to take good blocks from, beside the destination's own.
-        on_read: told the bytes of each read; on the loop.
+        on_read: called with the bytes of each read; on the loop.
 
     Raises:
         StepNotFoundError: no place has the step.
@@ -104,7 +104,7 @@ async def repair_in(
     """
     begun_ns = place.engine.now_ns()
     async with place.reading(entry.id):
-        async with place.cleaning:  # whoever deletes here has not seen that it is read, or is done
+        async with place.cleaning:  # a deletion here has not seen that it is read, or is done
             entry = await look_at(place.backend, entry.id)
         if not entry.committed:
             raise _gone(place, entry.id)

@@ -1,9 +1,9 @@
-"""Steps are read again while a run goes on, at a pace, and repaired: what nobody reads for weeks may rot unseen.
+"""The scrubber: reads steps again while a run goes on, at a pace, and repairs them; unread data may rot unseen.
 
 Guarantees:
 
 - Training and saves come first: nothing is read while a save of this process is under way, nor faster than asked for.
-- One rank does it for all. What goes wrong is told, and never raised: the next look tries again.
+- One rank does it for all. Failures are logged, never raised: the next pass tries again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from aiockpt.storage.transfer import read_record
 logger = logging.getLogger("aiockpt")
 
 LONGEST_LOOK_S = 600.0
-"""Between two looks for steps whose time has come."""
+"""Between two polls for steps that are due."""
 BUSY_S = 0.05
-"""Between two looks whether the saves under way have ended."""
+"""Between two polls whether the saves under way have ended."""
 
 
 class PatientPace(Pace):
@@ -44,7 +44,7 @@ class PatientPace(Pace):
 
     async def let_through(self, size_bytes: int) -> None:
         """Wait until *size_bytes* may go."""
-        while self._engine.busy_attempts:  # noqa: ASYNC110  saves do not know who waits for their end
+        while self._engine.busy_attempts:  # noqa: ASYNC110  saves have no event for their end
             await anyio.sleep(BUSY_S)
         await super().let_through(size_bytes)
 
@@ -59,7 +59,7 @@ class Scrubber:
         self._pace = PatientPace(scrub.bandwidth, engine)
         self._over = anyio.Event()
         self._read_ns: dict[tuple[str, str, int], int] = {}
-        """When a generation of a step of a place was read last, by the clock of whoever did."""
+        """When a generation of a step of a place was read last, by the clock of the reading process."""
 
     def start(self) -> None:
         """Begin, on the loop."""

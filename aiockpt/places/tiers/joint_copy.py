@@ -1,8 +1,8 @@
-"""How is one step copied to one tier by all ranks? Each copies the files it wrote; rank 0 copies what is left, and commits.
+"""The copy of one step to one tier by all ranks: each copies the files it wrote; rank 0 copies what is left, and commits.
 
-- Rank 0 waits for the others' files while they come, and leaves a note of what came of it; the others wait for that note, or
+- Rank 0 waits for the others' files while they come, and leaves a note of the outcome; the others wait for that note, or
   find what rank 0 has committed (`aiockpt.pipeline.copy`).
-- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others look
+- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others poll
   for what it commits.
 """
 
@@ -121,7 +121,7 @@ class JointCopy:
 
         async def find() -> StepCopy | None:
             manifest = await find_copy(self._backend, promotion.result.id, promotion.attempt)
-            note_progress(pause_s)  # rank 0 leaves a tier where nothing moves, and says so
+            note_progress(pause_s)  # rank 0 abandons a tier where nothing moves, and says so
             return None if manifest is None else StepCopy(self._backend, manifest)
 
         note_progress(pause_s)
@@ -145,13 +145,13 @@ class JointCopy:
         return StepCopy(self._backend, await read_manifest(self._backend, promotion.result.id, said.generation))
 
     async def tell_given_up(self, promotion: Promotion, error: Exception) -> None:
-        """Have the other ranks not wait for *promotion* any more."""
+        """Notify the other ranks that *promotion* is given up."""
         await self._tell_ranks(promotion, Arrived(failure=str(error), final=True))
 
     async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
-        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
+        """Notify the other ranks of a copy that was lost with rank 0's writer process; the next writer makes it."""
         note = Arrived(failure=str(error), final=True)
-        with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
+        with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the notices of the other tiers follow
             manifest = await find_copy(self._backend, step_id, attempt)
             note = note if manifest is None else Arrived(manifest.generation)
         await self._tell(self._note(step_id, attempt), note)
@@ -161,7 +161,7 @@ class JointCopy:
             await self._tell(self._note(promotion.result.id, promotion.attempt), note)
 
     async def _tell(self, key: str, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
+        """Leave rank 0's note, and remove those that are not waited for any more. What is there is there without it."""
         if key not in self._notes:
             self._notes.append(key)
         outdated, self._notes = self._notes[:-KEPT_NOTES], self._notes[-KEPT_NOTES:]

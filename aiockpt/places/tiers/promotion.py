@@ -1,14 +1,14 @@
-"""How does one tier take the steps that nearer tiers have? One after the other, in the background, at its own pace.
+"""Promotion of steps to one tier from nearer ones: one after the other, in the background, at the tier's own pace.
 
 Guarantees:
 
-- A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
-  until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
+- A tier that is stalled, full or away delays nothing but itself. What fails there is tried again, less and less often, until
+  its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All is logged.
 - The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
 - A step that waits is not deleted from the durable tiers where it will be read. Memory keeps it only while it is copied:
   a memory tier holds what its rules keep and what is being copied, never more, also after the end.
-- At the end a tier is waited for while something moves there, and left when nothing has for `STALLED_S`: one warning names
-  the steps that it lacks.
+- At the end a tier is waited for while something moves there, and abandoned when nothing has for `STALLED_S`: one
+  warning names the steps that it lacks.
 
 How the ranks make one copy together is in `aiockpt.places.tiers.joint_copy`.
 """
@@ -45,13 +45,13 @@ from aiockpt.planning.weights import has_weights_only, weights_attempt
 from aiockpt.runtime.limits import Pace, told_of_progress
 from aiockpt.runtime.promise import Promise
 
-# What did an earlier process leave to copy? The newest step that nearer tiers have and a tier, which takes it, has not.
+# Steps left by an earlier process: the newest one that nearer tiers have, and that a tier accepts and lacks.
 
 
 async def find_missing_step(tier: Tier, number: int, destination: Destination) -> dict[int, StepCopy]:
-    """Return where that step is in full, by number of the tier; nothing when the tier has the newest that it takes.
+    """Return where that step is in full, by number of the tier; nothing when the tier has the newest that it accepts.
 
-    What this process saved is on its way, also when it was committed so lately that nothing here has heard of it.
+    What this process saved is on its way, also when it was committed so lately that it is not yet known here.
 
     Args:
         number: of *tier*.
@@ -96,7 +96,7 @@ STALLED_S = 5.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Between tries."""
 _HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
-"""What another try would meet again."""
+"""Errors that another attempt would raise again."""
 
 
 class _Waiting(msgspec.Struct):
@@ -181,7 +181,7 @@ class Promoter:
             self._changed.set()
 
     async def work(self) -> None:
-        """Take what waits, one step after the other, until `close`."""
+        """Copy what waits, one step after the other, until `close`."""
         try:
             self._working = anyio.CancelScope()
             with told_of_progress(self._note_progress), self._working as working:
@@ -214,7 +214,7 @@ class Promoter:
                     await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.place, result))
 
     async def _keep_in_memory(self, waiting: _Waiting) -> None:
-        """Have the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
+        """Make the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
 
         Raises:
             SaveSkippedError: it was in memory alone, and gave way to newer steps while it waited.
@@ -253,14 +253,14 @@ class Promoter:
         self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
 
     async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Do what is not worth waiting for a tier that hangs."""
+        """Do what is not worth a wait for a tier that hangs."""
         with anyio.move_on_after(self.tier.deadline) as scope:
             await work()
         if scope.cancelled_caught:
             logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
 
     async def _catch_up(self) -> None:
-        """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
+        """Copy here the newest step that an earlier process left in a nearer tier, if this tier accepts it."""
         if self.engine.rank != 0:
             return
         try:
@@ -290,7 +290,7 @@ class Promoter:
                 await self._ended.wait()
 
     async def _give_all_up(self) -> None:
-        """Tell, once, which steps this tier does not get, as nothing has moved there since nobody saves any more."""
+        """Log, once, which steps this tier does not get, as nothing has moved there since the last save."""
         if not self._waiting:
             return
         steps = ", ".join(str(waiting.promotion.step) for waiting in self._waiting)

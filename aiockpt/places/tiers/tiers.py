@@ -1,11 +1,11 @@
-"""How does one save go to several places? To the nearest, to the first durable one, and in the background to the others.
+"""Tiers: one save goes to the nearest place, to the first durable one, and in the background to the others.
 
 Guarantees (docs/decisions.md#tiers):
 
-- *committed* means the first durable tier that takes the step in full. A memory tier is an earlier stage of its own, and
+- *committed* means the first durable tier that accepts the step in full. A memory tier is an earlier stage of its own, and
   one of weights alone no stage of a save at all: nothing is resumed from it.
-- A memory tier that is full is passed over, and a durable one that fails is followed by the next: the save fails only when
-  no durable tier takes it.
+- A memory tier that is full is skipped, and a durable one that fails is followed by the next: the save fails only when
+  no durable tier accepts it.
 - Copies come from the nearest tier that has the step in full, never from the state.
 """
 
@@ -42,10 +42,9 @@ from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
 
-# How are several tiers asked the same thing, so that one that is stalled delays the answer of the others by little?
-#
-# All at once. When one has answered with something, the rest have a while left, and one that refuses every call less
-# (`aiockpt.storage.retry_calls`); who has not answered by then has nothing to say, as one that fails, and both are logged.
+# Queries of several tiers, all at once, so that a stalled one delays the answer by little: when one has answered with
+# something, the rest have a while left, and one that refuses every call less (`aiockpt.storage.retry_calls`). One that has
+# not answered by then counts as one that fails; both are logged.
 
 
 logger = logging.getLogger("aiockpt")
@@ -100,7 +99,7 @@ class Tiers:
     """Several places, the nearest first; see `aiockpt.engine.destination.Destination`.
 
     Args:
-        tiers: what was asked of them, two at least.
+        tiers: their options, two at least.
         backends: of all tiers.
         coordinator: how this process agrees with those that save with it.
         working: whether steps are saved and copied here, and not by another process.
@@ -134,7 +133,7 @@ class Tiers:
     # ------------------------------------------------------------------ saves
 
     def takes(self, step: int) -> bool:
-        """Say whether any tier takes *step*."""
+        """Return whether any tier accepts *step*."""
         return any(self._takes(promoter, step) for promoter in self._promoters)
 
     def _takes(self, promoter: Promoter, step: int) -> bool:
@@ -145,7 +144,7 @@ class Tiers:
         return self._hastened[1] if step == self._hastened[0] else ()
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have *step* go to the durable tier that takes it soonest; one that was never measured comes where it stands."""
+        """Send *step* to the durable tier that finishes it soonest; one that was never measured keeps its position."""
         durable = [promoter for promoter in self._promoters if promoter.commits]
         known = sorted((p for p in durable if p.url in seconds), key=lambda promoter: seconds[promoter.url])
         measured = iter(known)
@@ -166,10 +165,10 @@ class Tiers:
         return [promise.tiers[promoter.url] for promoter in self._promoters]
 
     def announce(self, job: SaveJob) -> None:
-        """Hear that *job* is planned, and copied next; on the thread that copies. Here nothing has to be known before."""
+        """Announce that *job* is planned, and copied next; on the thread that copies. Does nothing here."""
 
     async def save(self, job: SaveJob) -> SaveResult:
-        """Save one state; when this returns it is committed in the first durable tier that takes it.
+        """Save one state; when this returns it is committed in the first durable tier that accepts it.
 
         Raises:
             CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
@@ -184,7 +183,7 @@ class Tiers:
             return await self._promote(self._promoters[place.number], job, result)
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
+        """Notify the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
         if self.engine.world_size > 1 and self.engine.rank == 0:
             for number in numbers:
                 await self._promoters[number].joint_copy.tell_lost(step_id(step), nonce, error)
@@ -235,7 +234,7 @@ class Tiers:
                 if any(promoter.commits for promoter in above):
                     try:
                         result = await self._commit_durably(promotion, above, stages)
-                    finally:  # also where it failed: what no disk takes does not gather in memory
+                    finally:  # also where it failed: what no disk accepts does not gather in memory
                         if engine.rank == 0:
                             await maintenance.clean_up(first.place, promotion.result)
         finally:
@@ -249,7 +248,7 @@ class Tiers:
     async def _commit_durably(
         self, promotion: Promotion, above: Sequence[Promoter], stages: dict[int, Promise[SaveResult]]
     ) -> SaveResult:
-        """Copy *promotion* to the first durable tier that takes it now."""
+        """Copy *promotion* to the first durable tier that accepts it now."""
         failure: CheckpointError | None = None
         for promoter in above:
             if not promoter.commits:
@@ -270,7 +269,7 @@ class Tiers:
         await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that nobody waits for any more."""
+        """End a save that is not waited for any more."""
         promise.cancel()
 
     async def close(self, patience_s: float) -> None:
@@ -287,9 +286,9 @@ class Tiers:
     # ------------------------------------------------------------------ loads
 
     async def list_steps(self, look: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds; a tier that cannot be listed has nothing, unless no other one has steps.
+        """Return what *look* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
 
-        A step that one tier cannot tell of now is left to another tier that can.
+        A step that one tier cannot describe now is left to another tier that can.
         """
         answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
         listed = [ListedStep(place, entry) for place, entries in answers for entry in entries]

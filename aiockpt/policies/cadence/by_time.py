@@ -1,11 +1,11 @@
-"""A save each so many minutes, ``every="30min"``: the measuring of `controller`, and the clock in place of its rules.
+"""Saves at a fixed time interval, ``every="30min"``: the measuring of `controller`, and the clock in place of its rules.
 
 Guarantees:
 
 - From one save to the next it is the time that was asked for, and at most a step longer; a save that came late does not
   delay those after it.
 - The first comes when that time has passed since the first step: a run that fails at once has saved nothing.
-- It is the time of rank 0 that counts (`aiockpt.policies.cadence.cadence` tells the others).
+- It is the time of rank 0 that counts (`aiockpt.policies.cadence.cadence` notifies the others).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class TimeController:
         self._due_ns = 0
 
     def reach(self, step: int, now_ns: int) -> None:
-        """Hear that the training reaches *step*."""
+        """Record that the training reaches *step*."""
         self._measuring.reach(step, now_ns)
         if self._at is None:
             self._due_ns = now_ns + self._every_ns
         self._at = step, now_ns
 
     def take(self, event: Event) -> None:
-        """Hear what became of a save."""
+        """Record the outcome of a save."""
         self._measuring.take(event)
 
     def expect(self, step: int) -> None:
-        """Hear that *step* is about to be saved."""
+        """Record that *step* is about to be saved."""
         self._measuring.expect(step)
         now_ns = self._at[1] if self._at else 0
         late = max(0, now_ns - self._due_ns) // self._every_ns
@@ -64,7 +64,7 @@ class TimeController:
         return self._measuring.notice_steps(seconds)
 
     def is_due(self, step: int, planned: Iterable[int] = ()) -> bool:
-        """Say whether to save *step*, which the training has reached or will reach soon."""
+        """Return whether to save *step*, which the training has reached or will reach soon."""
         if self._at is None:
             return False
         ahead_ns = round((step - self._at[0]) * self.measured.step_s * 1e9)
@@ -90,5 +90,5 @@ class TimeController:
         return self._measuring.measured
 
     def explain(self) -> str:
-        """Say what was asked for."""
+        """Return the interval that was asked for, in words."""
         return f"Save every {duration(self._every_ns / 1e9)} [rule: time]: that was asked for."

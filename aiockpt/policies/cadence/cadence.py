@@ -1,4 +1,4 @@
-"""When to save, in a training loop, on all ranks alike: ``every=Cadence(…)``.
+"""The cadence of saves in a training loop, the same on all ranks: ``every=Cadence(…)``.
 
     with aiockpt.Checkpointer(url, every=aiockpt.Cadence(max_overhead=0.03, mttf=6 * 3600)) as ckpt:
         for step in range(ckpt.resume(state), steps):
@@ -12,10 +12,10 @@ removed; no process group is used.
 
 Guarantees:
 
-- All ranks answer the same of the same step. A rank that has not heard of a step waits for the note, at most until the
-  deadline, and raises then: it never saves alone, and never leaves out what others save.
+- All ranks answer the same of the same step. A rank that has no decision for a step waits for the note, at most until the
+  deadline, and raises then: it never saves alone, and never skips what others save.
 - Where the note has come, as it has unless a rank is ahead of rank 0 by more than the notice, `Cadence.due` waits for
-  nothing: it takes microseconds. A note is asked for beforehand, on the loop thread.
+  nothing: it takes microseconds. A note is requested beforehand, on the loop thread.
 - Time is monotonic, that of the checkpointer's world: setting the machine's clock changes nothing.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 NOTICE_S, NOTICE_OF_A_RANK_S = 0.25, 0.001
-"""How long before a step the other ranks are told of it: a look at the store takes longer the more ranks look."""
+"""How long before a step the other ranks are notified: a read of the store takes longer the more ranks read."""
 
 LEAP = 32
 """Of a long interval so many notices are decided at once at most: what is decided can be changed no more."""
@@ -54,21 +54,21 @@ IN_FLIGHT = 2
 DEADLINE_S = 600.0
 
 REMEMBERED = 256
-"""Decided saves that are remembered; a rank that is further behind than that is told of them by their notes, in order."""
+"""Decided saves that are remembered; a rank that is further behind learns of them from their notes, in order."""
 
 
 class Cadence:
     """Says when to save: as often as it pays, and never more than is allowed.
 
     Give it to one `aiockpt.Checkpointer`: as ``every=``, and call ``ckpt.step`` after each training step; or as one of the
-    ``observers=``, and ask `due` after each training step, on every rank with the same steps. The rules are told in
+    ``observers=``, and ask `due` after each training step, on every rank with the same steps. The rules are described in
     `aiockpt.policies.cadence.intervals`.
 
     Args:
         max_overhead: what saves may cost, as a fraction of the training time: 0.03 is within the noise of most steps.
         mttf: mean seconds between failures of the whole job (of one of 1,000 machines it is a thousandth of a machine's).
             None: as often as *max_overhead* and the storage allow.
-        clock: tests pass a simulated one; None takes that of the checkpointer's world.
+        clock: tests pass a simulated one; None uses that of the checkpointer's world.
 
     Raises:
         UsageError: an option is not positive, or *max_overhead* is no fraction.
@@ -153,13 +153,13 @@ class Cadence:
             self._events.append(event)
 
     def due(self, step: int) -> bool:
-        """Say whether to save now that *step* is trained. From the training thread, after every step, on every rank.
+        """Return whether to save now that *step* is trained. From the training thread, after every step, on every rank.
 
-        It need not be asked of each step: one that was left out counts with the next.
+        It need not be asked of each step: one that was skipped counts with the next.
 
         Raises:
             RankTimeoutError: rank 0 has not decided about this step, and the deadline has passed.
-            UsageError: there are other ranks, and no checkpointer to meet them through.
+            UsageError: there are other ranks, and no checkpointer to reach them through.
             BlockingCallError: rank 0 has not decided, and this thread runs an event loop: ask on a worker thread there.
         """
         if not self._ready:
@@ -204,7 +204,7 @@ class Cadence:
     # ------------------------------------------------------------------ what follows
 
     def _lead(self, step: int) -> None:
-        """Decide, when it is time, about the next steps, and tell the other ranks."""
+        """Decide, when it is time, about the next steps, and notify the other ranks."""
         schedule, controller = self._schedule, self._controller
         if self._channel is None:
             if controller.is_due(step):
@@ -233,7 +233,7 @@ class Cadence:
         return Note(tuple(saves), until, notice, controller.explain())
 
     def _follow(self, after: int, step: int) -> None:
-        """Hear what rank 0 has decided; wait only where it is not known whether to save *step*."""
+        """Receive what rank 0 has decided; wait only where it is not known whether to save *step*."""
         assert self._channel is not None
         schedule, channel = self._schedule, self._channel
         note = channel.poll()
@@ -305,7 +305,7 @@ class Schedule:
         return [step for step in self._saves if step > after]
 
     def answer(self, after: int, step: int) -> bool | None:
-        """Say whether one of the steps beyond *after*, up to *step*, is to be saved; None: that is not decided yet."""
+        """Return whether one of the steps beyond *after*, up to *step*, is to be saved; None: that is not decided yet."""
         if step >= self.until:
             return None
         return any(after < save <= step for save in self._saves)
@@ -338,7 +338,7 @@ class DecisionChannel:
         self._loop.submit(self._board.post, self._key(self._number), note).add_done_callback(_log_failure)
 
     def prefetch(self) -> None:
-        """Begin to look for the next note, unless that has begun. Does not wait."""
+        """Begin to poll for the next note, unless that has begun. Does not wait."""
         if self._asked is None:
             self._board.begin()
             self._asked = self._loop.submit(self._receive, self._key(self._number + 1))
@@ -350,7 +350,7 @@ class DecisionChannel:
             return None
         self._asked = None
         if isinstance(asked.exception(), RankTimeoutError):
-            return None  # both slept through the deadline, in a long evaluation perhaps: nobody needed it so far
+            return None  # both slept through the deadline, in a long evaluation perhaps: it was not needed so far
         note = asked.result()
         self._number += 1
         return note
@@ -373,7 +373,7 @@ class DecisionChannel:
         return note
 
     def _wait(self, begun_before: bool) -> None:
-        """Wait for the end of the look for the next note, and raise what ended it.
+        """Wait for the end of the poll for the next note, and raise what ended it.
 
         A deadline that began to run before this wait is no reason to give up.
         """
@@ -384,7 +384,7 @@ class DecisionChannel:
             raise error
 
     def end(self) -> None:
-        """Stop looking. Any thread; idempotent."""
+        """Stop polling. Any thread; idempotent."""
         asked, self._asked = self._asked, None
         if asked is not None:
             asked.cancel()

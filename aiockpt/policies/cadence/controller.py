@@ -1,4 +1,4 @@
-"""The measuring: what saves and steps took, and so when the next save is due. Events and steps in, answers out.
+"""The measurement of saves and steps, and so of when the next save is due. Events and steps in, answers out.
 
 No clock, no threads, no ranks. Estimates are medians of a short window: of five, an outlier or two move nothing, and the
 third of a new kind is followed. Guarantees:
@@ -70,7 +70,7 @@ class Controller:
     # ------------------------------------------------------------------ what is measured
 
     def reach(self, step: int, now_ns: int) -> None:
-        """Hear that the training begins *step*, or is done with it: always the same of both."""
+        """Record that the training begins *step*, or is done with it: always the same of both."""
         before, self._at = self._at, (step, now_ns)
         if before is None:
             self._last = step - 1
@@ -81,7 +81,7 @@ class Controller:
         self._stirred = False
 
     def _measure(self, count: int, seconds: float) -> None:
-        stood_s = min(seconds, self._stood_s)  # what is left belongs to the step that is heard of next
+        stood_s = min(seconds, self._stood_s)  # what is left belongs to the step that comes next
         self._stood_s -= stood_s
         trained_s = seconds - stood_s
         self._steps.add(trained_s, count, busy=self._stirred or bool(self._begun_ns))
@@ -93,7 +93,7 @@ class Controller:
             self.interval = choose(self.measured, self._limits, self.interval)
 
     def take(self, event: Event) -> None:
-        """Hear what became of a save."""
+        """Record the outcome of a save."""
         match event:
             case SaveStarted():
                 self._begin(event)
@@ -107,7 +107,7 @@ class Controller:
                 self._end(event, None)
 
     def block(self, step: int, seconds: float) -> None:
-        """Hear that the save of *step* held the training for *seconds* (more)."""
+        """Record that the save of *step* held the training for *seconds* (more)."""
         seconds = max(0.0, seconds)
         usual_s = self._blocked.usual
         self._stirred = True
@@ -154,7 +154,7 @@ class Controller:
         )
 
     def expect(self, step: int) -> None:
-        """Hear that *step* is about to be saved."""
+        """Record that *step* is about to be saved."""
         self._last = step
 
     # ------------------------------------------------------------------ what follows
@@ -177,7 +177,7 @@ class Controller:
         return max([last, *waiting]) + self.interval.steps
 
     def is_due(self, step: int, planned: Iterable[int] = ()) -> bool:
-        """Say whether to save *step*, which the training has reached or will reach soon."""
+        """Return whether to save *step*, which the training has reached or will reach soon."""
         waiting = list(planned)
         earliest = self.earliest(waiting)
         if earliest is None or step < earliest:
@@ -185,12 +185,12 @@ class Controller:
         return self._is_paid(step, len(waiting)) and self._has_room(step, waiting)
 
     def _is_paid(self, step: int, waiting: int) -> bool:
-        """Say whether the debt will be down to a usual save by *step*, those that *wait* to be made included."""
+        """Return whether the debt will be down to a usual save by *step*, those that *wait* to be made included."""
         usual_s = self._blocked.usual
         return self.debt_s + waiting * usual_s - self._limits.max_overhead * self._ahead_s(step) <= usual_s
 
     def _has_room(self, step: int, waiting: list[int]) -> bool:
-        """Say whether one more save may run at *step*."""
+        """Return whether one more save may run at *step*."""
         usual_s, ahead_s = self._writes.write_s * LATE, self._ahead_s(step)
         now_ns = self._at[1] if self._at else 0
         running = 0
@@ -236,7 +236,7 @@ class Recent:
 class WriteTimes:
     """How long saves take until they are committed, and how often the storage can take one.
 
-    A save that has the storage to itself does not tell whether two at once would take twice as long each, as on a disk at
+    A save that has the storage to itself does not show whether two at once would take twice as long each, as on a disk at
     its limit, or no longer, as where answers are what takes long. Once some were written beside others, they do.
 
     Args:

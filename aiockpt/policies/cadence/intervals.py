@@ -1,4 +1,4 @@
-"""The rules: how long it should be from one save to the next. What was measured in, an interval and its reason out.
+"""The rules for the interval between saves. What was measured in, an interval and its reason out.
 
 The interval is the smallest that no rule forbids, or a longer one that loses less. Guarantees of `choose`:
 
@@ -6,7 +6,7 @@ The interval is the smallest that no rule forbids, or a longer one that loses le
 - *write*: the interval is at least the write time ÷ saves in flight, or saves would queue up (PCcheck, ASPLOS'25).
 - *failures*: with a mean time to failure, no save is made that costs more than the work it is expected to rescue
   (`optimal_interval_s`).
-- *step*: it is one step where none of these asks for more.
+- *step*: it is one step where no rule above asks for more.
 
 It never falls when a cost or the mean time to failure rises. Hysteresis: an interval that is still good stays (`choose`).
 """
@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     Attributes:
         max_overhead: of the training time, what saves may cost at most; a fraction.
-        mttf_s: mean seconds between failures of the whole job; None where nobody knows.
+        mttf_s: mean seconds between failures of the whole job; None where that is unknown.
         in_flight: saves that may run at once.
     """
 

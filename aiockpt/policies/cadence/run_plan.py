@@ -1,4 +1,4 @@
-"""What will a run take that is not there yet? From a few numbers: how often to save, and what that costs and loses.
+"""The plan of a run that does not exist yet, from a few numbers: how often to save, and what that costs and loses.
 
 The interval is that of `aiockpt.policies.cadence.intervals.optimal_interval_s`, but no shorter than a save takes to be
 durable.
@@ -60,7 +60,7 @@ def plan_run(
     Args:
         bytes_per_s: into the place, of all ranks together.
         mtbf_s: from failure to failure of the whole job.
-        pause_s: that a save holds training; None takes one copy of a rank's share of the state.
+        pause_s: that a save holds training; None means one copy of a rank's share of the state.
 
     Raises:
         UsageError: a number is not above 0.

@@ -1,4 +1,4 @@
-"""A run that is told to end: read `policy` (what is asked for), `handler` (what happens), `last_call` (the last call)."""
+"""Preemption, the end of a run on request: `policy` (what is asked for), `handler`, `last_call` (the last call)."""
 
 from aiockpt.session.preemption.policy import Preempted, Preemption
 

@@ -1,7 +1,7 @@
-"""In which call do all ranks end? They stop at their next one, and rank 0 says which is the first that none has passed.
+"""Agreement on the call in which all ranks end: they stop at their next one, and rank 0 picks the first not yet passed.
 
-They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. What a rank leaves here its loop thread
-leaves, whatever its main thread is doing. Guarantees:
+They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. What a rank writes here its loop thread
+writes, whatever its main thread is doing. Guarantees:
 
 - All ranks end in the same call, or each for itself, because another one did not answer in time.
 - A rank waits in a call only until the loop threads of all have answered: never for the training of another.
@@ -19,13 +19,13 @@ from aiockpt.errors import RankError
 from aiockpt.runtime.notes import NoteBoard
 
 LOOK_S, LOOK_OF_A_RANK_S = 0.2, 0.001
-"""Between two looks whether any rank was told to end, through the whole run: the more ranks, the more rarely each."""
+"""Between two polls whether any rank must end, through the whole run: the more ranks, the more rarely each."""
 GOODBYE_S = 5.0
 """For the other ranks to read how it ended, before rank 0 ends, and the store with it."""
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Somebody says that the run must end: *reason* says who, and *left_s* how many seconds there were when it was said."""
+    """A request to end the run: *reason* names its source, *left_s* is how many seconds were left when it was made."""
 
     reason: str
     left_s: float
@@ -36,7 +36,7 @@ class EndDecision(msgspec.Struct, frozen=True):
 
     Attributes:
         call: the number of the call of ``step`` or ``save`` in which it does.
-        saves: whether the state is saved there; None leaves that to the call.
+        saves: whether the state is saved there; None: the call decides.
         failure: why the ranks could not agree: each ends in its next call, without a save.
     """
 
@@ -62,15 +62,15 @@ class EndAgreement(Protocol):
     def leads(self) -> bool: ...
 
     def begin(self) -> bool:
-        """Meet the others, with the first call that all make; return whether this was that. On the training thread."""
+        """Join the others, with the first call that all make; return whether this was that. On the training thread."""
         ...
 
     async def hear(self) -> Notice:
-        """Wait until another rank was told to end."""
+        """Wait for the notice of another rank that must end."""
         ...
 
     async def tell(self, notice: Notice) -> None:
-        """Tell the other ranks."""
+        """Notify the other ranks."""
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
         """Return how all end.
@@ -90,21 +90,21 @@ class EndAgreement(Protocol):
 
 
 class EndsAlone:
-    """A process that ends by itself."""
+    """A process that ends by itself: there are no other ranks to notify or to wait for."""
 
     leads = True
 
     def begin(self) -> bool:
-        """Meet nobody."""
+        """Return False: there are no other ranks."""
         return False
 
     async def hear(self) -> Notice:
-        """Wait for ever: there is nobody else."""
+        """Wait for ever."""
         await anyio.sleep_forever()
         raise AssertionError("for ever is over")
 
     async def tell(self, notice: Notice) -> None:
-        """There is nobody to tell."""
+        """Does nothing."""
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
         """Return that it ends in the next call, which decides whether to save: that may come late."""
@@ -129,7 +129,7 @@ class EndsWithRanks:
         self._pause_s = max(LOOK_S, LOOK_OF_A_RANK_S * board.world_size)
 
     def begin(self) -> bool:
-        """Take the name that this meeting has on all ranks, once."""
+        """Adopt the name that these notes have on all ranks, once."""
         if self._begun:
             return False
         self._begun = True
@@ -137,7 +137,7 @@ class EndsWithRanks:
         return True
 
     async def hear(self) -> Notice:
-        """Look again and again whether any rank was told to end."""
+        """Poll for the notice that any rank must end."""
         while True:
             if self._board.name:
                 notice = await self._board.look("notice", Notice)
@@ -175,6 +175,6 @@ class EndsWithRanks:
                 await board.post("reading", reading)
                 await board.arrive("gone")
                 await board.wait_all_arrived("gone", GOODBYE_S)
-        except RankError:  # rank 0 has gone, or knows of others who have
+        except RankError:  # rank 0 has gone, or knows of others that have
             return reading or Reading()
         return reading

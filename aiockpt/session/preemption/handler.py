@@ -1,4 +1,4 @@
-"""What happens when a run is told to end? The loop thread hears it, flushes, and agrees; the next call ends the run.
+"""Handling of a request to end the run: the loop thread receives it, flushes, and agrees; the next call ends the run.
 
 A signal wakes the loop thread at once (`aiockpt.runtime.wakeup`), also while the main thread is inside a long call of C.
 What was snapshotted is then flushed; nothing new can be: the state belongs to the main thread. When that calls ``step`` or
@@ -47,12 +47,12 @@ SAFETY = 1.5
 MARGIN_S = 3.0
 """And so much beside, for what no measurement shows."""
 LOOK_S = 1.0
-"""Between two looks at the clock, while there is an end to look for."""
+"""Between two reads of the clock, while the end of an allocation is awaited."""
 REMEMBERED_CALLS = 32
 LATE_S = 1.0
 """For a signal to come after what it did to others: it ends workers first, and the next batch raises."""
 RENEW_NS = 10**9
-"""Between two looks whether somebody else has taken the signals meanwhile."""
+"""Between two checks whether other code has taken the signals meanwhile."""
 
 
 class PreemptionHandler:
@@ -60,12 +60,12 @@ class PreemptionHandler:
 
     Args:
         policy: what was asked for.
-        ends_at_s: when the allocation ends, in seconds since 1970; None where nobody knows.
+        ends_at_s: when the allocation ends, in seconds since 1970; None where that is unknown.
 
     Attributes:
         saves: the last ones.
-        heard: what told the run to end; None while nothing has.
-        observers: to be told of events.
+        heard: what requested the end of the run; None while nothing has.
+        observers: to be notified of events.
     """
 
     listens = True
@@ -96,7 +96,7 @@ class PreemptionHandler:
         """Listen, from now until `stop`.
 
         Raises:
-            UsageError: this is not the main thread, and signals are to be heard.
+            UsageError: this is not the main thread, and signals are to be handled.
         """
         self.engine = engine
         self.destination = destination
@@ -108,7 +108,7 @@ class PreemptionHandler:
             self._watch = watch_signals(self.policy.numbers, self._told)
 
     def stop(self) -> None:
-        """Hear nothing more on the loop."""
+        """Stop listening on the loop."""
         self._running.cancel()
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class PreemptionHandler:
     # ------------------------------------------------------------------ the training thread
 
     def watch(self, save: SaveFuture) -> None:
-        """Hear of a save that was started."""
+        """Record a save that was started."""
         self.saves.watch(save, self.engine.now_ns())
 
     def reach(self, call: ReachedCall) -> PreemptedCall | None:
@@ -151,7 +151,7 @@ class PreemptionHandler:
         return PreemptedCall(self, decision) if self._calls >= decision.call else None
 
     def leave(self, *, failing: bool) -> BaseException | None:
-        """End the run with the state of the last call, where it was told to and that state is still the same."""
+        """End the run with the state of the last call, where it must end and that state is still the same."""
         call = self._last
         if call is None or self.ended is not None or thread_id() != self._thread:
             return None
@@ -221,7 +221,7 @@ class PreemptionHandler:
         return until_call_s + save_s + MARGIN_S
 
     def wants_new(self, step: int | None = None) -> bool:
-        """Say whether the state is to be saved once more, or the last snapshot is recent enough to be flushed instead.
+        """Return whether the state is to be saved once more, or the last snapshot is recent enough to be flushed instead.
 
         Args:
             step: that the training thread has reached, where it is known.
@@ -241,7 +241,7 @@ class PreemptionHandler:
     # ------------------------------------------------------------------ signals
 
     def _told(self, number: int) -> None:
-        """Hear a signal: on the thread that waits for them, and later on the main thread."""
+        """Receive a signal: on the thread that waits for them, and later on the main thread."""
         self._hear(Notice(signal.Signals(number).name, self.policy.grace_s))
 
     def _hear(self, notice: Notice) -> None:
@@ -255,7 +255,7 @@ class PreemptionHandler:
     # ------------------------------------------------------------------ the loop thread
 
     async def _run(self) -> None:
-        """Wait until the run must end, and see to it."""
+        """Wait until the run must end, and end it."""
         async with open_tasks() as tasks:
             tasks.start_soon(self._hear_others)
             tasks.start_soon(self._watch_the_clock)
@@ -272,7 +272,7 @@ class PreemptionHandler:
             logger.info("whether another rank is told to end cannot be heard any more: %s", error)  # rank 0 may be done
 
     async def _watch_the_clock(self) -> None:
-        """End in time before the allocation does; one rank looks."""
+        """End in time before the allocation does; one rank checks the clock."""
         if self._ends_at_s is None or not self.agreement.leads:
             return
         while True:

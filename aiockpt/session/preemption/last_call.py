@@ -1,4 +1,4 @@
-"""The call in which a run ends: save or flush, wait, read back, and raise `Preempted`, which says what came of it."""
+"""The call in which a run ends: save or flush, wait, read back, and raise `Preempted` with the outcome."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PreemptedCall:
 
     def _finish(self, step: int, save: Callable[[], SaveFuture], asked: bool) -> NoReturn:
         handler = self._handler
-        if handler.ended is not None:  # somebody has caught it, and goes on
+        if handler.ended is not None:  # it was caught, and the program goes on
             raise handler.ended
         failure: BaseException | None = None
         saved: SaveFuture | None = None
@@ -74,7 +74,7 @@ class PreemptedCall:
                 self._wait()
             try:
                 saved = save()
-            except Exception as error:  # noqa: BLE001  it is told by what is raised
+            except Exception as error:  # noqa: BLE001  what is raised reports it
                 failure = error
         in_time = self._wait()
         if saved is not None:

@@ -1,4 +1,4 @@
-"""What is done when a run is told to end, and what it ends with."""
+"""The policy for a run that must end, and the exception that it ends with."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ OnPreempt = Literal["save"]
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """How a run ends that is told to: ``Checkpointer(url, on_preempt=Preemption(grace_s=120))``. "save" is the default one.
+    """How a run ends when it must: ``Checkpointer(url, on_preempt=Preemption(grace_s=120))``. "save" is the default one.
 
     Attributes:
-        signals: that tell it. SIGTERM comes from most schedulers, SIGUSR1 beforehand from Slurm (``--signal=USR1@300``).
+        signals: that request it. SIGTERM comes from most schedulers, SIGUSR1 beforehand from Slurm (``--signal=USR1@300``).
         grace_s: seconds from the signal until the process is killed. 30 is what Kubernetes, Slurm and torchrun give.
         ends_at: when the allocation ends: seconds since 1970, or a datetime with its zone. The run ends in time before that
-            by itself. None takes ``SLURM_JOB_END_TIME``, where that is set.
-        recent_s: a snapshot that is not older is flushed, and no new one is made. None takes what a save took lately: who
-            saves again loses no less.
+            by itself. None uses ``SLURM_JOB_END_TIME``, where that is set.
+        recent_s: a snapshot that is not older is flushed, and no new one is made. None uses the duration of recent
+            saves: a new save loses no less.
         verify: whether what was saved is read back and compared, as far as the grace lasts.
     """
 
@@ -79,17 +79,17 @@ def as_preemption(given: OnPreempt | Preemption) -> Preemption:
 
 
 class Preempted(SystemExit):
-    """The run was told to end, and ends: raised by ``step`` or ``save``, on all ranks in the same call.
+    """The run must end, and ends: raised by ``step`` or ``save``, on all ranks in the same call.
 
     As a SystemExit it ends the program, through its ``finally`` and ``with`` blocks, with a status that a job script can ask
-    for. None of them is 0: the training is not done.
+    for. It is never 0: the training is not done.
 
     Attributes:
         VERIFIED: the status 75 (of sysexits.h: try again): *step* is committed, and was read back and compared.
         COMMITTED: the status 76: *step* is committed; the time did not suffice to read it back.
         UNSAVED: the status 77: the last save is not known to be committed; *step* is the newest that is.
         code: which of them.
-        reason: what told it to end.
+        reason: what requested the end.
         step: what the next process resumes from, as far as this one knows; None where it has saved nothing.
     """
 

@@ -1,6 +1,6 @@
-"""The state as the last call of ``step`` or ``save`` saw it, and the proof that it is still that one.
+"""The state as the last call of ``step`` or ``save`` saw it, and the check that it is unchanged.
 
-A run that is told to end may never make another call: workers of a ``DataLoader`` die of the same signal, and the next batch
+A run that must end may never make another call: workers of a ``DataLoader`` die of the same signal, and the next batch
 raises. What the program holds then can be saved as the step of its last call if nothing has moved since. Compared are
 torch's counter and the address of each tensor, whether an optimizer has begun a step, random generators, how many batches
 loaders have handed out, and plain values, those in attributes of other objects too. Guarantees:
@@ -58,7 +58,7 @@ class ReachedState:
         self._stepped = False
 
     def has_changed(self) -> bool:
-        """Say whether the state may be another one than that which was noted."""
+        """Return whether the state may be another one than that which was noted."""
         if self._noted is None or self._stepped:
             return True
         now = _StateValues(self._state)
@@ -108,7 +108,7 @@ class _StateValues:
         self.sizes = [(len(one.state), len(one.param_groups)) for one in self.optimizers]
 
     def has_roots_of(self, other: _StateValues) -> bool:
-        """Say whether both have the same modules, optimizers with as many tensors, and tensors."""
+        """Return whether both have the same modules, optimizers with as many tensors, and tensors."""
         return self.sizes == other.sizes and all(
             len(mine) == len(theirs) and all(map(is_, mine, theirs))
             for mine, theirs in (
@@ -166,7 +166,7 @@ class _StateValues:
 
 
 def _read_known(value: Any) -> object:
-    """Return what tells whether an object of a known class has moved; None for other classes."""
+    """Return what shows whether an object of a known class has moved; None for other classes."""
     if isinstance(value, RNG):
         return value.state_dict()
     if isinstance(value, Loader):

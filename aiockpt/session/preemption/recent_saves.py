@@ -12,7 +12,7 @@ from aiockpt.futures import SaveFuture, promise_of
 from aiockpt.runtime.promise import SavePromise
 
 REMEMBERED = 5
-"""Saves whose seconds are remembered; the longest counts, for nobody asks twice whether there was time enough."""
+"""Saves whose seconds are remembered; the longest counts, for too short an estimate loses the save."""
 
 
 class DurableStep(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class DurableStep(msgspec.Struct, frozen=True):
 
 
 class RecentSaves:
-    """The saves of one checkpointer. An observer too: it hears what promotions took. Any thread.
+    """The saves of one checkpointer. An observer too: it records what promotions took. Any thread.
 
     Attributes:
         lasting: URLs of places where a step outlives its job, also those that cannot promise it for a power cut.
@@ -42,12 +42,12 @@ class RecentSaves:
         self._last: tuple[int, int, int] | None = None
 
     def on_event(self, event: Event) -> None:
-        """Take what it took to copy a step to another place."""
+        """Record the duration of a copy to another place."""
         if isinstance(event, Promoted):
             self._take(event.url, event.seconds)
 
     def watch(self, save: SaveFuture, now_ns: int) -> None:
-        """Hear of a save that was started *now*."""
+        """Record a save that was started *now*."""
         promise = promise_of(save)
         self._count += 1
         number = self._count
@@ -83,7 +83,7 @@ class RecentSaves:
     def newest_durable(self) -> DurableStep | None:
         """The newest save that is committed where it outlives this host."""
         for number, (promise, _) in list(self._running.items()):
-            if promise.is_settled:  # and whoever settles it has not come to tell us yet
+            if promise.is_settled:  # its callback has not run yet
                 self._settle(number)
         return self._newest
 

@@ -1,4 +1,4 @@
-"""How does a stress test of a place look at a terminal? `aiockpt bench`: progress, tables, and a clean place after all.
+"""The command `aiockpt bench`, a stress test of a place: progress, tables, and a clean place after all.
 
 What is measured is in `aiockpt.tools.stress`. Control-C and SIGTERM end the measuring, not the cleaning; a second one ends
 both.
@@ -39,7 +39,7 @@ def parse_bytes(name: str, text: str) -> int:
     """Return the bytes that *text* means: ``16MiB``, ``4KiB``, ``1048576``.
 
     Raises:
-        UsageError: it means none; the message names the option *name*.
+        UsageError: it is no size; the message names the option *name*.
     """
     found = re.fullmatch(r"(\d+) *([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS:
@@ -64,7 +64,7 @@ def parse_count(name: str, text: str) -> int:
 
 
 class Outputs(msgspec.Struct, frozen=True):
-    """Where the report goes.
+    """Destinations of the report.
 
     Attributes:
         report_to: a file for the report, as JSON.
@@ -80,7 +80,7 @@ class Outputs(msgspec.Struct, frozen=True):
 
 
 def run_bench(url: str, plan: StressPlan, outputs: Outputs) -> int:
-    """Measure the place *url*, say what was found where *outputs* wants it, and return the exit status."""
+    """Measure the place *url*, report to *outputs*, and return the exit status."""
     if outputs.plot_to is not None:
         check_picture(outputs.plot_to)
     if outputs.report_to is not None:

@@ -1,4 +1,4 @@
-"""How does `aiockpt inspect` look? The tree of tensors, the files that hold them, and the values."""
+"""Output of `aiockpt inspect`: the tree of tensors, the files that hold them, and the values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Node:
         return node
 
     def tidy(self) -> None:
-        """Put what is below into the order in which people look for it; join levels that hold one thing only."""
+        """Sort what is below in natural order; join levels that hold one thing only."""
         below: dict[str, _Node] = {}
         for part, node in sorted(self.below.items(), key=lambda item: natural_order(item[0])):
             while len(node.below) == 1 and node.tensor is None and node.alias_of is None:
@@ -158,7 +158,7 @@ def _show_files(seen: Description) -> None:
 
 
 def _show_left_out(seen: Description, everything: bool) -> None:
-    """Print what was not saved because the caller said so."""
+    """Print what was left out of the save by choice."""
     if not seen.left_out:
         return
     names = sorted(seen.left_out.items(), key=lambda item: natural_order(item[0]))

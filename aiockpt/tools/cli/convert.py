@@ -1,4 +1,4 @@
-"""How does the terminal convert? Which way is meant is seen from the source: it holds steps, or it holds weights."""
+"""Conversion at the terminal: the direction follows from the source, which holds steps or weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_ties(pairs: list[str]) -> dict[str, str]:
-    """Return what ``--tie NEW=OLD`` said.
+    """Return the pairs of ``--tie NEW=OLD``.
 
     Raises:
         UsageError: one of them is no pair.
@@ -59,7 +59,7 @@ def parse_ties(pairs: list[str]) -> dict[str, str]:
 
 
 def parse_rules(pairs: list[str]) -> list[tuple[str, str]]:
-    """Return what ``--rename OLD=NEW`` said, in its order.
+    """Return the pairs of ``--rename OLD=NEW``, in their order.
 
     Raises:
         UsageError: one of them is no pair.

@@ -3,8 +3,8 @@
 Guarantees:
 
 - A run is dead when nothing below its root was written for so long, by the storage's dates and clock, and no heartbeat and
-  no lease says otherwise. One with an object that has no date, or with a part that cannot be listed, is left alone.
-- Each run is looked at right before anything in it is deleted, and trouble with one holds up no other.
+  no lease shows otherwise. One with an object that has no date, or with a part that cannot be listed, is skipped.
+- Each run is listed right before anything in it is deleted, and a failure of one does not hold up the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunBelow(msgspec.Struct, kw_only=True):
         run: its place.
         steps: how many it has, unfinished ones included; *bytes*: of all that lies in their folders.
         changed_ns: when something below its root was last written, by the storage's clock; 0 where that is not known.
-        stays: why it is left alone; empty for a dead one.
+        stays: why it is skipped; empty for a dead one.
         kept: the steps that stay in a dead one, the newest first.
         freed_bytes: of what was deleted, or would be.
         left: (step id, reason) of what should go, and could not now.
@@ -73,7 +73,7 @@ async def find_roots(backend: Backend) -> tuple[list[str], dict[str, str]]:
 
 
 def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool) -> RunBelow:
-    """Delete what is not to be kept of the run at *place* if it is dead, or only say what that would be.
+    """Delete what is not to be kept of the run at *place* if it is dead, or only list what that would be.
 
     Args:
         keep: the newest whole steps that stay; 0 deletes all.
@@ -97,7 +97,7 @@ def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool
 
 
 async def _look(backend: Backend, found: RunBelow, older_than_s: float) -> Counter[str]:
-    """Fill in what there is to say of a run; return the bytes by folder, of steps and of attempts."""
+    """Fill in the facts of a run; return the bytes by folder, of steps and of attempts."""
     sizes: Counter[str] = Counter()
     dates = []
     async for stat in walk(backend, ""):

@@ -1,4 +1,4 @@
-"""How do steps descend from each other? Predecessors from what manifests say, and the lines that show them. Pure."""
+"""Descent of steps: predecessors from what manifests say, and the lines that show them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiockpt.format.names import parse_step
 
 
 class Saved(Protocol):
-    """What is asked of a step: who saved it, and what that run had loaded."""
+    """Origin of a step: the run that saved it, and what that run had loaded."""
 
     @property
     def id(self) -> str: ...
@@ -23,8 +23,8 @@ def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
     """Return for each step the one it continues: the one before it of its run, or the one that the run had loaded.
 
     A run that loads again goes on from there. Where what it had loaded was deleted or saved anew since, the step that was
-    saved last before it and has a lower number stands in for it: retention takes steps out of a line, and it is a line
-    still. None where a step began from nothing, or where nothing can stand in.
+    saved last before it and has a lower number stands in for it: retention removes steps from a line, and the line
+    continues. None where a step began from nothing, or where nothing can stand in.
 
     Args:
         steps: the newest first.

@@ -1,4 +1,4 @@
-"""What changed between two steps? Leaf by leaf, bit by bit, with the size of the difference where there is one."""
+"""Differences between two steps: leaf by leaf, bit by bit, with the size of the difference where there is one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kind = Literal["same", "changed", "added", "removed", "left out"]
 
 
 class TensorDifference(msgspec.Struct, frozen=True):
-    """How far two tensors of one shape are from each other, computed as float64.
+    """Distance of two tensors of one shape, computed as float64.
 
     Attributes:
         changed: elements whose bits differ, of *elements*.
@@ -50,7 +50,7 @@ class TensorDifference(msgspec.Struct, frozen=True):
 
 
 class LeafChange(msgspec.Struct, frozen=True):
-    """One leaf of two steps; *detail* says what it was and is, where a difference does not."""
+    """One leaf of two steps; *detail* has what it was and is, where a difference does not."""
 
     name: str
     what: Literal["tensor", "value"]
@@ -65,7 +65,7 @@ async def diff_steps(
     """Compare every tensor and value of two steps.
 
     Args:
-        on_compared: told the bytes of each tensor when it is done with.
+        on_compared: called with the bytes of each tensor when it is compared.
 
     Raises:
         CorruptionError: a block of either is not as it was saved.
@@ -111,7 +111,7 @@ def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None
 
 
 def _tell_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
-    """Say of what one of two steps was saved without, by choice, that nobody knows whether it changed.
+    """Mark names that one of two steps was saved without, by choice: whether they changed is unknown.
 
     What both were saved without is the same as far as that was noted: dtype and shape.
     """

@@ -1,4 +1,4 @@
-"""What a place can do, and how fast it is: to be known before a run is trusted to it.
+"""Probe of what a place can do, and how fast it is, before a run is trusted to it.
 
 Guarantee: what is tried is tried in a folder of its own that is removed, also after control-C; the large files have no
 name from the start.
@@ -29,12 +29,12 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beeg
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What a folder's file system can do.
+    """Capabilities of a folder's file system.
 
     Attributes:
         direct: O_DIRECT reads and writes work.
-        link: hard links work and refuse a name that is taken; commits are exclusive through them.
-        exclusive_create: O_EXCL refuses a name that is taken.
+        link: hard links work and refuse a name that exists; commits are exclusive through them.
+        exclusive_create: O_EXCL refuses a name that exists.
         file_flush_ms, folder_flush_ms: medians of a flush after 4 KiB, and of a folder after a new name.
         slowest_flush_ms: of either.
         write_bytes_per_s, read_bytes_per_s: medians of one large file, past the page cache where *direct* says so.
@@ -67,7 +67,7 @@ def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> 
     """Try everything a commit needs in a temporary folder below *root*, and measure raw I/O on files of *size_bytes*.
 
     Args:
-        on_moved: told the bytes of each block; in all they are ``2 * REPEATS`` such files.
+        on_moved: called with the bytes of each block; in all they are ``2 * REPEATS`` such files.
 
     Raises:
         OSError: nothing can be written there, or there is no room.

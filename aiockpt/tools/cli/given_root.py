@@ -1,6 +1,6 @@
-"""Which place does the operator mean? A root that is there, or a message that says what is there instead.
+"""The root that the operator named: one that is there, or a message that says what is there instead.
 
-Guarantee: a missing folder is never made by looking for it.
+Guarantee: resolving a root never creates a missing folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def open_place(root: str | os.PathLike[str]) -> Backend:
     """Return the backend of *root*: a folder that exists, or a URL.
 
     Raises:
-        UsageError: it cannot hold a checkpoint that this process could see.
+        UsageError: it cannot hold a checkpoint that this process can read.
     """
     backend = open_backend(root)
     if backend.url.startswith("memory://"):
@@ -38,16 +38,16 @@ def place_below(root: str, below: str) -> str | Path:
 
 
 def is_to_come(root: str) -> bool:
-    """Say whether *root* is a folder that nobody has made yet."""
+    """Return whether *root* is a folder that does not exist yet."""
     folder = _folder_of(open_backend(root))
     return folder is not None and not folder.exists()
 
 
 def local_folder(root: str) -> Path:
-    """Return the folder that *root* means.
+    """Return the folder that *root* names.
 
     Raises:
-        UsageError: it means none, or none that exists.
+        UsageError: it names none, or none that exists.
     """
     folder = _folder_of(open_backend(root))
     if folder is None:

@@ -1,4 +1,4 @@
-"""How are the plain values of a checkpoint read by people? One name and one short text for each leaf."""
+"""Plain values of a checkpoint for people: one name and one short text for each leaf."""
 
 from __future__ import annotations
 

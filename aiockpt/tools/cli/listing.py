@@ -1,4 +1,4 @@
-"""How does `aiockpt ls` look? A row a step, the newest first, with the lines that say what descends from what."""
+"""Output of `aiockpt ls`: a row a step, the newest first, with the lines that say what descends from what."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def show_dead_runs(folder: str, runs: Sequence[RunBelow], unread: Mapping[str, s
 
 
 def tell_unfinished(root: str, attempt: UnfinishedSave) -> str:
-    """Say what an attempt without a manifest is, and what to do about it; with markup."""
+    """Return what an attempt without a manifest is, and what to do about it; with markup."""
     what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
     what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"
     if attempt.can_be_committed:

@@ -1,4 +1,4 @@
-"""How ``aiockpt top`` looks: three lines of the job, and its ranks, who waits the longest first."""
+"""Output of ``aiockpt top``: three lines of the job, and its ranks, the longest waiting first."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aiockpt.tools.cli import show
 TABLE_LINES = 2
 """Around the ranks: the names of the columns, and how many are not shown."""
 MOST_ROWS = 20
-"""Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
+"""Ranks that are shown: drawing is most of what a poll costs, and the longest waiting are above."""
 MOST_OF_A_CORE = 0.02
-"""That looking and drawing take."""
+"""Share of a core that polling and drawing may use."""
 UNANSWERED_S = 5.0
-"""So long a look may take before that is told."""
+"""Seconds that a poll may take before that is shown."""
 MOST_SLOW = 3
-"""Stragglers that are told, the slowest: one disk shows in several stages."""
+"""Stragglers that are shown, the slowest: one disk shows in several stages."""
 _SHOWN_RANKS = 12
 
 
@@ -41,12 +41,12 @@ async def look_once(root: str, backend: Backend, as_json: bool) -> None:
 
 
 class _Looks:
-    """Looks at the job again and again, and goes on where storage fails, or hangs, for a while.
+    """Polls the job, and goes on where storage fails, or hangs, for a while.
 
     Attributes:
         job: as it was when storage answered last, at the second *answered_s* of the monotonic clock.
-        trouble: why the last look failed; empty where it did not.
-        pause_s: until the next one: what was asked for, or more where many ranks would take more than `MOST_OF_A_CORE`.
+        trouble: why the last poll failed; empty where it did not.
+        pause_s: until the next one: as requested, or more where many ranks would take more than `MOST_OF_A_CORE`.
     """
 
     def __init__(self, backend: Backend, every_s: float) -> None:
@@ -57,16 +57,16 @@ class _Looks:
         self.trouble = ""
 
     async def look(self) -> None:
-        """Look once.
+        """Poll once.
 
         Raises:
-            CheckpointError: storage cannot be asked.
+            CheckpointError: storage cannot be read.
         """
         self.job = await self._watch.look()
         self.answered_s, self.trouble = time.monotonic(), ""
 
     async def go_on(self) -> None:
-        """Look again and again until the job has ended."""
+        """Poll until the job has ended."""
         while self.job is None or not self.job.ended:
             busy_s = time.process_time()
             await anyio.sleep(self.pause_s)  # what was seen is drawn meanwhile
@@ -77,7 +77,7 @@ class _Looks:
             self.pause_s = max(self._every_s, (time.process_time() - busy_s) / MOST_OF_A_CORE)
 
     def unanswered(self) -> str:
-        """Return in words what storage has left unanswered for so long that what is shown is old; empty where nothing."""
+        """Return in words for how long storage has not answered, where what is shown is old; else empty."""
         silent_s = time.monotonic() - self.answered_s
         if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
             return ""
@@ -92,7 +92,7 @@ async def follow(root: str, backend: Backend, every_s: float) -> None:
     A screen is drawn when there is something new to see.
 
     Raises:
-        CheckpointError: storage fails at the first look. Later that is shown, and looked again.
+        CheckpointError: storage fails at the first poll. Later that is shown, and the poll repeated.
     """
     looks = _Looks(backend, every_s)
     drawn: tuple[JobNow | None, str] | None = None
@@ -117,7 +117,7 @@ def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> Rende
     """Return *job* as lines and a table that fit into *height* lines.
 
     Args:
-        trouble: why it is not known how the job is now.
+        trouble: why the current state of the job is unknown.
     """
     if job is None and trouble:
         return Group(_line(f"[bold]{escape(root)}[/]"), _line(f"[bold red]{escape(trouble)}[/]"))
@@ -144,7 +144,7 @@ def _line(markup: str) -> Text:
 
 
 def _urgency(rank: RankNow) -> tuple[bool, float, int]:
-    """Return what sorts the silent first, then who waits the longest."""
+    """Return the sort key: silent ranks first, then the longest waiting."""
     return (not rank.silent, -rank.oldest.for_s if rank.oldest is not None else 0.0, rank.beat.rank)
 
 
@@ -212,7 +212,7 @@ def _table(ranks: list[RankNow]) -> Table:
 
 
 def _time(seconds: float) -> str:
-    """Return a time as an operator reads it: 4 s, 12 min, 3 h 20 min."""
+    """Return a time as operators read it: 4 s, 12 min, 3 h 20 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""The command ``aiockpt``: the commands of `aiockpt.tools.cli.commands`, and what becomes of their errors.
+"""The command ``aiockpt``: the commands of `aiockpt.tools.cli.commands`, and the handling of their errors.
 
 Each has ``--json`` for programs and colour for people.
 """

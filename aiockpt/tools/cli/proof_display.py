@@ -1,4 +1,4 @@
-"""How does a proof look, while it runs and when it is over?"""
+"""Display of a proof, while it runs and when it is over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ProofDisplay:
 
 
 def _newest_step(folder: Path) -> int | None:
-    """Return the step that a start has reached, by the last lines of what it tells."""
+    """Return the step that a start has reached, by the last lines of its output."""
     for path in sorted(folder.glob("rank*.jsonl")):
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""How do the outcomes of `verify`, `cp`, `diff`, `prune`, `commit` and `doctor` look?"""
+"""Output of `verify`, `cp`, `diff`, `prune`, `commit` and `doctor`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled
 
     Args:
         sizes: bytes by folder, of steps and of attempts.
-        ruled: whether a rule was given by which steps are deleted.
+        ruled: whether the call has a rule by which steps are deleted.
     """
     table = columns("", "what", "size", "why", right=("size",), folds="why")
     mark = "[red]deleted[/]" if deleted else "[yellow]would delete[/]"
@@ -185,10 +185,10 @@ def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
 
 
 def ask_removal(found: Removal, everything: bool) -> bool:
-    """Say what would be removed, and return whether that is wanted.
+    """Print what would be removed, and return whether the operator confirms it.
 
     Raises:
-        UsageError: nobody is there to be asked.
+        UsageError: standard input is not a terminal, so there is no answer to expect.
     """
     if not found.steps and not found.marks and not found.uploads:
         return True

@@ -1,4 +1,4 @@
-"""How a run went, for people: a few lines, and a table of the stages."""
+"""Summary of a run, for people: a few lines, and a table of the stages."""
 
 from __future__ import annotations
 

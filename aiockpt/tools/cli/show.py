@@ -1,4 +1,4 @@
-"""How results look: one console for each stream, tables whose numbers are never cut, progress bars, JSON for programs.
+"""Output of results: one console for each stream, tables whose numbers are never cut, progress bars, JSON for programs.
 
 A table of many numbers that a narrow terminal cannot hold is printed in parts, one below the other, each with the row's
 name. A bar is drawn on a terminal, and nothing in a pipe.
@@ -44,11 +44,11 @@ PIPE_COLUMNS = 160
 """Width where there is no terminal and no COLUMNS: nothing is folded or cut, so that grep and awk see whole rows."""
 
 BROKEN_PIPE = 128 + 13
-"""What a shell reports for a process that SIGPIPE ended."""
+"""Exit status that a shell reports for a process that SIGPIPE ended."""
 
 
 class _PoliteConsole(Console):
-    """Ends as other tools do when `head` has seen enough: 1 would say that a checkpoint is damaged."""
+    """Ends as other tools do when `head` has seen enough: 1 would mean that a checkpoint is damaged."""
 
     def on_broken_pipe(self) -> None:
         try:
@@ -131,7 +131,7 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 GAP = 2
 FOLDED_WIDTH = 16
-"""What is reserved for the column that may be broken, where it would be wider."""
+"""Width reserved for the column that may be broken, where it would be wider."""
 
 Cells = Mapping[str, Sequence[str]]
 
@@ -172,7 +172,7 @@ def _split(cells: Cells, names: Sequence[str], group: Sequence[str], folds: str)
 
 
 def _width(cells: Cells, headings: Sequence[str], folds: str) -> int:
-    """Return how many columns of a terminal the table takes."""
+    """Return the width of the table in columns of a terminal."""
     widths = [max(Text.from_markup(text).cell_len for text in (heading, *cells[heading])) for heading in headings]
     kept = [min(width, FOLDED_WIDTH) if name == folds else width for name, width in zip(headings, widths, strict=True)]
     return sum(kept) + GAP * (len(kept) - 1)

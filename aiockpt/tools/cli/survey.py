@@ -1,7 +1,7 @@
-"""What is below a root, damaged and unfinished things included? A look that changes nothing and imports no torch.
+"""Survey of a root, damaged and unfinished steps included: it changes nothing and imports no torch.
 
-(`Checkpointer.steps` finishes the commits of dead jobs first, as a program that resumes wants it; an operator who looks
-at a place wants to see it as it is.)
+(`Checkpointer.steps` finishes the commits of dead jobs first, as a program that resumes needs it; an operator needs to
+see a place as it is.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnfinishedSave(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
 
     Attributes:
-        missing_ranks: whose receipts are not there; None when no receipt tells how many there should be.
+        missing_ranks: whose receipts are not there; None when no receipt has the number of ranks.
         can_be_committed: all receipts are there, and no other attempt has overtaken it.
         manifest_is_damaged: a manifest of the step cannot be read, and may be the one that names this attempt.
         changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
@@ -59,7 +59,7 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 async def survey(backend: Backend) -> Survey:
-    """Look at every step below the root."""
+    """List every step below the root."""
     entries = await scan(backend)
     slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
     steps: dict[str, StepInfo] = {}
@@ -117,7 +117,7 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
     """Return the committed step of that number; the newest one, damaged or not, for None.
 
     Raises:
-        StepNotFoundError: there is none; the message says what there is.
+        StepNotFoundError: there is none; the message lists what there is.
     """
     entries = await scan(backend)
     committed = [entry for entry in entries if entry.committed]
@@ -138,7 +138,7 @@ def _some(committed: Sequence[StepEntry]) -> str:
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """A step of the one place that is looked at."""
+    """A step of the one place that is surveyed."""
 
     backend: Backend
     entry: StepEntry

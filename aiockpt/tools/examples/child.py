@@ -2,7 +2,7 @@
 
 The director (`demo`, `elastic`) starts it with a job, by itself or under torchrun. A line is the rank and the event: the
 steps and losses that the trainer reports, and the engine's own events. A line is written by one call, before the next
-thing happens, so nothing that was told is lost with the process. The arithmetic is reproducible bit by bit.
+thing happens, so no emitted event is lost with the process. The arithmetic is reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process, or each rank of one start, is to do.
+    """The job of one process, or of each rank of one start.
 
     Attributes:
         url: where its checkpoints are.
@@ -76,13 +76,13 @@ class StepTeller:
         self._last_ns = time.monotonic_ns()
 
     def on_step(self, step: int, loss: float) -> None:
-        """Tell of an optimizer step."""
+        """Emit an optimizer step."""
         now_ns = time.monotonic_ns()
         self.on_event(StepDone(at_ns=now_ns, step=step, loss=loss, seconds=(now_ns - self._last_ns) / 1e9))
         self._last_ns = now_ns
 
     def on_event(self, event: Event) -> None:
-        """Tell of an event; a line is short enough for the pipe to take it at once, whoever else writes to it."""
+        """Emit an event; a line is short enough for the pipe to accept it at once, whatever else writes to it."""
         if isinstance(event, Told):
             os.write(self._pipe, msgspec.json.encode((self._rank, event)) + b"\n")
 

@@ -1,4 +1,4 @@
-"""Shows that a run killed in the middle of a save goes on as if nothing had happened, and what saving cost.
+"""Demo of a run that is killed in the middle of a save and goes on as if nothing had happened, and of what saving cost.
 
     aiockpt demo
 
@@ -38,7 +38,7 @@ EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to show: *steps* optimizer steps, a save every *every*; the command's help says what each of them means."""
+    """Options of the demo: *steps* optimizer steps, a save every *every*; the command's help explains each."""
 
     steps: int = 60
     every: int = 5
@@ -147,7 +147,7 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
 
 
 def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, RankRecord]:
-    """Run *job* in view, and return what each rank told."""
+    """Run *job* in view, and return the events of each rank."""
     display.begin(name)
     records = run_job(job, name, folder, lambda record, told: display.show(record, told, job.steps))
     record, losses = records[0], list(records[0].losses.values())
@@ -161,7 +161,7 @@ def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, 
 
 
 def check_uncommitted(root: Path, step: int) -> None:
-    """Look at the disk: the save of *step* has begun and has no manifest.
+    """Check on the disk that the save of *step* has begun and has no manifest.
 
     Raises:
         DemoError: it has one, so the kill came too late to show anything.
@@ -171,7 +171,7 @@ def check_uncommitted(root: Path, step: int) -> None:
 
 
 def conclude(console: Console, options: DemoOptions, recovery: Figures, cost: Figures) -> int:
-    """Print what was found as *options* want it and return the exit status that follows from it."""
+    """Print what was found as *options* require and return the exit status that follows from it."""
     if options.json:
         found = {"exact": recovery["exact"], "options": options, "recovery": recovery, "cost": cost}
         sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")

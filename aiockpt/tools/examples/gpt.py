@@ -1,6 +1,6 @@
-"""What is trained? A small byte-level GPT, its optimizer and its schedule: an ordinary PyTorch program.
+"""A small byte-level GPT, its optimizer and its schedule: an ordinary PyTorch program.
 
-Nothing here knows about checkpoints. Two things make resuming it worth a look: dropout draws from torch's random
+No code here handles checkpoints. Two things make resuming it worth a test: dropout draws from torch's random
 state in every step, and the output layer shares its weight with the embedding.
 """
 
@@ -18,7 +18,7 @@ from aiockpt.tools.examples.text import VOCABULARY, Batches, library_text
 
 
 class GPTSize(msgspec.Struct, frozen=True, kw_only=True):
-    """How large the model and its batches are. The default has 3.3 million parameters."""
+    """Size of the model and its batches. The default has 3.3 million parameters."""
 
     layers: int = 4
     width: int = 256

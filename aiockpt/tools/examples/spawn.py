@@ -1,4 +1,4 @@
-"""Runs the processes of one start of the demo, records what each tells, and checks how it ended."""
+"""Processes of one start of the demo: run, with their events recorded, and their ends checked."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from aiockpt.runtime.signals import open_child
 from aiockpt.tools.examples.child import Job, StepDone, Told
 
 SILENCE_S = 300.0
-"""A process that tells nothing for so long is ended."""
+"""A process that emits nothing for so long is ended."""
 LOG_TAIL_CHARACTERS = 2000
 
 E = TypeVar("E", bound=Event)
 
 
 class DemoError(Exception):
-    """The demo cannot be run, or one of its processes did not do its part; the message says what to look at."""
+    """The demo cannot be run, or one of its processes did not do its part; the message names what to read."""
 
 
 class RankRecord:
-    """The events that one rank told, by kind and step: ``record[Committed][step]``.
+    """The events of one rank, by kind and step: ``record[Committed][step]``.
 
     Attributes:
         waits_s: how long the optimizer was held by the lazy snapshot of each save.
@@ -43,7 +43,7 @@ class RankRecord:
         self.written_bytes: Counter[int] = Counter()
 
     def add(self, told: Told) -> None:
-        """Take one more event."""
+        """Add an event."""
         self._told[type(told)][told.step] = told
         if isinstance(told, BarrierWaited):
             self.waits_s[told.step] += told.seconds
@@ -54,7 +54,7 @@ class RankRecord:
         return self._told[kind]
 
     def newest(self, kind: type[E]) -> E | None:
-        """Return the event of this kind that was told last, if any."""
+        """Return the last event of this kind, if any."""
         return next(reversed(self[kind].values()), None)
 
     @property
@@ -64,17 +64,17 @@ class RankRecord:
 
     @property
     def in_flight(self) -> int:
-        """How many saves have started and not ended."""
+        """Number of saves that have started and not ended."""
         return len(self[SaveStarted]) - len(self[Committed]) - len(self[SaveFailed])
 
 
 def run_job(job: Job, name: str, folder: Path, on_told: Callable[[RankRecord, Told], object]) -> dict[int, RankRecord]:
-    """Run *job* and return, when its processes are dead, the record of what each rank told; *on_told* hears of rank 0.
+    """Run *job* and return, when its processes are dead, the record of each rank's events; *on_told* gets those of rank 0.
 
-    What they tell goes to ``<name>.jsonl`` in *folder* too, and what they print to ``<name>.log``.
+    The events go to ``<name>.jsonl`` in *folder* too, and the output to ``<name>.log``.
 
     Raises:
-        DemoError: they did not end as the job says: well, or by SIGKILL.
+        DemoError: they did not end as the job requires: well, or by SIGKILL.
     """
     records: dict[int, RankRecord] = defaultdict(RankRecord)
     decoder = msgspec.json.Decoder(tuple[int, Told])

@@ -1,4 +1,4 @@
-"""What does the model read? The source of the standard library it runs on: real text that is always there.
+"""Training text: the source of the standard library that the program runs on, real text that is always there.
 
 Guarantees: the order of the batches is a function of the seed and of the loader's own state, so that a loader whose
 state was restored goes on with exactly the batch that would have come next.
@@ -22,7 +22,7 @@ def library_text() -> Tensor:
 
 
 class Batches:
-    """Windows of a text in an order that is shuffled anew each epoch: an endless loader that knows where it is."""
+    """Windows of a text in an order that is shuffled anew each epoch: an endless loader with a position."""
 
     def __init__(self, text: Tensor, *, window: int, batch: int, seed: int = 0) -> None:
         self._text = text

@@ -1,9 +1,9 @@
-"""How does an async trainer save? The same checkpointer, awaited; every stage of a save is a future.
+"""An async trainer: the same checkpointer, awaited; every stage of a save is a future.
 
     python -m aiockpt.tools.examples.train_async /data/run-7
 
 The training step runs on a worker thread, so that the event loop stays free for whatever else lives on it: here for
-tasks that wait until their save is durable, and say so.
+tasks that wait until their save is durable, and print that.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def train(
 
 
 async def announce(save: aiockpt.SaveFuture) -> None:
-    """Wait until *save* is durable, and say so."""
+    """Wait until *save* is durable, and print that."""
     committed = await save
     log.info("step %d is durable: %.1f MiB in %.3f s", committed.step, committed.bytes / 2**20, committed.seconds)
 

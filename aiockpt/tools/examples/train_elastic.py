@@ -1,4 +1,4 @@
-"""How does a sharded training loop save and load? Like any other: the parallelism is in the tensors, not in the call.
+"""A sharded training loop that saves and loads like any other: the parallelism is in the tensors, not in the call.
 
     torchrun --nproc-per-node 2 -m aiockpt.tools.examples.train_elastic /data/run-7
     torchrun --nproc-per-node 4 -m aiockpt.tools.examples.train_elastic /data/run-7 --tensor-parallel 2
@@ -82,7 +82,7 @@ def train_step(
 
 
 def main() -> None:
-    """Train as the command line says; started by torchrun, once for each rank."""
+    """Train by the command line's options; started by torchrun, once for each rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--tensor-parallel", type=int, default=1)

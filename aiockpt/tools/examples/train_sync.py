@@ -1,4 +1,4 @@
-"""How does a training loop save without waiting? `ckpt.save` returns when the snapshot is taken.
+"""A training loop that saves without waiting: `ckpt.save` returns when the snapshot is taken.
 
     python -m aiockpt.tools.examples.train_sync /data/run-7
 

@@ -1,4 +1,4 @@
-"""Can this storage be trusted with a run? Measured through the storage contract, so that any backend and wrapper works.
+"""Stress tests of a storage, run through the storage contract, so that any backend and wrapper works.
 
-Read `moving` (files as the engine moves them) first. Nothing here knows the command line.
+Read `moving` (files as the engine moves them) first. No module here depends on the command line.
 """

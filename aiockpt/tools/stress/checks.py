@@ -1,6 +1,6 @@
-"""Does this place keep what commits rely on? Tried, not believed.
+"""Checks that a place keeps what commits rely on: tried, not believed.
 
-The conformance suite (`aiockpt.testing.backend_suite`) asks far more, of a backend; this asks one place, through it.
+The conformance suite (`aiockpt.testing.backend_suite`) checks far more of a backend; this checks one place through it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RACERS = 16
 
 
 async def check_place(lab: Lab) -> None:
-    """Try each, and put what came of it into the report."""
+    """Try each, and add the outcome to the report."""
     lab.watch("what commits rely on")
     tried: tuple[tuple[str, Callable[[Lab], Awaitable[tuple[bool, str]]]], ...] = (
         ("one of rival creates wins", _one_winner),
@@ -37,7 +37,7 @@ async def check_place(lab: Lab) -> None:
 
 
 async def _one_winner(lab: Lab) -> tuple[bool, str]:
-    """Race for a few keys: of each one caller wins, and its bytes are there."""
+    """Race for a few keys: one caller wins each, and its bytes are there."""
     for race in range(RACES):
         key = lab.key("checks", f"race-{race}")
         winners: list[int] = []
@@ -63,7 +63,7 @@ async def _one_winner(lab: Lab) -> tuple[bool, str]:
 
 
 async def _seen_at_once(lab: Lab) -> tuple[bool, str]:
-    """Put, and look by every verb."""
+    """Put, and read back by every verb."""
     for number in range(RACES):
         key = lab.key("checks", "seen", f"{number}")
         data = lab.content.document(number, RECEIPT_BYTES)
@@ -102,7 +102,7 @@ async def _replaced(lab: Lab) -> tuple[bool, str]:
 
 
 async def _gone_at_once(lab: Lab) -> tuple[bool, str]:
-    """Delete, and look by every verb."""
+    """Delete, and check by every verb."""
     key = lab.key("checks", "gone")
     await lab.backend.put(key, b"soon gone")
     await lab.backend.delete([key])

@@ -1,4 +1,4 @@
-"""How fast do data files move? Blocks as the engine writes and reads them, so many at once, from as many files as needed.
+"""Speed of data files: blocks as the engine writes and reads them, so many at once, from as many files as needed.
 
 A multipart upload is what a file is to an object store: create, blocks in any order, finish. Blocks under way at once
 may belong to several files: a file of one block is moved by one worker, and others begin the next files meanwhile.

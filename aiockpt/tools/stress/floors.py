@@ -1,4 +1,4 @@
-"""What would it be without the storage? Memory and disk of this machine, to hold the figures against."""
+"""Figures without the storage: memory and disk of this machine, as a reference for the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DISK_BYTES = 256 << 20
 
 
 async def measure_floors(lab: Lab) -> None:
-    """Measure what is cheap to measure, and say what was not."""
+    """Measure what is cheap to measure, and record what was not."""
     lab.watch("floors: memory and disk")
     working = Limiter("floors", 1)
     lab.report.floors.append(Floor("memory copy", await run_blocking(working, _copy_bytes_per_s)))

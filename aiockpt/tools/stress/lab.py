@@ -1,8 +1,9 @@
-"""How is one point measured? So many workers, each making one request after the other, until the budget is spent.
+"""Measurement of one point: so many workers, each making one request after the other, until the budget is spent.
 
 Guarantees:
 
-- A request that fails is counted and the next one is made; a point at which nothing works is left early, and says so.
+- A request that fails is counted and the next one is made; after too many failures in a row a point ends early, and
+  the report notes it.
 - What a backend refuses as a call (`UsageError`) is skipped with its reason, not counted as a failure of the storage.
 """
 
@@ -24,11 +25,11 @@ from aiockpt.tools.stress.plan import StressPlan
 from aiockpt.tools.stress.report import Skipped, StressReport
 
 FAILURES_TO_LEAVE = 10
-"""In a row, of all workers together, before a point is left."""
+"""In a row, of all workers together, before a point is given up."""
 
 Request = Callable[[], Awaitable[None]]
 Watch = Callable[[str], object]
-"""Told what begins now."""
+"""Called with what begins now."""
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ class _Retries(Protocol):
 
 
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with what everything is measured.
+    """Place and means of all measurements.
 
     Attributes:
         prefix: the folder of this run; all keys are below it.
@@ -57,7 +58,7 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         return "/".join((self.prefix, *parts))
 
     def skip(self, what: str, why: str) -> None:
-        """Say that something was not measured."""
+        """Record that something was not measured."""
         self.report.skipped.append(Skipped(what, why))
 
     def retries(self) -> int:

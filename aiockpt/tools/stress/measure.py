@@ -1,4 +1,4 @@
-"""The story of one run: a folder of its own, floors, checks, data files, small objects, the soak, and a clean place."""
+"""One run from start to end: a folder of its own, floors, checks, data files, small objects, the soak, and a clean place."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def measure(
 
     Args:
         world: its clock and random bytes.
-        watch: told what begins, point by point.
-        say: told where it is measured, how long that will take, and that it was removed.
+        watch: called with what begins, point by point.
+        say: called with where it is measured, how long that will take, and that it was removed.
 
     Raises:
         UsageError: the place has no room for the plan.
@@ -75,7 +75,7 @@ async def measure(
 
 
 async def _check_room(backend: Backend, plan: StressPlan) -> None:
-    """Refuse a plan that does not fit; a place that does not say how much room it has is taken as it is."""
+    """Refuse a plan that does not fit; a place that does not report its free space is accepted."""
     free_bytes = (await backend.space()).free_bytes
     if free_bytes is not None and free_bytes < plan.most_bytes * _ROOM:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""How long did requests take, what did they cost, and what went wrong? Counted for one point."""
+"""Counters of one point: how long requests took, what they cost, and what went wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Meter:
 
     @property
     def requests(self) -> int:
-        """How many succeeded."""
+        """Number of requests that succeeded."""
         return len(self._taken_ns)
 
     @contextmanager

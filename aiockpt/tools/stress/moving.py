@@ -1,4 +1,4 @@
-"""How does the engine move a data file? The same blocks, as many at once, without an engine around it."""
+"""Data files moved as the engine moves them: the same blocks, as many at once, without an engine around it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SeenFrom = Callable[[int], Seen]
 async def write_file(backend: Backend, key: str, data: memoryview, seen_from: SeenFrom | None = None) -> None:
     """Make the data file *key* of *data*: create, write, finish, as `aiockpt.pipeline.upload` does with full slabs.
 
-    Each write brings up to four windows of 16 MiB, and one more write is under way than the backend likes. The file is
+    Each write brings up to four windows of 16 MiB, and one more write is under way than the backend prefers. The file is
     durable when this returns; when it fails the upload is aborted.
     """
     upload = await backend.create(key, data.nbytes)
@@ -45,7 +45,7 @@ async def _write(upload: Upload, data: memoryview, offsets: Iterator[int], seen_
 
 
 async def read_file(backend: Backend, key: str, into: memoryview, seen_from: SeenFrom | None = None) -> None:
-    """Fill *into* from the start of *key*: reads of 16 MiB, as many at once as the backend likes."""
+    """Fill *into* from the start of *key*: reads of 16 MiB, as many at once as the backend prefers."""
     reader = await backend.open(key)
     offsets = iter(range(0, into.nbytes, READ_BYTES))
     try:

@@ -1,4 +1,4 @@
-"""How fast are the small things: receipts, manifests, and looking what is there?"""
+"""Speed of the small objects: receipts, manifests, and listings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _sweep(lab: Lab, size: int, *, use: str, put: str | None = None) -> No
 
 
 async def _fill_listed(lab: Lab) -> None:
-    """Make the folder that is listed and looked into."""
+    """Make the folder that is listed and read."""
     keys = iter(range(LISTED_COUNT))
 
     async def some() -> None:

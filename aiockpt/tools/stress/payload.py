@@ -1,10 +1,10 @@
-"""Which bytes are written, and how is it known that they came back? Random ones, another run of them for every block.
+"""Random bytes to write, another run of them for every block, so that a wrong or misplaced block is detected.
 
 Guarantees:
 
 - Two blocks of one place differ wherever a mix-up could put one in the place of the other: their neighbours in the file,
   the same block of other files, other objects.
-- Nothing compresses, and blocks begin at a page, as O_DIRECT wants it.
+- Nothing compresses, and blocks begin at a page, as O_DIRECT requires.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Payload:
         return self._memory[start : start + size]
 
     def is_block(self, file: int, block: int, found: memoryview) -> bool:
-        """Say whether *found* is that block. (0.4 ms for 16 MiB.)"""
+        """Return whether *found* is that block. (0.4 ms for 16 MiB.)"""
         known = (self._run(file, block), found.nbytes)
         if known not in self._sums:
             self._sums[known] = hash_block(self.block(file, block, found.nbytes))

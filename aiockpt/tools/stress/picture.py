@@ -1,4 +1,4 @@
-"""How does it look? Throughput and p99 over concurrency, a line for each operation, in one picture.
+"""Plot of a report: throughput and p99 over concurrency, a line for each operation, in one picture.
 
 matplotlib is imported when a picture is drawn (extra ``[plot]``); no window and no global state of it are touched.
 """
@@ -25,7 +25,7 @@ _COLOURS = {
     "list": "#b38600",
     "delete": "#666666",
 }
-"""Okabe and Ito's, which colour-blind people tell apart; yellow and black are darker and lighter than theirs."""
+"""Okabe and Ito's, which colour-blind people can distinguish; yellow and black are darker and lighter than theirs."""
 _MARKERS = "osD^v"
 _INK, _FAINT = "#222222", "#8a8a8a"
 _TITLE_CHARACTERS = 90

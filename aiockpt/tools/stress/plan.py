@@ -1,4 +1,4 @@
-"""What is measured, and how much of it? A plan, checked before the first request is made."""
+"""Plan of a run: what is measured and how much of it, checked before the first request is made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_FAULTS = 0.3
 
 
 class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. A *point* is one operation at one size and one concurrency.
+    """Options of a run. A *point* is one operation at one size and one concurrency.
 
     Attributes:
         sizes: bytes of the data files.
@@ -38,7 +38,7 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
         most_bytes: moved in one point, and so the most that lies in the place at once.
         soak_s: seconds of the soak after the points; 0: none.
         faults: fraction of the soak's calls that fail on purpose.
-        seed: of the bytes, and of the soak's dice.
+        seed: of the bytes, and of the soak's random faults.
     """
 
     sizes: tuple[int, ...] = (16 * MIB, 256 * MIB)
@@ -68,14 +68,14 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def point_count(self) -> int:
-        """How many points and other parts there are, of which each is announced."""
+        """Number of points and other parts, of which each is announced."""
         small_operations = 2 * len(SMALL_SIZES) + 4
         floors_and_checks = 2
         sweeps = 2 * len(self.sizes) + small_operations
         return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
 
     def announce(self) -> str:
-        """Say how long it will take, as far as that is planned."""
+        """Return how long it will take, as far as that is planned."""
         whole_s = self.point_count * self.seconds + self.soak_s
         about = f"{whole_s / 60:.0f} min" if whole_s >= 90 else f"{whole_s:.0f} s"
         soak = f" and a soak of {self.soak_s:g} s" if self.soak_s else ""

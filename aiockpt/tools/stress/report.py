@@ -1,4 +1,4 @@
-"""What is said of a place? The report of one run: the stable schema of ``aiockpt bench --json``.
+"""Report of one run on a place: the stable schema of ``aiockpt bench --json``.
 
 ``schema`` is 1. A field is never renamed and never changes its unit or meaning under that number; new ones may be added.
 Units are in the names: ``_bytes``, ``_s`` and ``_ms`` (wall), ``cpu_s`` (processor seconds of this process, user and
@@ -67,7 +67,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mib_per_s(self) -> float | None:
-        """``mb_per_s`` in the unit that people are shown."""
+        """``mb_per_s`` in the unit of the display."""
         return None if self.mb_per_s is None else self.mb_per_s * 1e6 / 2**20
 
 
@@ -80,14 +80,14 @@ class StorageCheck(msgspec.Struct, frozen=True):
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """What was not measured, and why."""
+    """Something that was not measured, and why."""
 
     what: str
     why: str
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """What this machine does by itself, for context."""
+    """A figure of this machine by itself, for context."""
 
     name: str
     bytes_per_s: float
@@ -97,7 +97,7 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     """A mixed workload with faults injected below the retries; every byte read was compared.
 
     Attributes:
-        seed, fraction: repeat the dice with these.
+        seed, fraction: repeat the faults with these.
         calls: of the workload; *attempts* is what became of them.
         injected: faults, by what was done to which verb.
         retried, recovered: calls that needed another attempt; those of them that succeeded.

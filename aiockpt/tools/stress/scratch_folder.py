@@ -1,10 +1,10 @@
-"""Where is it measured, so that nothing is harmed and nothing stays? In a folder of its own that goes with the run.
+"""Scratch folder of a run: a folder of its own that goes with the run, so that nothing is harmed and nothing stays.
 
 Guarantees:
 
 - No key outside the folder is touched; its name was never used before.
 - A place that cannot be cleaned is refused before anything large is written.
-- The folder is emptied however the run ends, and it is looked whether it is empty.
+- The folder is emptied however the run ends, and listed to check that it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object
 
     Args:
         token: random bytes that name it.
-        say: told where it is, and that it was removed.
+        say: called with where it is, and that it was removed.
 
     Raises:
         StorageError: what is written here cannot be removed, or was not all removed at the end.
@@ -87,7 +87,7 @@ async def _clean(backend: Backend, prefix: str) -> str:
         if not left:
             await backend.delete(
                 [f"{folder}/-" for folder in reversed(folders)]
-            )  # takes empty folders where they exist
+            )  # removes empty folders where they exist
             return ""
     except CheckpointError as error:
         return _short(error)

@@ -1,6 +1,6 @@
-"""Does every byte survive when calls fail? A mixed workload for a while, with faults injected below the retries.
+"""Soak test of a place: a mixed workload for a while, with faults injected below the retries; every byte must survive.
 
-Workers write, read back, replace, list and delete, each in a folder of its own, so that each knows what must be there.
+Workers write, read back, replace, list and delete, each in a folder of its own, so that what must be there is known.
 Whatever was acknowledged is compared whenever it is read, and once more at the end. A read that brings damaged bytes is
 repeated, as a load does; what is damaged every time is wrong. So is an object that is missing, a list that lacks one, a
 create that wins against an object that is there, and a deleted one that is found.
@@ -36,14 +36,14 @@ MOST_WORKERS = 8
 MOST_FILE_BYTES = 64 << 20
 READS_OF_DAMAGED = 12
 """Times that bytes which came damaged are read, before they are wrong: as often as a call is made that fails. With fewer,
-bits that the soak itself flips would in the end be taken for damage."""
+bits that the soak itself flips would in the end count as damage."""
 
 POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait_s=0.1)
 """Short waits: most of these faults are our own."""
 
 
 class SoakTally(msgspec.Struct):
-    """What all workers did and found."""
+    """Counts and findings of all workers."""
 
     files: int = 0
     objects: int = 0
@@ -55,7 +55,7 @@ class SoakTally(msgspec.Struct):
 
 
 async def soak(lab: Lab) -> None:
-    """Run the workload, and put what came of it into the report."""
+    """Run the workload, and add the outcome to the report."""
     lab.watch(f"soak of {lab.plan.soak_s:g} s")
     faults = DrawnFaults(lab.plan.seed, lab.plan.faults)
     faulty = FaultyBackend(lab.backend.inner if isinstance(lab.backend, Retrying) else lab.backend)
@@ -99,7 +99,7 @@ async def soak(lab: Lab) -> None:
 
 
 class _Worker:
-    """One of those who write and read, in a folder of its own."""
+    """One worker that writes and reads, in a folder of its own."""
 
     def __init__(self, lab: Lab, backend: Backend, number: int, tally: SoakTally, most_bytes: int) -> None:
         self._lab = lab
@@ -114,7 +114,7 @@ class _Worker:
         self._next = number << 20  # the workers' contents differ
 
     async def run(self, is_time: Callable[[], bool]) -> None:
-        """Do everything once, then by dice until time is over; then read everything that is left once more."""
+        """Do everything once, then at random until time is over; then read everything that is left once more."""
         actions: tuple[tuple[Callable[[], Awaitable[None]], int], ...] = (
             (self._write_file, 30),
             (self._read_some_file, 30),
@@ -234,7 +234,9 @@ class _Worker:
         self._tally.objects += 1
         self._tally.bytes_written += RECEIPT_BYTES
         if not created:
-            await self._get(key)  # the look at whose it is may have come damaged: wrong only if it is not ours
+            await self._get(
+                key
+            )  # the read that identifies the owner may have come damaged: wrong only if it is not ours
         if await put_once(self._backend, key, self._lab.content.document(number + 1, RECEIPT_BYTES)):
             self._wrong(f"{key} was created twice")
 

@@ -1,12 +1,12 @@
-"""What goes wrong in a soak? Faults thrown by dice with a seed, at a fraction of all calls.
+"""Faults of a soak, drawn at random with a seed, at a fraction of all calls.
 
-Only such faults as a faithful backend could meet and a caller can mend:
+Only faults that a faithful backend could have and a caller can repair:
 
 - *fail* without effect, at every verb;
-- *lose the answer* after the effect, where a repeated call is told apart from a rival's: ``put``, ``put_new``,
-  ``delete``. (Of ``create``, ``Upload.write`` and ``Upload.finish`` it is lost below a backend, which then knows; here it
-  would be lost above one, which then rightly says that this block, or file, is there already.)
-- *flip* a bit of what was read. One flipped in what is written would be damage that no reader can mend.
+- *lose the answer* after the effect, where a repeated call is distinguished from a rival's: ``put``, ``put_new``,
+  ``delete``. (Of ``create``, ``Upload.write`` and ``Upload.finish`` it is lost below a backend, which detects it; here it
+  would be lost above one, which then rightly reports that this block, or file, is there already.)
+- *flip* a bit of what was read. One flipped in what is written would be damage that no reader can repair.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEET: dict[str, tuple[Action, ...]] = {
 
 
 class DrawnFaults(FaultSchedule):
-    """A schedule by dice: to *fraction* of the calls something happens that such a call can meet.
+    """A random schedule: *fraction* of the calls get a fault that such a call can have.
 
     Attributes:
         injected: how often each thing happened to each verb.
@@ -49,7 +49,7 @@ class DrawnFaults(FaultSchedule):
         self.injected: Counter[str] = Counter()
 
     def due(self, verb: str, name: str) -> Fault | None:
-        """Count a call of *verb* and throw the dice for it."""
+        """Count a call of *verb* and draw its fault."""
         super().due(verb, name)
         if verb not in _MEET or self._dice.random() >= self._fraction:
             return None

@@ -1,1 +1,1 @@
-"""What can the command line do? One module for each kind of command; importing one registers its commands."""
+"""The commands of the command line, a module for each kind; importing one registers its commands."""

@@ -1,4 +1,4 @@
-"""What shall stay, and what can be finished? ``prune`` and ``rm`` delete, ``commit`` rolls forward."""
+"""Commands that change what is kept: ``prune`` and ``rm`` delete, ``commit`` rolls forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do all commands share? The application, the parameters that several have, and the exit statuses.
+"""Common parts of all commands: the application, the parameters that several have, and the exit statuses.
 
 What a command needs is imported when it runs: ``--help`` and a mistyped command answer at once.
 """
@@ -85,10 +85,10 @@ def chosen_steps(root: str, step: int | None, every: bool, *, valid: bool = Fals
     """Return the steps of *root* that a command is for, the newest first: that one, the newest, or all.
 
     Args:
-        valid: the newest is the newest whose manifest a reader may believe.
+        valid: the newest is the newest with a valid manifest.
 
     Raises:
-        UsageError: both one and all are asked for.
+        UsageError: both one and all are requested.
         StepNotFoundError: it is not there; with *every* nothing is raised, and the list is empty.
     """
     from aiockpt.tools.cli.given_root import open_place

@@ -1,7 +1,7 @@
-"""How does help look, and what is said to an option that is not there? Flags and arguments as people know them.
+"""Help texts and answers to unknown options: flags and arguments as people know them.
 
-Typer writes a flag as ``--json <bool>`` and an argument as ``{root}``; here they are ``--json`` and ``ROOT``. An option
-that does not exist is answered with the one that was meant: another spelling of it, or what other tools call it.
+Typer writes a flag as ``--json <bool>`` and an argument as ``{root}``; here they are ``--json`` and ``ROOT``. The error for
+an unknown option names the one that was meant: another spelling of it, or what other tools call it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SYNONYMS = {
     "overwrite": "force", "replace": "force",
     "max-size": "max-shard-size", "shard-size": "max-shard-size",
 }  # fmt: skip
-"""What other tools call our options."""
+"""Names of our options in other tools."""
 
 
 @runtime_checkable
 class _NoSuchOption(Protocol):
-    """What click raises for an option that is not there; typer carries a click of its own, so not by its class."""
+    """Click's error for an unknown option, by its attributes: typer carries a click of its own, so not by its class."""
 
     option_name: str
     message: str
@@ -85,7 +85,7 @@ class CommandGroup(TyperGroup):
 
 
 class App(typer.Typer):
-    """An application whose commands are all of that kind."""
+    """An application whose commands are all a `Command`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[F], F]:
         """Register the decorated function as the command *name*."""

@@ -1,4 +1,4 @@
-"""What is there, and is it as it was saved? ``ls``, ``inspect``, ``verify`` and ``diff`` change nothing."""
+"""Commands that only read: ``ls``, ``inspect``, ``verify`` and ``diff`` show what is there, and check it."""
 
 from __future__ import annotations
 

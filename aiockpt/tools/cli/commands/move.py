@@ -1,4 +1,4 @@
-"""How does a step get to another place, or into another form? ``cp`` and ``convert``."""
+"""Commands that bring a step to another place, or into another form: ``cp`` and ``convert``."""
 
 from __future__ import annotations
 

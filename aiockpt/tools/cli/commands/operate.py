@@ -1,5 +1,5 @@
-"""How does a run go, and what is done with its steps? ``report`` says it from the traces of its ranks, ``top`` from their
-heartbeats; ``watch`` runs a command for each step.
+"""Commands on a run and its steps: ``report`` shows it from the traces of its ranks, ``top`` from their heartbeats;
+``watch`` runs a command for each step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Is a resume of this training script the same run? ``prove`` runs it straight, kills it, resumes it and compares."""
+"""The command ``prove``: runs a training script straight, kills it, resumes it and compares the two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What will this place, and this machine, do? ``doctor``, ``bench`` and ``demo`` try it out; ``plan`` reckons."""
+"""Commands that try out a place and this machine: ``doctor``, ``bench`` and ``demo``; ``plan`` calculates."""
 
 from __future__ import annotations
 
