@@ -66,7 +66,7 @@ def is_composite(tensor: object) -> bool:
     if not isinstance(tensor, torch.Tensor):
         return False
     if cls in ORDINARY:
-        return tensor.layout in _LAYOUTS.values() or tensor.is_quantized
+        return (tensor.layout is not torch.strided and tensor.layout in _LAYOUTS.values()) or tensor.is_quantized
     if is_dtensor(tensor):
         return is_composite(local_of(tensor))
     if is_sharded_tensor(tensor):

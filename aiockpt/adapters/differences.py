@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
+import numpy as np
 import torch
 
 from aiockpt.adapters.rename import Strict, Strictness, near_key
@@ -91,6 +92,8 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
 
     One by itself, where its own elements share memory.
     """
+    if _lie_apart(wanted):
+        return
     spans = sorted(
         (str(shard.data.device), *_span(shard.data), number)
         for number, shard in enumerate(wanted)
@@ -107,6 +110,17 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
         reach = max(reach, end)
     if _share(cluster, wanted):
         yield cluster
+
+
+def _lie_apart(wanted: Sequence[TensorShard]) -> bool:
+    """Return whether all are dense and no address is in two of them, as is usual and quick to see; False where unsure."""
+    tensors = [shard.data for shard in wanted]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    ends = starts + np.array([tensor.nbytes for tensor in tensors], np.uint64)
+    order = np.argsort(starts)
+    return bool(np.all(ends[order[:-1]] <= starts[order[1:]]))
 
 
 def _share(cluster: list[int], wanted: Sequence[TensorShard]) -> bool:

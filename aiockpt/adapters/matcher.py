@@ -96,6 +96,7 @@ class Matcher:
         self._judge_unexpected = judge_unexpected
         self.stored = stored
         self._sorted_names: list[str] | None = None
+        self._last: tuple[Path, str] = ((), "")
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
         self._names: set[str] = set()
@@ -120,9 +121,15 @@ class Matcher:
 
     # ---------------------------------------------------------------- names
 
+    def name_of(self, path: Path) -> str:
+        """Return the name of the leaf at *path* in the state; what is asked of the same leaf again is remembered."""
+        if path is not self._last[0]:
+            self._last = path, join_name(path)
+        return self._last[1]
+
     def stored_name(self, path: Path) -> str:
         """Return what the leaf at *path* of the state is called in the checkpoint."""
-        name = join_name(path)
+        name = self.name_of(path)
         if self._rename is None:
             return name
         self._rename.meet(path)
@@ -132,10 +139,10 @@ class Matcher:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
         if self._rename is not None:
             self._rename.meet(path)
-        self._differences.meet(join_name(path))
+        self._differences.meet(self.name_of(path))
         if self._only is None:
             return True
-        self._names.update(prefixes(join_name(path)))
+        self._names.update(prefixes(self.name_of(path)))
         hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
         self._met.update(hits)
         return bool(hits)
@@ -162,7 +169,8 @@ class Matcher:
 
     def find(self, path: Path) -> FoundNode | None:
         """Return the node of the leaf at *path*, or None when the checkpoint has none."""
-        return find_node(self.stored.values, split_name(self.stored_name(path)))
+        parts = path if self._rename is None else split_name(self.stored_name(path))
+        return find_node(self.stored.values, parts)
 
     def find_own(self, path: Path) -> FoundNode | None:
         """Return the node of this rank's own value at *path*, or None."""
@@ -348,9 +356,9 @@ class Matcher:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
         stored_as = self.stored.alias.get(name, name)
         key = (memory_key(tensor),)
-        other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
+        other, other_stored_as, _ = self._filled.setdefault(key, (self.name_of(path), stored_as, tensor))
         if other_stored_as != stored_as and key != (None,):
-            self.problem(join_name(path), _two_tensors(other, other_stored_as, name))
+            self.problem(self.name_of(path), _two_tensors(other, other_stored_as, name))
 
     def names_below(self, name: str) -> list[str]:
         """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
@@ -393,7 +401,6 @@ class Matcher:
         return tensor
 
     def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        state_name = join_name(path)
         facts = self.stored.facts(name)
         if facts is None:
             if not self.stays(path, tensor, flat, stored=name):
@@ -402,21 +409,19 @@ class Matcher:
         stored_as = self.stored.alias.get(name, name)
         self._differences.used.add(name)
         held = hold(tensor, path, flat)
-        problem = misfit(tensor.dtype, held, *facts)
-        key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
-        if problem is None and key:
+        if (problem := misfit(tensor.dtype, held, *facts)) is not None:
+            self.problem(self.name_of(path), problem)
+            return False
+        state_name, is_first = self.name_of(path), True
+        if key := tuple([key for piece in held.pieces if (key := memory_key(piece.local)) is not None]):
             other, other_stored_as, _ = self._filled.setdefault(key, (state_name, stored_as, tensor))
             if other_stored_as != stored_as:
                 self.problem(state_name, _two_tensors(other, other_stored_as, name))
                 return False
-            if other != state_name:
-                self._made.meet(name, tensor)
-                return True
-        if problem is not None:
-            self.problem(state_name, problem)
-            return False
-        self._wanted += shards_of(stored_as, facts[0], held)
-        if flat is None:
+            is_first = other == state_name
+        if is_first:
+            self._wanted += shards_of(stored_as, facts[0], held)
+        if flat is None or not is_first:
             self._made.meet(name, tensor)
         return True
 
@@ -430,23 +435,23 @@ class Matcher:
 
     def rewrites(self, path: Path) -> None:
         """Note that the leaf at *path* will have another value."""
-        self._written.add(join_name(path))
+        self._written.add(self.name_of(path))
 
     # ---------------------------------------------------------------- differences
 
     def is_strict(self, path: Path) -> bool:
         """Return whether a difference at *path* is raised."""
-        return self._differences.is_strict(join_name(path))
+        return self._differences.is_strict(self.name_of(path))
 
     def claim(self, path: Path) -> None:
         """Note that whatever the checkpoint has below *path* belongs to the state, so that a rest is a difference."""
-        self._differences.claim(self.stored_name(path), join_name(path))
+        self._differences.claim(self.stored_name(path), self.name_of(path))
 
     def miss(self, path: Path, reason: str | None = None) -> None:
         """Note that the checkpoint does not have the leaf at *path*."""
         if not self.selects(path) or self.stays(path):
             return
-        name, stored_as = join_name(path), self.stored_name(path)
+        name, stored_as = self.name_of(path), self.stored_name(path)
         if reason is not None:
             self._differences.miss(name, reason)
             return
@@ -473,7 +478,7 @@ class Matcher:
         name = stored or self.stored_name(path)
         if not self.stored.leaves_out(name):
             return False
-        state_name = join_name(path)
+        state_name = self.name_of(path)
         there, here = self.stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
         if there is not None and here is not None and here != there:
             self.problem(
@@ -498,12 +503,12 @@ class Matcher:
 
     def note_optimizer(self, path: Path) -> None:
         """Note that an optimizer is at *path*: a difference there advises how to load another make-up."""
-        self._differences.optimizers.add(join_name(path))
+        self._differences.optimizers.add(self.name_of(path))
 
     def mismatch(self, path: Path, problem: str) -> None:
         """Note that the leaf at *path* is in the checkpoint and does not fit."""
         self.pass_over(path)
-        self.problem(join_name(path), problem)
+        self.problem(self.name_of(path), problem)
 
     def problem(self, name: str, problem: str) -> None:
         """Note a difference at *name* of the state."""

@@ -406,7 +406,7 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
 def _load_tensor(
     tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: SavedModule, matcher: Matcher
 ) -> None:
-    key = below(source.path, path)
+    key = below(source.path, path) if source.values else ""
     if key in source.values:
         load_composite(path, tensor, source.values[key], matcher)
         matcher.leave(source.stored_name(path, matcher))

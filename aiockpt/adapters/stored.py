@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.format.names import join_name, prefixes
+from aiockpt.format.names import add_with_prefixes, join_name, prefixes
 from aiockpt.state.tree import METADATA, TAG, Node, Path
 
 _PAIRED = ("dict", "OrderedDict")
@@ -77,7 +77,9 @@ class Stored(msgspec.Struct, frozen=True):
             claimed: parts that belong to something of the state, so that each unused name in them is reported.
             passed_over: parts whose rest does not count.
         """
-        met = {prefix for name in used | claimed | passed_over for prefix in prefixes(name)}
+        met: set[str] = set()
+        for some in (used, claimed, passed_over):
+            add_with_prefixes(some, met)
         roots = set(_unmet_values(self.values, (), met, used | passed_over))
         yield from sorted(roots)
         told = roots | passed_over

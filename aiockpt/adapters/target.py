@@ -30,6 +30,7 @@ from aiockpt.adapters.tensors import may_spread
 from aiockpt.data.data_source import warn_of_empty_loop
 from aiockpt.data.loader import Loader
 from aiockpt.errors import UsageError, kind_in_words
+from aiockpt.format.document import collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
@@ -138,10 +139,11 @@ def open_target(
         judge_unexpected=judge_unexpected,
         optimizers=list(find_optimizers(stored.values)) if optimizer_state == "by_parameter" else None,
     )
-    _load_parts(state, (), Index(state), matcher)
-    if judge_unexpected and only is None:
-        tell_left(matcher)
-    return matcher.finish()
+    with collector_paused():  # it would walk all of a big process several times, and finds nothing here
+        _load_parts(state, (), Index(state), matcher)
+        if judge_unexpected and only is None:
+            tell_left(matcher)
+        return matcher.finish()
 
 
 def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone: Collection[Any] = ()) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeGuard
 
@@ -26,7 +27,7 @@ from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtens
 from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
 from aiockpt.adapters.sharded_tensors import empty_like_sharded_tensor, hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
-from aiockpt.format.dtypes import from_torch_name, torch_name
+from aiockpt.format.dtypes import TORCH_NAMES, from_torch_name, torch_name
 from aiockpt.format.manifest import MAX_RANK
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
 from aiockpt.state.geometry import Box
@@ -106,8 +107,10 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Loc
             refuse(path, reason)
     if held is not None:
         return held
+    if flat is not None:
+        return flat.hold(tensor)
     shape = tuple(tensor.shape)
-    return LocalShards(shape, (LocalPiece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
+    return LocalShards(shape, (LocalPiece(whole_boxes(shape), tensor),))
 
 
 def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, tuple[int, ...]] | None:
@@ -130,9 +133,9 @@ def shards_of(
     is_buffer: bool = False,
 ) -> tuple[TensorShard, ...]:
     """Return the shards of the tensor called *name*, of dtype *code*; what follows *held* as in `TensorShard`."""
+    facts = outer, may_differ, axes, is_buffer
     return tuple(
-        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ, axes, is_buffer)
-        for piece in held.pieces
+        [TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), *facts) for piece in held.pieces]
     )
 
 
@@ -212,23 +215,25 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
     """Return the reason why the bytes of *tensor* are not its value, and a remedy; None where they are."""
-    if is_uninitialized(tensor):
-        return "a lazy parameter has no shape yet; run a forward pass first"
-    if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
-        return (
-            f"{kind_in_words(tensor)} keeps its value elsewhere; give its class __tensor_flatten__ and "
-            "__tensor_unflatten__, or a codec (aiockpt.register_codec), or save the tensors it wraps"
-        )
+    if type(tensor) not in ORDINARY:
+        if is_uninitialized(tensor):
+            return "a lazy parameter has no shape yet; run a forward pass first"
+        if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
+            return (
+                f"{kind_in_words(tensor)} keeps its value elsewhere; give its class __tensor_flatten__ and "
+                "__tensor_unflatten__, or a codec (aiockpt.register_codec), or save the tensors it wraps"
+            )
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"
     if tensor.layout != torch.strided:
         return f"a tensor of layout {tensor.layout}; save its indices and values, or its dense form"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a meta tensor has no data; materialise it first (to_empty())"
-    try:
-        from_torch_name(str(tensor.dtype))
-    except UsageError as error:
-        return str(error)
+    if tensor.dtype not in _CODES:
+        try:
+            from_torch_name(str(tensor.dtype))
+        except UsageError as error:
+            return str(error)
     if tensor.dim() > MAX_RANK:
         return f"a tensor of {tensor.dim()} axes, and at most {MAX_RANK} can be stored; save it in another shape"
     if not _has_memory(tensor):
@@ -241,7 +246,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
-        return not tensor.numel() or tensor.data_ptr() != 0
+        return tensor.data_ptr() != 0 or not tensor.numel()
     except RuntimeError:  # torch.func wraps tensors while it transforms a function
         return False
 
@@ -301,12 +306,18 @@ def tensor_name(path: Path, rank: int | None = None) -> str:
     return name if rank is None else f"{name}@rank{rank}"
 
 
+@lru_cache(maxsize=1 << 12)
+def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the one box of a tensor that is held whole; a state has few shapes and many tensors."""
+    return (Box.whole(shape),)
+
+
 _PACKED = {
     dtype
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"u?int[1-7]|float4_e2m1fn_x2", name)
 }
-_CODES = {dtype: from_torch_name(str(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+_CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
 
 
 # Whether a tensor or value that is here can become one of the checkpoint; else the tensor that is made.

@@ -62,6 +62,8 @@ _BY_TORCH_NAME = {row.torch_name: row for row in _TABLE}
 CODES = frozenset(_BY_CODE)
 ITEMSIZES = {row.code: row.itemsize for row in _TABLE}
 """Bytes an element, by code."""
+TORCH_NAMES = {row.code: row.torch_name for row in _TABLE}
+"""The attribute of ``torch``, by code; an older torch lacks some."""
 
 
 def itemsize(code: str) -> int:

@@ -10,7 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from aiockpt.errors import UsageError
@@ -269,6 +269,17 @@ def _escape(key: str) -> str:
 def prefixes(name: str) -> list[str]:
     """Return the names of all that the leaf *name* (from `join_name`) is a part of, the longest (itself) first."""
     return [name[: token.end()] for token in _TOKEN.finditer(name)][::-1]
+
+
+def add_with_prefixes(names: Iterable[str], known: set[str]) -> None:
+    """Add to *known*, which has with each name all that it is a part of, more *names* and what these are parts of."""
+    for name in names:
+        while name and name not in known:
+            if "\\" in name:
+                known.update(prefixes(name))
+                break
+            known.add(name)
+            name = name[: max(name.rfind("."), name.rfind("["), 0)]
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.document import check_unique_keys, parse
+from aiockpt.format.document import check_unique_keys, collector_paused, parse
 from aiockpt.format.dtypes import ITEMSIZES, is_native
 from aiockpt.format.manifest import Count, Dims
 from aiockpt.format.names import MAX_NAME_BYTES
@@ -121,14 +121,31 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
         if not body.startswith(b"{"):
             raise ManifestError("safetensors header does not start with an object")
         fields = parse(body, dict[str, Raw], "safetensors header")
-        check_unique_keys(body, "safetensors header")
-        metadata = parse(fields.pop(_METADATA, Raw(b"{}")), dict[str, str], "safetensors metadata")
-        wires = [(name, parse(raw, _Wire, f"safetensors entry {name[:80]!r}")) for name, raw in fields.items()]
+        raw_metadata = bytes(fields.pop(_METADATA, b""))
+        metadata = parse(raw_metadata or b"{}", dict[str, str], "safetensors metadata")
+        check_unique_keys(raw_metadata, "safetensors metadata")
+        entries = _decode_entries(fields)
+        # Ten quotes for each decoded entry (a name, three keys, a dtype): there are no more of them, and none was dropped.
+        if body.count(b'"') != 10 * len(entries) + (2 + raw_metadata.count(b'"') if raw_metadata else 0):
+            check_unique_keys(body, "safetensors header")
     except ManifestError as error:
         raise CorruptionError(str(error)) from error
-    entries = sorted((Entry(name, w.dtype, w.shape, *w.data_offsets) for name, w in wires), key=_payload_order)
+    entries.sort(key=_payload_order)
     _check_tiling(entries, file_size - data_start)
     return Header(tuple(entries), metadata, data_start)
+
+
+def _decode_entries(fields: Mapping[str, Raw]) -> list[Entry]:
+    name, decode = "", msgspec.json.Decoder(_Wire).decode
+    entries = []
+    try:
+        with collector_paused():
+            for name, raw in fields.items():
+                wire = decode(raw)
+                entries.append(Entry(name, wire.dtype, wire.shape, *wire.data_offsets))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"safetensors entry {name[:80]!r} cannot be read: {error}") from error
+    return entries
 
 
 def _payload_order(entry: Entry) -> tuple[int, int]:

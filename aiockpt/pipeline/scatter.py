@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import Manifest
 from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
 from aiockpt.state.geometry import Box
@@ -30,13 +31,14 @@ class Places:
     def __init__(
         self, manifest: Manifest, shards: Sequence[TensorShard], scratch_limit_bytes: int | None = None
     ) -> None:
-        self._live = [shard.data.detach() for shard in shards]
+        self._live = [shard.data for shard in shards]
         self._dense = [tensor if is_fillable(tensor) else _staging(tensor) for tensor in self._live]
         self._wanted: list[Wanted] = []
-        self._parts: list[torch.Tensor] = []  # one 1-D tensor for each wanted box
+        self._parts: list[torch.Tensor] = []  # a dense tensor for each wanted box
         for shard, dense in zip(shards, self._dense, strict=True):
             self._add(shard, dense)
-        self.plan: LoadPlan = plan_load(manifest, self._wanted, scratch_limit_bytes)
+        with collector_paused():
+            self.plan: LoadPlan = plan_load(manifest, self._wanted, scratch_limit_bytes)
         memory = torch.empty(self.plan.scratch_bytes, dtype=torch.uint8)
         self._scratch = [memory[offset : offset + size] for offset, size in self.plan.scratch]
         self._unplaced: dict[int, list[Scattered]] = {}
@@ -45,6 +47,10 @@ class Places:
         self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
 
     def _add(self, shard: TensorShard, dense: torch.Tensor) -> None:
+        if len(shard.boxes) == 1:
+            self._wanted.append(Wanted(shard.name, shard.boxes[0]))
+            self._parts.append(dense)
+            return
         flat = dense.view(-1)
         start = 0
         for box in shard.boxes:
@@ -98,7 +104,7 @@ def _staging(tensor: torch.Tensor) -> torch.Tensor:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return a dense host tensor's memory as bytes; valid while the tensor lives."""
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     if not size:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -92,6 +92,11 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
     uncovered: list[str] = []
     for number, want in enumerate(wanted):
         entry = manifest.tensors[want.name]
+        whole = _whole_piece(entry, want.box)
+        if whole is not None:
+            if whole.end > whole.start:
+                landings.setdefault(whole.file, []).append(Landing(whole.start, whole.end, number, 0))
+            continue
         found = 0
         for piece, stored, overlap in _overlaps(entry, want.box):
             found += overlap.volume
@@ -119,6 +124,15 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
         scratch_bytes=max((one.offset + one.size for one in laid.values()), default=0),
         wanted_bytes=sum(landing.end - landing.start for some in landings.values() for landing in some),
     )
+
+
+def _whole_piece(entry: TensorEntry, wanted: Box) -> Piece | None:
+    """Return the only piece of a tensor, where it is what is wanted: so it is for most, and quick to see."""
+    if len(entry.pieces) == 1:
+        piece = entry.pieces[0]
+        if piece.sizes == wanted.sizes and piece.offsets == wanted.offsets:
+            return piece
+    return None
 
 
 def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
