@@ -13,7 +13,7 @@ from aiockpt.adapters.rename import Strict, Strictness, near_key
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import CheckpointError, StateMismatchError
-from aiockpt.format.names import join_name, prefixes
+from aiockpt.format.names import Names, join_name, prefixes
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
 
@@ -245,9 +245,9 @@ class Differences:
         """Note that what the checkpoint has below *name* is known, and not all of it wanted: the rest is no difference."""
         self._passed_over.add(name)
 
-    def known_names(self) -> set[str]:
-        """Return all names of the checkpoint that something of the state refers to, and what they are parts of."""
-        return {part for name in (*self.used, *self._claimed, *self._passed_over) for part in prefixes(name)}
+    def known_names(self) -> Names:
+        """Return all names of the checkpoint that something of the state refers to."""
+        return Names((*self.used, *self._claimed, *self._passed_over))
 
     def judge(self, scope: Collection[str] | None, *, state_is_whole: bool) -> Judged:
         """Return what did not fit.
@@ -260,7 +260,7 @@ class Differences:
             StateMismatchError: something differs where that is strict.
             UsageError: ``strict`` names nothing.
         """
-        unexpected = list(self._stored.unused(self.used, set(self._claimed), self._passed_over))
+        unexpected = list(self._stored.unused(self.used, self._passed_over, self.known_names()))
         if scope is not None:
             unexpected = [name for name in unexpected if not set(scope).isdisjoint(prefixes(name))]
         if self._hints and unexpected:

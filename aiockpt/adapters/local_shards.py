@@ -8,7 +8,7 @@ import torch
 from aiockpt.state.geometry import Box, flat_range_boxes
 
 
-class LocalPiece(msgspec.Struct, frozen=True, eq=False):
+class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Boxes of the global tensor and the local tensor that has their elements, in this order.
 
     One box: the local tensor has its sizes, and any strides. Several: it is contiguous. No box: it is empty.
@@ -18,7 +18,7 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False):
     local: torch.Tensor
 
 
-class LocalShards(msgspec.Struct, frozen=True, eq=False):
+class LocalShards(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The global shape, and all that this rank holds: at least one piece, which may be empty."""
 
     shape: tuple[int, ...]

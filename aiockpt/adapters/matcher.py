@@ -23,10 +23,21 @@ from aiockpt.adapters.optimizer_forms import FoundOptimizer
 from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, in_words, refill, same_content
 from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, Strict, near
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
-from aiockpt.adapters.tensors import facts_of, fits, hold, is_spread, memory_key, misfit, new_tensor, shards_of
+from aiockpt.adapters.tensors import (
+    facts_of,
+    fits,
+    hold,
+    is_spread,
+    memory_key,
+    misfit,
+    new_tensor,
+    plain_facts,
+    shards_of,
+    whole_boxes,
+)
 from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name, prefixes, split_name
+from aiockpt.format.names import join_name, name_within, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
@@ -103,6 +114,7 @@ class Matcher:
         self._rename: Renaming | Renamed | None = None
         if rename is not None:
             self._rename = Renamed(rename, stored.names()) if isinstance(rename, Rules) else Renaming(rename)
+        self._asks_for_all = only is None and rename is None and not isinstance(strict, Mapping)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
@@ -276,15 +288,15 @@ class Matcher:
 
     def _complete(self) -> None:
         """Request what only the checkpoint has in dicts; a name that map= assigned to something else is used there."""
-        met = self._differences.known_names()
+        known = self._differences.known_names()
         for path, node, here, add in self._incomplete:
-            root = split_name(self.stored_name(path))
+            root = self.stored_name(path)
             for key, inner in members_of(node).items():
-                name = join_name((*root, key))
-                if key not in here and name not in met and not has_named_parts(inner):
-                    value = self.value((*path, key), inner)
-                    self._differences.used.add(name)
-                    self.later(partial(add, key, value))
+                if key in here or has_named_parts(inner) or known.reach(name := name_within(root, key)):
+                    continue
+                value = self.value((*path, key), inner)
+                self._differences.used.add(name)
+                self.later(partial(add, key, value))
 
     def tell(self, what: str) -> None:
         """Report what the load changes beside what was asked for."""
@@ -343,9 +355,29 @@ class Matcher:
             flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
             stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
         """
+        if self._asks_for_all and flat is None and stored is None and self._want_plain(path, tensor):
+            return True
         if not self.selects(path) or not self._enter(path, stored or self.stored_name(path), tensor, flat):
             return False
         self.rewrites(path)
+        return True
+
+    def _want_plain(self, path: Path, tensor: torch.Tensor) -> bool:
+        """Have an ordinary tensor filled that fits what is stored under its own name, as most do; return whether it is one.
+
+        The short way of `want`: to any doubt the long one has the answer.
+        """
+        name = self.name_of(path)
+        facts = self.stored.tensors.get(name)
+        if facts is None or plain_facts(tensor) != facts:
+            return False
+        entry = name, name, tensor
+        if self._filled.setdefault((memory_key(tensor),), entry) is not entry:
+            return False
+        self._differences.used.add(name)
+        self._written.add(name)
+        self._wanted.append(TensorShard(name, *facts, whole_boxes(facts[1]), tensor.detach()))
+        self._made.meet(name, tensor)
         return True
 
     def leave(self, name: str) -> None:

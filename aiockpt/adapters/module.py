@@ -662,5 +662,7 @@ def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) ->
     saved = {} if found is None else members_of(found.node)
     if not mapping or not saved or not all(type(key) is str for key in chain(mapping, saved)):
         return False
+    if not mapping.keys().isdisjoint(saved):
+        return False
     bare = {bare_key(key, mapping) for key in mapping}
-    return mapping.keys().isdisjoint(saved) and not bare.isdisjoint(bare_key(key, saved) for key in saved)
+    return not bare.isdisjoint(bare_key(key, saved) for key in saved)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.format.names import add_with_prefixes, join_name, prefixes
+from aiockpt.format.names import Names, name_within, prefixes
 from aiockpt.state.tree import METADATA, TAG, Node, Path
 
 _PAIRED = ("dict", "OrderedDict")
@@ -68,19 +68,16 @@ class Stored(msgspec.Struct, frozen=True):
 
     def names(self) -> set[str]:
         """Return the name of every tensor and of every value."""
-        return {*self.tensors, *self.alias, *self.left_out, *_value_names(self.values, ())}
+        return {*self.tensors, *self.alias, *self.left_out, *_value_names(self.values, "")}
 
-    def unused(self, used: set[str], claimed: set[str], passed_over: set[str]) -> Iterator[str]:
-        """Yield the names that are not *used*; a part of which nothing was, once.
+    def unused(self, used: set[str], passed_over: set[str], known: Names) -> Iterator[str]:
+        """Yield the names that are not *used*; a part of which nothing is *known*, once.
 
         Args:
-            claimed: parts that belong to something of the state, so that each unused name in them is reported.
             passed_over: parts whose rest does not count.
+            known: both, and parts that belong to something of the state, so that each unused name in them is reported.
         """
-        met: set[str] = set()
-        for some in (used, claimed, passed_over):
-            add_with_prefixes(some, met)
-        roots = set(_unmet_values(self.values, (), met, used | passed_over))
+        roots = set(_unknown_values(self.values, "", known, used | passed_over))
         yield from sorted(roots)
         told = roots | passed_over
         for name in sorted({*self.tensors, *self.alias} - used):
@@ -137,19 +134,18 @@ def _pairs_of(node: Node) -> Iterator[tuple[Any, Node]]:
             yield pair[0], pair[1]
 
 
-def _unmet_values(node: Node, path: Path, met: set[str], done: set[str]) -> Iterator[str]:
-    """Yield the name of each part that is not in *met*; those in *done* were used, or skipped, with all that is in them."""
-    name = join_name(path)
-    if path and name not in met:
+def _unknown_values(node: Node, name: str, known: Names, done: set[str]) -> Iterator[str]:
+    """Yield the name of each part that *known* does not reach; those in *done* were used, or skipped, with all in them."""
+    if name and not known.reach(name):
         yield name
     elif name not in done:
         for key, child in members_of(node).items():
-            yield from _unmet_values(child, (*path, key), met, done)
+            yield from _unknown_values(child, name_within(name, key), known, done)
 
 
-def _value_names(node: Node, path: Path) -> Iterator[str]:
-    if path:
-        yield join_name(path)
+def _value_names(node: Node, name: str) -> Iterator[str]:
+    if name:
+        yield name
     for key, child in members_of(node).items():
         if type(key) is str or type(child) in (dict, list):
-            yield from _value_names(child, (*path, key))
+            yield from _value_names(child, name_within(name, key))

@@ -123,6 +123,23 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
         return None
 
 
+def plain_facts(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
+    """Return dtype code and shape of an ordinary tensor whose memory is its value; None where `hold` must look closer."""
+    if (
+        type(tensor) not in ORDINARY
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+        or is_lazy(tensor)
+        or not _has_memory(tensor)
+        or tensor.dtype in _PACKED
+        or tensor.dim() > MAX_RANK
+    ):
+        return None
+    code = _CODES.get(tensor.dtype)
+    return None if code is None else (code, tuple(tensor.shape))
+
+
 def shards_of(
     name: str,
     code: str,

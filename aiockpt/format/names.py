@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -271,15 +272,32 @@ def prefixes(name: str) -> list[str]:
     return [name[: token.end()] for token in _TOKEN.finditer(name)][::-1]
 
 
-def add_with_prefixes(names: Iterable[str], known: set[str]) -> None:
-    """Add to *known*, which has with each name all that it is a part of, more *names* and what these are parts of."""
-    for name in names:
-        while name and name not in known:
-            if "\\" in name:
-                known.update(prefixes(name))
-                break
-            known.add(name)
-            name = name[: max(name.rfind("."), name.rfind("["), 0)]
+class Names:
+    """A set of names that is asked whether something is one of them, or has one of them in it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = set(names)
+        self._sorted: list[str] | None = None
+
+    def reach(self, part: str) -> bool:
+        """Return whether *part*, a name, is one of the names, or what one of them is a part of."""
+        if part in self._names:
+            return True
+        if self._sorted is None:
+            self._sorted = sorted(self._names)
+        return any(self._begins(f"{part}{end}") for end in (".", "["))
+
+    def _begins(self, start: str) -> bool:
+        assert self._sorted is not None
+        at = bisect_left(self._sorted, start)
+        return at < len(self._sorted) and self._sorted[at].startswith(start)
+
+
+def name_within(name: str, part: str | int) -> str:
+    """Return the name of *part* of the leaf or container *name*, as `join_name` would."""
+    if isinstance(part, int):
+        return f"{name}[{part}]"
+    return f"{name}.{_escape(part)}" if name else _escape(part)
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ about 2 µs, as much as reading 32 KiB."""
 _FEW_PIECES = 16
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True, gc=False):
     """A wanted box of a tensor, row-major in a memory of its own."""
 
     name: str

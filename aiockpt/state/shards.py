@@ -17,7 +17,7 @@ from aiockpt.format.dtypes import itemsize
 from aiockpt.state.geometry import Box
 
 
-class TensorShard(msgspec.Struct, frozen=True, eq=False):
+class TensorShard(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What this rank holds of one tensor.
 
     Attributes:

@@ -306,6 +306,7 @@ def _deep(depth: int, opening: str, closing: str) -> str:
 
 TEXT_EDITS: dict[str, tuple[Callable[[str], str], str]] = {
     "id twice": (_replace('"id":', '"id":"other","id":'), "'id' twice"),
+    "the values twice": (_replace('"global":{', '"global":{},"global":{'), "'global' twice"),
     "digest-like member twice": (_replace('"id":', '"x":1,"x":1,"id":'), "'x' twice"),
     "tensors twice": (_replace('"tensors":', '"tensors":{},"tensors":'), "'tensors' twice"),
     "a tensor twice": (

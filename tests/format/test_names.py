@@ -138,3 +138,15 @@ def test_a_name_that_joining_never_writes_is_refused(name: str) -> None:
 def test_a_part_that_has_no_name_is_refused(part: object) -> None:
     with pytest.raises(UsageError):
         names.join_name(["a", part])  # type: ignore[list-item]
+
+
+@given(st.lists(PATHS.filter(bool), max_size=6), PATHS.filter(bool))
+def test_names_are_reached_by_what_they_are_parts_of(
+    paths: list[tuple[str | int, ...]], other: tuple[str | int, ...]
+) -> None:
+    every = list(map(names.join_name, paths))
+    known = names.Names(every)
+    for name in (names.join_name(other), *(part for one in every for part in names.prefixes(one))):
+        assert known.reach(name) == any(name in names.prefixes(one) for one in every)
+    *outer, last = other
+    assert names.name_within(names.join_name(outer), last) == names.join_name(other)

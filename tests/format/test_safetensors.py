@@ -136,6 +136,11 @@ HOSTILE_HEADERS = {
     "a tensor twice": (_file(f'{{"x":{json.dumps(X)},"x":{json.dumps(X)}}}'.encode()), "'x' twice"),
     "a tensor twice, escaped": (_file(f'{{"x":{json.dumps(X)},"\\u0078":{json.dumps(X)}}}'.encode()), "'x' twice"),
     "a field twice": (_file(b'{"x":{"dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8]}}'), "'dtype' twice"),
+    "metadata twice": (_file(b'{"__metadata__":{"a":"","a":""},"x":' + json.dumps(X).encode() + b"}"), "'a' twice"),
+    "a tensor whose name has quotes, twice": (
+        _file(f'{{"\\"x":{json.dumps(X)},"\\"x":{json.dumps(X)}}}'.encode()),
+        "'.x' twice",
+    ),
     "hole at the start": (_file({"x": {**X, "shape": [4], "data_offsets": [4, 8]}}), "ends at 0"),
     "hole": (
         _file({"x": {**X, "shape": [2], "data_offsets": [0, 2]}, "y": {**X, "shape": [4], "data_offsets": [4, 8]}}),
