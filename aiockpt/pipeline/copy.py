@@ -25,7 +25,7 @@ from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.discover import find_copy, look_at
+from aiockpt.pipeline.discover import find_copy, find_copy_in, look_at
 from aiockpt.pipeline.fetch import CopySource, VerifiedBlocks
 from aiockpt.pipeline.upload import BlockSums
 from aiockpt.runtime.limits import Limiter, Pace, note_progress, run_blocking
@@ -176,8 +176,14 @@ async def _find_strays(target: Backend, committed: Manifest) -> list[str]:
 
 
 async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
-    """Commit at *target* a step whose *files* are durable there."""
+    """Commit at *target* a step whose *files* are durable there, unless another copier has done it meanwhile.
+
+    Two generations of one attempt must not be: the clean-up after one of them removes the files of the other.
+    """
     entry = await look_at(target, source.id)
+    if (there := await find_copy_in(target, entry, source.attempt)) is not None:
+        await _clean_up(target, there)
+        return there
     generation, write_id = max(entry.generations, default=0) + 1, world.token(16).hex()
     in_order = [files[index] for index in range(len(source.files))]
     new = await run_blocking(Limiter("copied manifest", 1), source.manifest, in_order, generation, write_id)

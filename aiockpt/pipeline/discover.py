@@ -351,7 +351,11 @@ async def read_generation(backend: Backend, step_id: str, generation: int) -> Ma
 
 async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
     """Return the manifest of the generation at *target* that holds *attempt*; None when there is none."""
-    entry = await look_at(target, step_id)
+    return await find_copy_in(target, await look_at(target, step_id), attempt)
+
+
+async def find_copy_in(target: Backend, entry: StepEntry, attempt: str) -> Manifest | None:
+    """Return the same for a step that was listed."""
     if attempt not in entry.attempts:
         return None
     for generation in entry.generations:

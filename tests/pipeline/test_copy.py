@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 import torch
@@ -21,6 +22,7 @@ from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import OsClock, World
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.transfer import walk
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL
@@ -158,6 +160,41 @@ async def test_two_copiers_of_one_step_end_with_one_checkpoint(tmp_path: Path) -
     assert len(done) == 3
     assert len({manifest.write_id for manifest in done}) == 1
     assert (await look_at(target, STEP)).generations == (1,)
+    await load(tmp_path / "b")
+
+
+class Between(Forwarding):
+    """A place that sets *done* after the first call of *verb*, and then waits for *until*."""
+
+    def __init__(self, inner: Backend, verb: str, done: anyio.Event, until: anyio.Event) -> None:
+        super().__init__(inner)
+        self._verb, self._done, self._until = verb, done, until
+
+    async def forward(self, call: BackendCall) -> Any:
+        answer = await call()
+        if call.verb == self._verb and not self._done.is_set() and ("MANIFEST" in call.key or self._verb == "put"):
+            self._done.set()
+            await self._until.wait()
+        return answer
+
+
+async def test_a_copier_that_commits_before_another_one_has_cleaned_up_leaves_its_files(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    committed, noted, ended = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def second() -> None:
+        await copy([source], Between(target, "put", noted, committed))
+        ended.set()
+
+    async with open_tasks() as tasks:
+        tasks.start_soon(second)
+        await noted.wait()
+        await copy([source], Between(target, "put_new", committed, ended))
+    assert (await look_at(target, STEP)).generations == (1,)
+    assert len([key for key in await keys(target) if key.endswith(".safetensors")]) == len(
+        (await copy_of(target)).manifest.files
+    )
     await load(tmp_path / "b")
 
 
