@@ -1,9 +1,10 @@
-"""Programs that tests start do not import torch's compiler for the sake of an optimizer: half of what starting one costs.
+"""Programs that tests start do not import what torch has for compilers: two thirds of what starting one costs.
 
-The first step of an optimizer imports ``torch._dynamo``, to tell the compiler to stay away: more than a second of
-processor time, in each of the hundreds of processes of ``make test``, none of which compiles. With this folder on
-``PYTHONPATH`` Python imports this module before anything else: then ``torch._dynamo`` is a module that answers these
-requests itself, and gives way to the real one as soon as anything else is asked of it. `tests.conftest` sets that path.
+``import torch`` registers how each operator computes shapes without data, and the first step of an optimizer imports
+``torch._dynamo``, to tell the compiler to stay away: more than two seconds of processor time, in each of the hundreds of
+processes of ``make test``, none of which compiles. With this folder on ``PYTHONPATH`` Python imports this module before
+anything else: then these modules of torch are empty, and give way to the real ones as soon as anything of them is used, or
+one of those that need them is imported. `tests.conftest` sets that path.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-COMPILER = "torch._dynamo"
+LIGHT = ("torch._dynamo", "torch._meta_registrations", "torch.export")
+"""Modules that are empty until they are used."""
+NEED_SHAPES = ("torch._inductor", "torch.distributed.tensor")
+"""Modules that compute shapes without data."""
 
 
 class _Light(ModuleType):
-    """What optimizers ask of the compiler, and no more."""
+    """What optimizers ask of the compiler; whatever else is asked of a module is answered by the real one."""
 
     @staticmethod
     def graph_break() -> None:
@@ -29,32 +33,41 @@ class _Light(ModuleType):
 
     @staticmethod
     def disable(function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """Return *function* as it is: nobody compiles it. Without one, return what does so."""
+        """Return *function* as it is: nothing compiles it. Without one, return what does so."""
         return _Light.disable if function is None else function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(_import_real(), name)
+        return getattr(_import_real(self.__name__), name)
 
 
 class _LightLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Light(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None: ...
+    def exec_module(self, module: ModuleType) -> None:
+        """Do the one thing that a program without a compiler needs of the real ones: random generators get their class."""
+        if module.__name__ == "torch._meta_registrations" and hasattr(sys.modules["torch._C"], "_set_generator_metaclass"):
+            import_module("torch._C")._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the light module in place of the real one, until anything below it is imported."""
+    """Finds the light modules in place of the real ones, until anything below them is imported."""
+
+    def __init__(self) -> None:
+        self.light = set(LIGHT)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == COMPILER:
+        if fullname in self.light:
             return ModuleSpec(fullname, _LightLoader(), is_package=True)
-        if fullname.startswith(f"{COMPILER}."):
-            _import_real()
+        if fullname in NEED_SHAPES:
+            _import_real("torch._meta_registrations")
+        below = next((name for name in self.light if fullname.startswith(f"{name}.")), None)
+        if below is not None:
+            _import_real(below)
             return find_spec(fullname)
         return None
 
@@ -62,13 +75,13 @@ class _Finder(MetaPathFinder):
 _finder = _Finder()
 
 
-def _import_real() -> ModuleType:
+def _import_real(name: str) -> ModuleType:
     """Put the real module in the place of the light one, and return it."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-        sys.modules.pop(COMPILER, None)
-        vars(sys.modules["torch"]).pop("_dynamo", None)
-    return import_module(COMPILER)
+    if name in _finder.light:
+        _finder.light.remove(name)
+        sys.modules.pop(name, None)
+        vars(sys.modules["torch"]).pop(name.rpartition(".")[2], None)
+    return import_module(name)
 
 
 sys.meta_path.insert(0, _finder)
