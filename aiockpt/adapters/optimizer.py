@@ -15,6 +15,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
 from aiockpt.format.checksum import digest128
 from aiockpt.format.names import join_name, split_name
+from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
@@ -51,6 +53,11 @@ if TYPE_CHECKING:
 #   which they differ fails and names it. What is each rank's own is put into ``aiockpt.per_rank``.
 
 
+logger = logging.getLogger("aiockpt")
+Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
+State = Mapping[Any, Any]
+_logged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose own parameters were logged."""
 Form = Literal["like", "part", "whole", "own"]
 """How a state tensor lies beside its parameter: spread as it says itself (or beside one that is not spread), a plain part,
 a plain replica, or something of its own that all ranks have alike."""
@@ -101,45 +108,33 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     placements: tuple[str, ...] = ()
 
 
-class StateParts:
-    """The state tensors of one optimizer."""
+def _find_cut(owners: Mapping[Path, Owner], states: Iterable[tuple[Path, State]]) -> set[Any]:
+    """Return the keys under which plain tensors are the parts of their parameters."""
+    cut, uncut = set[Any](), set[Any]()
+    if any(owner.is_spread for owner in owners.values()):
+        for path, state in states:
+            for key, value in state.items():
+                if has_own_bytes(value):
+                    is_part = not is_spread(value) and tuple(value.shape) == owners[path].local_shape
+                    (cut if is_part else uncut).add(key)
+    return cut - uncut
 
-    def __init__(self, owners: Mapping[Path, Owner], states: Iterable[tuple[Path, Mapping[Any, Any]]]) -> None:
-        self._owners = owners
-        self._cut: set[Any] = set()
-        uncut: set[Any] = set()
-        if any(owner.is_spread for owner in owners.values()):
-            for path, state in states:
-                for key, value in state.items():
-                    if has_own_bytes(value):
-                        is_part = not is_spread(value) and tuple(value.shape) == owners[path].local_shape
-                        (self._cut if is_part else uncut).add(key)
-            self._cut -= uncut
 
-    def place(self, path: Path, key: Any, value: torch.Tensor) -> Placed | None:
-        """Return what to save of the state *value* of the parameter at *path*; None where other ranks save it."""
-        owner = self._owners[path]
-        if is_dtensor(value):
-            return Placed(value, value, None, "like", _placements(value, owner.parameter))
-        if not owner.is_spread or is_spread(value):
-            return Placed(value, value, None, "like")
-        if value.dim() and key in self._cut:
-            if owner.flat is not None:
-                return Placed(value, value, owner.flat, "like")
-            return Placed(value, as_dtensor(value.detach(), owner.parameter), None, "part")
-        if owner.is_elsewhere:
-            return None
-        if not value.dim():
-            return Placed(value, value, None, "like")
-        return Placed(value, value, None, "whole" if tuple(value.shape) == owner.shape else "own")
-
-    def saves_values(self, path: Path) -> bool:
-        """Return whether this rank saves what is no tensor in the state of the parameter at *path*."""
-        return not self._owners[path].is_elsewhere
-
-    def must_agree(self, path: Path) -> bool:
-        """Return whether tensors inside such values must be the same on all ranks."""
-        return self._owners[path].is_spread
+def _place(owner: Owner, value: torch.Tensor, *, is_cut: bool) -> Placed | None:
+    """Return what to save of the state tensor *value* of a parameter; None where other ranks save it."""
+    if is_dtensor(value):
+        return Placed(value, value, None, "like", _placements(value, owner.parameter))
+    if not owner.is_spread or is_spread(value):
+        return Placed(value, value, None, "like")
+    if value.dim() and is_cut:
+        if owner.flat is not None:
+            return Placed(value, value, owner.flat, "like")
+        return Placed(value, as_dtensor(value.detach(), owner.parameter), None, "part")
+    if owner.is_elsewhere:
+        return None
+    if not value.dim():
+        return Placed(value, value, None, "like")
+    return Placed(value, value, None, "whole" if tuple(value.shape) == owner.shape else "own")
 
 
 def _placements(value: DTensor, parameter: torch.Tensor) -> tuple[str, ...]:
@@ -199,14 +194,6 @@ def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
             "consolidate_state_dict(to=rank) on all ranks and save its state_dict() on that one",
         )
     return inner
-
-
-logger = logging.getLogger("aiockpt")
-
-Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
-State = Mapping[Any, Any]
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers whose own parameters were logged."""
 
 
 class OptimizerView(msgspec.Struct, frozen=True):
@@ -277,10 +264,10 @@ def own_parameters(
                 yield owner, parameter
 
 
-def _tell(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
+def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
     """Log once which parameters are saved with the optimizer because they have no name."""
-    if own and optimizer not in _told:
-        _told.add(optimizer)
+    if own and optimizer not in _logged:
+        _logged.add(optimizer)
         logger.warning(
             "%s: parameters that are in no module of the state are saved with the optimizer, by group and place: %s; put "
             "their module into the state to have names, and its buffers too",
@@ -307,7 +294,7 @@ class OptimizerPart:
         own = dict(own_parameters(optimizer, self._members, index))
         for owner, parameter in own.items():
             keep(owner, parameter, index.slice_of(parameter))
-        _tell(optimizer, path, own)
+        _log_own(optimizer, path, own)
         watch.attribute(attrgetter("__class__"), optimizer)
         if self._keeper is not optimizer:
             watch.attribute(attrgetter("optim"), optimizer)
@@ -319,27 +306,11 @@ class OptimizerPart:
         if self._plain:
             self._view = view_plain(optimizer, self._members)
             self._watch_plain(watch)
-            self._content = self._sort(self._view)
+            self._content = _SavedState(self._view, self._owners, path)
             for place, placed in self._content.tensors:
                 keep(place, placed.tensor, placed.flat)
                 if placed.form == "part":  # the walk has a DTensor in its memory, which becomes stale if it moves
                     watch.tensor(placed.source)
-
-    def _sort(self, view: OptimizerView) -> _SavedState:
-        """Return what of a view this rank saves, and how."""
-        parts = StateParts(self._owners, view.states)
-        content = _SavedState(parts)
-        for owner, state in view.states:
-            forms: dict[Any, Placed] = {}
-            for key, value in state.items():
-                if not has_own_bytes(value):
-                    if parts.saves_values(owner):
-                        content.values.append((owner, state, key))
-                elif (placed := parts.place(owner, key, value)) is not None:
-                    forms[key] = placed
-                    content.tensors.append((state_path(self._path, owner, key), placed))
-            content.rows.append((owner, forms))
-        return content
 
     def _watch_plain(self, watch: Watch) -> None:
         optimizer = self._keeper
@@ -351,7 +322,8 @@ class OptimizerPart:
         else:
             watch.mapping(optimizer.state)
         for _, state in self._view.states:
-            watch.keys(state, _tensor_keys(state)) if _value_keys(state) else watch.mapping(state)
+            tensors = [key for key, value in state.items() if has_own_bytes(value)]
+            watch.mapping(state) if len(tensors) == len(state) else watch.keys(state, tensors)
 
     def refresh(self, value: object, run: Run) -> Node:
         """Return the node of the optimizer's values; the tensors of a plain one were kept by the walk."""
@@ -362,7 +334,7 @@ class OptimizerPart:
         view = view_general(self._optimizer, self._members)
         if view is None:
             return {TAG: "stateful", "value": run.encode(self._optimizer.state_dict(), self._path)}
-        content = self._sort(view)
+        content = _SavedState(view, self._owners, self._path)
         for place, placed in content.tensors:
             run.put(place, placed.tensor, placed.flat)
         return self._node(view, content, run)
@@ -381,11 +353,11 @@ class OptimizerPart:
                 {"params": names, "values": self._refresh_group(group, number, run, digests)}
                 for number, (group, names) in enumerate(zip(view.groups, self._names, strict=True))
             ],
-            "state": content.table(self._members),
+            "state": content.table,
             "values": [
                 [join_name(owner), key, self._encode(state[key], state_path(self._path, owner, key), run, alike)]
                 for owner, state, key in content.values
-                for alike in (digests if content.parts.must_agree(owner) else None,)
+                for alike in (digests if self._owners[owner].is_spread else None,)
             ],
         }
         if view.rest:
@@ -416,49 +388,53 @@ class OptimizerPart:
 
 
 class _SavedState:
-    """What one rank saves of the state of its parameters.
+    """What one rank saves of the state of the parameters of an optimizer at a path.
 
     Attributes:
-        parts: how tensors lie beside their parameters.
         tensors: with their paths.
         values: (parameter, its state, key) of what is no tensor.
-        rows: the keys of each parameter's tensors.
     """
 
-    def __init__(self, parts: StateParts) -> None:
-        self.parts = parts
+    def __init__(self, view: OptimizerView, owners: Mapping[Path, Owner], path: Path) -> None:
         self.tensors: list[tuple[Path, Placed]] = []
         self.values: list[tuple[Path, State, Any]] = []
-        self.rows: list[tuple[Path, dict[Any, Placed]]] = []
-        self._table: list[dict[str, Any]] | None = None
+        self._members = view.members
+        self._rows: list[tuple[Path, dict[Any, Placed]]] = []
+        cut = _find_cut(owners, view.states)
+        for place, state in view.states:
+            owner, row = owners[place], dict[Any, Placed]()
+            for key, value in state.items():
+                if has_own_bytes(value):
+                    if (placed := _place(owner, value, is_cut=key in cut)) is not None:
+                        row[key] = placed
+                        self.tensors.append((state_path(path, place, key), placed))
+                elif not owner.is_elsewhere:
+                    self.values.append((place, state, key))
+            self._rows.append((place, row))
 
-    def table(self, members: Sequence[Sequence[Path]]) -> list[dict[str, Any]]:
-        """Return which parameters have which tensors, by their numbers in the groups: most have the same."""
-        if self._table is None:
-            self._table = self._make_table(members)
-        return self._table
-
-    def _make_table(self, members: Sequence[Sequence[Path]]) -> list[dict[str, Any]]:
-        numbers = {owner: number for number, owner in enumerate(owner for some in members for owner in some)}
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """Which parameters have which tensors, by their numbers in the groups: most have the same."""
+        numbers = {owner: number for number, owner in enumerate(owner for some in self._members for owner in some)}
         rows: dict[tuple[tuple[Any, Form, tuple[str, ...]], ...], list[int]] = {}
-        for owner, forms in self.rows:
-            if not all(type(key) in (str, int) for key in forms):
+        for owner, row in self._rows:
+            if not all(type(key) in (str, int) for key in row):
                 refuse(owner, "the optimizer's state of this parameter has keys that are neither text nor integers")
-            said: tuple[tuple[Any, Form, tuple[str, ...]], ...]
-            said = tuple((key, placed.form, placed.placements) for key, placed in forms.items())
+            said = tuple((key, placed.form, placed.placements) for key, placed in row.items())
             rows.setdefault(said, []).append(numbers[owner])
         return [_write_row(said, some) for said, some in rows.items()]
 
 
 def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[int]) -> dict[str, Any]:
-    row = {
-        "keys": [key for key, _, _ in said],
-        "params": params,
-        "part": [key for key, form, _ in said if form == "part"],
-        "whole": [key for key, form, _ in said if form in ("whole", "own")],
-        "spread": [[key, list(placements)] for key, _, placements in said if placements],
-    }
-    return {key: value for key, value in row.items() if value or key in ("keys", "params")}
+    row = OptimizerRow(
+        [key for key, _, _ in said],
+        params,
+        [key for key, form, _ in said if form == "part"],
+        [key for key, form, _ in said if form in ("whole", "own")],
+        [(key, list(placements)) for key, _, placements in said if placements],
+    )
+    written: dict[str, Any] = msgspec.to_builtins(row)
+    return written
 
 
 def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView:
@@ -505,11 +481,3 @@ def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Opt
 def state_path(path: Path, owner: Path, key: str | int) -> Path:
     """Return the path of one entry of the state of the parameter at *owner*."""
     return (*path, "state", *owner, key)
-
-
-def _tensor_keys(state: State) -> list[Any]:
-    return [key for key, value in state.items() if has_own_bytes(value)]
-
-
-def _value_keys(state: State) -> list[Any]:
-    return [key for key, value in state.items() if not has_own_bytes(value)]

@@ -7,7 +7,8 @@ Programs save an optimizer itself, or the dict that they got from it:
 - *by names in the module*: torch's ``get_optimizer_state_dict(model, optimizer)`` (also in ``get_state_dict``), and
 - the same *flat*: with ``flatten_optimizer_state_dict=True``.
 
-`read_form` makes a `SavedOptimizer` of any of them; `pair_up` matches its parameters with those here.
+`read_form` makes a `SavedOptimizer` of any of them, and of such a dict in the state; `pair_up` matches its parameters with
+others.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import msgspec
 from torch.optim import Optimizer
 
+from aiockpt.adapters.plain_values import same_content
 from aiockpt.adapters.stored import is_tensor_node, members_of
 from aiockpt.format.names import join_name, split_name
-from aiockpt.format.optimizers import OptimizerNode
+from aiockpt.format.optimizers import OptimizerNode, OptimizerRow
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
 
@@ -42,9 +44,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         flat: whether that is the flat form.
         class_name, keys: which class saved it, and what its groups have by default; None where unknown.
         rest: state that belongs to no parameter, or None.
-        part, whole, spread: of each parameter that was spread over ranks, keys whose tensors were plain ones, each rank's
-            its part; those that all ranks had alike; and those that were spread in another way
-            (`aiockpt.format.optimizers.OptimizerRow`).
+        rows: how the tensors of each parameter lay beside it, where it was spread over ranks.
     """
 
     groups: list[dict[str, Node]]
@@ -55,14 +55,12 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     class_name: str | None = None
     keys: frozenset[str] | None = None
     rest: Node = None
-    part: Mapping[Id, frozenset[Id]] = {}
-    whole: Mapping[Id, frozenset[Id]] = {}
-    spread: Mapping[Id, Mapping[Id, Sequence[str]]] = {}
+    rows: Mapping[Id, OptimizerRow] = {}
 
     @property
     def by_numbers(self) -> bool:
         """Whether parameters have numbers, and no names."""
-        return has_numbers(self.members)
+        return _has_numbers(self.members)
 
     def group_of(self) -> dict[Id, int]:
         """Return the number of each parameter's group."""
@@ -79,6 +77,23 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
             for (one,), group in zip(self.members, self.groups, strict=True):
                 yield from ((f"param_groups.{one}.{key}",) for key in group)
             yield from ((f"state.{one}.{key}",) for one in ids for key in self.state.get(one, ()))
+
+
+def read_form(node: Node, path: Path) -> SavedOptimizer | None:
+    """Return what a node at *path* of the checkpoint holds in any of the forms; None where it has another form.
+
+    Raises:
+        ManifestError: it is of an optimizer, and not as one is written.
+    """
+    kind = node.get(TAG) if type(node) is dict else None
+    if kind == "optimizer":
+        return read_node(node, path)
+    if kind == "stateful":
+        return read_form(node.get("value"), path)
+    items = pairs_of(node)
+    if items is None:
+        return None
+    return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
 
 
 def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
@@ -109,79 +124,12 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
         class_name=None if wire.class_name is msgspec.UNSET else wire.class_name,
         keys=None if wire.keys is msgspec.UNSET else frozenset(wire.keys),
         rest=None if wire.rest is msgspec.UNSET else wire.rest,
-        part={owner: frozenset(row.part) for owner, row in rows.items() if row.part},
-        whole={owner: frozenset(row.whole) for owner, row in rows.items() if row.whole},
-        spread={owner: dict(row.spread) for owner, row in rows.items() if row.spread},
+        rows=dict[Id, OptimizerRow](rows.items()),
     )
 
 
-def read_form(node: Node, path: Path) -> SavedOptimizer | None:
-    """Return what a node at *path* of the checkpoint holds in any of the forms; None where it has another form.
-
-    Raises:
-        ManifestError: as `read_node`.
-    """
-    if type(node) is not dict:
-        return None
-    if node.get(TAG) == "optimizer":
-        return read_node(node, path)
-    if node.get(TAG) == "stateful":
-        return read_form(node.get("value"), path)
-    items = pairs_of(node)
-    if items is None:
-        return None
-    return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
-
-
-class FoundOptimizer(msgspec.Struct, frozen=True):
-    """An optimizer of the checkpoint: its path there, its content, and which of its parameters are matched in the state."""
-
-    path: Path
-    saved: SavedOptimizer
-    met: set[Id] = msgspec.field(default_factory=set)
-
-
-def find_optimizers(node: Node, path: Path = ()) -> Iterator[FoundOptimizer]:
-    """Yield each optimizer, in any form, of a tree of values.
-
-    Raises:
-        ManifestError: as `read_node`.
-    """
-    if path and (saved := read_form(node, path)) is not None:
-        yield FoundOptimizer(path, saved)
-        return
-    for key, inner in members_of(node).items():
-        yield from find_optimizers(inner, (*path, key))
-
-
-def has_numbers(members: Iterable[Iterable[Id]]) -> bool:
-    """Return whether the parameters of groups have numbers, and no names."""
-    return any(type(one) is int for some in members for one in some)
-
-
-def is_form(value: object) -> bool:
-    """Return whether a value of the state is a dict in one of the forms."""
-    if not isinstance(value, dict):
-        return False
-    if value.keys() == {"state", "param_groups"}:
-        return isinstance(value["state"], dict) and isinstance(value["param_groups"], list)
-    return bool(value) and all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value)
-
-
-def pairs_of(node: Node) -> dict[Any, Node] | None:
-    """Return what the node of a dict holds, by its keys; None for another node, or keys that are no text or integers."""
-    if type(node) is not dict:
-        return None
-    if TAG not in node:
-        return node
-    items = node.get("items")
-    if node[TAG] not in ("dict", "OrderedDict", "defaultdict") or type(items) is not list:
-        return None
-    pairs = [pair for pair in items if type(pair) is list and len(pair) == 2 and type(pair[0]) in (str, int)]
-    return dict(pairs) if len(pairs) == len(items) else None
-
-
 def _read_dict(items: Mapping[Any, Node]) -> SavedOptimizer | None:
+    """Read ``{"state": …, "param_groups": …}``, by numbers or names."""
     states, groups = pairs_of(items["state"]), items["param_groups"]
     if states is None or type(groups) is not list:
         return None
@@ -219,46 +167,50 @@ def _read_flat(items: Mapping[Any, Node]) -> SavedOptimizer | None:
     return SavedOptimizer(list(groups.values()), [[name] for name in groups], state, is_dict=True, flat=True)
 
 
-def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: bool = False) -> dict[Id, Id]:
-    """Return which parameter of *saved* each one here is; those that it does not have are left out.
+def pairs_of(node: Node) -> dict[Any, Node] | None:
+    """Return what the node of a dict holds, by its keys; None for another node, or keys that are no text or integers.
 
-    Where one side has numbers only, parameters are matched by their place if both sides have the same groups, else not.
-
-    Args:
-        members: the parameters of each group here: numbers, or names with a dot between their parts.
-        flat: whether here each parameter has a group of its own, because it is the flat form.
+    A dict of the state, which may be of a subclass, is its own node here.
     """
-    here = [one for some in members for one in some]
-    there = [one for some in saved.members for one in some]
-    if saved.by_numbers or has_numbers(members):
-        groups_differ = list(map(len, members)) != list(map(len, saved.members))
-        if len(here) != len(there) or (groups_differ and not (flat or saved.flat)):
-            return {}
-        return dict(zip(here, there, strict=True))
-    # A module's state_dict() has keys with dots where the module itself has paths: both are the same name. Names of one
-    # side may begin at a module, and those of the other at the top of the state.
-    ours = {str(one): one for one in here}
-    theirs = {str(one) if saved.is_dict else ".".join(map(str, split_name(str(one)))): one for one in there}
-    best: dict[Id, Id] = {one: theirs[name] for name, one in ours.items() if name in theirs}
-    if len(best) == len(ours):
-        return best
-    for cut_ours, cut_theirs in _cuts(ours, theirs):
-        known = {_cut(name, cut_theirs): one for name, one in theirs.items()}
-        trial = {one: known[cut] for name, one in ours.items() if (cut := _cut(name, cut_ours)) in known}
-        if len(trial) > len(best) and len(set(trial.values())) == len(trial):
-            best = trial
-    return best
+    if not isinstance(node, dict):
+        return None
+    if TAG not in node:
+        return node
+    items = node.get("items")
+    if node[TAG] not in ("dict", "OrderedDict", "defaultdict") or type(items) is not list:
+        return None
+    pairs = [pair for pair in items if type(pair) is list and len(pair) == 2 and type(pair[0]) in (str, int)]
+    return dict(pairs) if len(pairs) == len(items) else None
 
 
-def _cuts(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield how many leading parts may be missing: of our names, or of theirs."""
-    for depth in range(1, 1 + max((name.count(".") for name in (*ours, *theirs)), default=0)):
-        yield depth, 0
-        yield 0, depth
+def is_form(value: object) -> bool:
+    """Return whether a value of the state is a dict in one of the forms."""
+    if not isinstance(value, dict):
+        return False
+    if value.keys() == {"state", "param_groups"}:
+        return isinstance(value["state"], dict) and isinstance(value["param_groups"], list)
+    return bool(value) and all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value)
 
 
-def _cut(name: str, depth: int) -> str:
-    return name.split(".", depth)[-1] if name.count(".") >= depth else ""
+class FoundOptimizer(msgspec.Struct, frozen=True):
+    """An optimizer of the checkpoint: its path there, its content, and which of its parameters are matched in the state."""
+
+    path: Path
+    saved: SavedOptimizer
+    met: set[Id] = msgspec.field(default_factory=set)
+
+
+def find_optimizers(node: Node, path: Path = ()) -> Iterator[FoundOptimizer]:
+    """Yield each optimizer, in any form, of a tree of values.
+
+    Raises:
+        ManifestError: as `read_form`.
+    """
+    if path and (saved := read_form(node, path)) is not None:
+        yield FoundOptimizer(path, saved)
+        return
+    for key, inner in members_of(node).items():
+        yield from find_optimizers(inner, (*path, key))
 
 
 def tensor_names(node: Node) -> Iterator[str]:
@@ -271,6 +223,47 @@ def tensor_names(node: Node) -> Iterator[str]:
             yield node["name"]
         for item in node.values():
             yield from tensor_names(item)
+
+
+def _has_numbers(members: Iterable[Iterable[Id]]) -> bool:
+    return any(type(one) is int for some in members for one in some)
+
+
+def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: bool = False) -> dict[Id, Id]:
+    """Return which parameter of *saved* each one here is; those that it does not have are left out.
+
+    Where one side has numbers only, parameters are matched by their place if both sides have the same groups, else not.
+
+    Args:
+        members: the parameters of each group here: numbers, or names with a dot between their parts.
+        flat: whether here each parameter has a group of its own, because it is the flat form.
+    """
+    here = [one for some in members for one in some]
+    there = [one for some in saved.members for one in some]
+    if saved.by_numbers or _has_numbers(members):
+        groups_differ = list(map(len, members)) != list(map(len, saved.members))
+        if len(here) != len(there) or (groups_differ and not (flat or saved.flat)):
+            return {}
+        return dict(zip(here, there, strict=True))
+    # A module's state_dict() has keys with dots where the module itself has paths: both are the same name. Names of one
+    # side may begin at a module, and those of the other at the top of the state.
+    ours = {str(one): one for one in here}
+    theirs = {str(one) if saved.is_dict else ".".join(map(str, split_name(str(one)))): one for one in there}
+    best: dict[Id, Id] = {one: theirs[name] for name, one in ours.items() if name in theirs}
+    if len(best) == len(ours):
+        return best
+    depths = range(1, 1 + max((name.count(".") for name in (*ours, *theirs)), default=0))
+    for cut_ours, cut_theirs in (cut for depth in depths for cut in ((depth, 0), (0, depth))):
+        known = {_cut(name, cut_theirs): one for name, one in theirs.items()}
+        trial = {one: known[cut] for name, one in ours.items() if (cut := _cut(name, cut_ours)) in known}
+        if len(trial) > len(best) and len(set(trial.values())) == len(trial):
+            best = trial
+    return best
+
+
+def _cut(name: str, depth: int) -> str:
+    """Return a name without its first *depth* parts."""
+    return name.split(".", depth)[-1] if name.count(".") >= depth else ""
 
 
 # The fit of an optimizer here and one of a checkpoint, and what its groups become.
@@ -314,21 +307,27 @@ def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
         return None
     present = {key for group in optimizer.param_groups for key in group}
     own = set(default_keys(optimizer))
-    return keys_misfit(cls.__qualname__, own, own | present, state_keys(optimizer.state.values()), saved)
+    return _keys_misfit(cls.__qualname__, own, own | present, _state_keys(optimizer.state.values()), saved)
 
 
-def keys_misfit(
+def dict_misfit(here: SavedOptimizer, saved: SavedOptimizer) -> str | None:
+    """Return the reason why the dict of an optimizer *here* cannot continue with what another class *saved*, or None."""
+    own = {key for group in here.groups for key in group}
+    return _keys_misfit("the dict of an optimizer", own, own, _state_keys(here.state.values()), saved)
+
+
+def _keys_misfit(
     name: str, own: AbstractSet[str], present: AbstractSet[str], own_state: AbstractSet[str], saved: SavedOptimizer
 ) -> str | None:
     """Return the reason why an optimizer cannot continue with what another one *saved*, by what they keep; or None.
 
     Args:
         name: of the optimizer here.
-        own: what its groups have by default.
+        own: what its groups have by default; the same set as *present* where that is unknown.
         present: what they have now, which a scheduler may have added to.
         own_state: the keys of all state that it has now.
     """
-    theirs, their_state = saved.keys, state_keys(saved.state.values())
+    theirs, their_state = saved.keys, _state_keys(saved.state.values())
     lacks_by_default = theirs is None or own is present
     if theirs is None:
         theirs = frozenset(key for group in saved.groups for key in group)
@@ -354,7 +353,7 @@ def _computes_the_same(groups: Iterable[Mapping[str, Node]], lacking: AbstractSe
     return all(group.get(key, _UNSAID[key]) == _UNSAID[key] for group in groups for key in lacking)
 
 
-def state_keys(entries: Iterable[Any]) -> set[str]:
+def _state_keys(entries: Iterable[Any]) -> set[str]:
     """Return the keys of the state of all parameters."""
     return {str(key) for entry in entries if isinstance(entry, Mapping) for key in entry}
 
@@ -379,11 +378,9 @@ def agreed_values(
     said: dict[str, tuple[Node, Id]] = {}
     refused: dict[str, str] = {}
     for number, speaker in speakers.items():
-        for key, node in saved.groups[number].items():
-            if key in HOW_TO_STEP:
-                continue
+        for key, node in _of_the_optimizer(saved.groups[number]).items():
             known, first = said.setdefault(key, (node, speaker))
-            if known is not node and _plain(known, same_tensor) != _plain(node, same_tensor):
+            if known is not node and not same_content(known, node, same_tensor):
                 refused.setdefault(
                     key,
                     f"{key} is {_show(known)} for {first} and {_show(node)} for {speaker} in the checkpoint; "
@@ -400,22 +397,11 @@ def groups_without_parameters(saved: SavedOptimizer) -> Iterator[dict[str, Node]
     """
     for values, members in zip(saved.groups, saved.members, strict=True):
         if not members:
-            yield {key: node for key, node in values.items() if key not in HOW_TO_STEP}
+            yield _of_the_optimizer(values)
 
 
-def _plain(node: Node, same_tensor: Callable[[str], str]) -> bytes:
-    """Return what is equal for equal nodes."""
-
-    def settle(inner: Node) -> Node:
-        if type(inner) is list:
-            return [settle(item) for item in inner]
-        if type(inner) is not dict:
-            return inner
-        if inner.get(TAG) == "tensor" and type(inner.get("name")) is str:
-            return {**inner, "name": same_tensor(inner["name"])}
-        return {key: settle(item) for key, item in inner.items()}
-
-    return msgspec.json.encode(settle(node), order="sorted")
+def _of_the_optimizer(values: Mapping[str, Node]) -> dict[str, Node]:
+    return {key: node for key, node in values.items() if key not in HOW_TO_STEP}
 
 
 def _show(node: Node) -> str:
