@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter, eq
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -103,8 +104,8 @@ def _biggest(values: Node) -> str:
 def _leaves(node: Node, path: Path, least: int) -> Iterator[tuple[Path, int]]:
     """Yield the parts of at least *least* bytes that have no such parts themselves, with their sizes."""
     inside = node["value"] if type(node) is dict and node.get(TAG) in ("stateful", "codec") else node
-    parts = [(key, part, _size(part)) for key, part in members_of(inside).items() if type(part) in (dict, list, str)]
-    large = [(key, part) for key, part, size in parts if size >= least]
+    parts = [(key, part) for key, part in members_of(inside).items() if type(part) in (dict, list, str)]
+    large = [(key, part) for key, part in parts if _size(part) >= least]
     if not large:
         yield path, _size(node)
     for key, part in large:
@@ -141,15 +142,8 @@ CHECKED_SIZE = 1 << 16
 """Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
 
 
-class WalkedPart(Protocol):
-    """One object of a walked state."""
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        """Return the node of *value* as it is now.
-
-        Raises:
-            Stale: it is not what the plan was made for.
-        """
+Refresh = Callable[[Any, Run], Node]
+"""Returns the node of one part of the state as it is now; raises `Stale` where that is not what the plan was made for."""
 
 
 class StateWalker:
@@ -210,7 +204,7 @@ class _StatePlan:
         self._kept: dict[str, Leaf] = {}
         self._left_out: dict[str, Facts | None] = {}
         self.choice = LeafChoice(selection, state, alone=alone)
-        self._root = _ContainerPart(state, (), Index(state), self)
+        self._root = _container(state, (), Index(state), self)
         self.choice.check()
         self.watch.seal()
         self._memories: dict[Hashable, str] = {}
@@ -269,7 +263,7 @@ class _StatePlan:
     ) -> ShardedState:
         """Read the values of *state* and return all of it."""
         run = Run(codecs, rank)
-        values = self._root.refresh(state, run)
+        values = self._root(state, run)
         if check or run.written > CHECKED_SIZE:
             size.check(values)
             size.check(run.per_rank)
@@ -303,27 +297,24 @@ class _StatePlan:
         return self._structure[1]
 
 
-class _ContainerPart:
-    """A dict, list or tuple that holds more than plain values; it may be another one in each walk."""
+def _container(container: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
+    """Plan a dict, list or tuple that holds more than plain values; it may be another one in each walk."""
+    cls, keys = type(container), [key for key, _ in members(container)]
+    parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
 
-    def __init__(self, container: Any, path: Path, index: Index, plan: _StatePlan) -> None:
-        self._cls = type(container)
-        self._path = path
-        self._keys = [key for key, _ in members(container)]
-        self._parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        """Return the nodes of what is in it."""
-        if type(value) is not self._cls or [key for key, _ in members(value)] != self._keys:
+    def refresh(value: Any, run: Run) -> Node:
+        if type(value) is not cls or [key for key, _ in members(value)] != keys:
             raise Stale
         nodes = [
-            (key, part.refresh(value[key], run))
-            for key, part in zip(self._keys, self._parts, strict=True)
-            if self._cls in _SEQUENCES or not isinstance(part, _LeftOutPart)
+            (key, part(value[key], run))
+            for key, part in zip(keys, parts, strict=True)
+            if cls in _SEQUENCES or part is not _left_out
         ]
-        if not self._path:
+        if not path:
             return write_container(dict, nodes)
-        return write_metadata(write_container(self._cls, nodes), value, self._path, run)
+        return write_metadata(write_container(cls, nodes), value, path, run)
+
+    return refresh
 
 
 def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
@@ -338,126 +329,86 @@ def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
     return dict(nodes) if plain else {TAG: "dict", "items": list(map(list, nodes))}
 
 
-def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> WalkedPart:
+def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
+    """Plan one part of the state."""
     kind = kind_of(value)
     if kind not in ("module", "container") and not plan.choice.keeps_whole(path, value):
         plan.leave_out(path, value)
-        return _LeftOutPart()
+        return _left_out
     match kind:
         case "module":
-            return ModulePart(value, path, index.slice_of, plan)
+            return ModulePart(value, path, index.slice_of, plan).refresh
         case "optimizer":
-            return OptimizerPart(value, path, index, plan.watch, plan.keep_state)
-        case "tensor":
-            return _CompositePart(value, path) if is_composite(value) else _TensorPart(value, path, plan)
+            return OptimizerPart(value, path, index, plan.watch, plan.keep_state).refresh
         case "container":
-            return _ContainerPart(value, path, index, plan)
-        case "loader":
-            return _LoaderPart(value, path)
-        case "per_rank":
-            return _OwnPart(value, path)
-        case "stateful":
-            return _StatefulPart(value, path)
+            return _container(value, path, index, plan)
         case "value":
-            return _ValuePart(path)
+            return partial(_refresh_value, path)
+        case "tensor" if is_composite(value):  # written anew each time: its parts may be other objects by then
+            return _same_object(value, lambda run: run.encode(value, path))
+        case "tensor":
+            plan.keep(path, value)
+            node = write_tensor(value, tensor_name(path))
+            return _same_object(value, lambda run: node)
+        case "loader":
+            return _same_object(value, partial(_write_loader, value, path))
+        case "per_rank":
+            return _same_object(value, partial(_write_own, value, path))
+        case "stateful":
+            return _same_object(value, partial(_write_stateful, value, path))
 
 
-class _LeftOutPart:
-    """What is not saved."""
+def _same_object(expected: object, write: Callable[[Run], Node]) -> Refresh:
+    """Return what writes one object, which is to stay the same in each walk."""
 
-    def refresh(self, value: Any, run: Run) -> Node:
-        return None
+    def refresh(value: object, run: Run) -> Node:
+        run.same(value, expected)
+        return write(run)
 
-
-class _TensorPart:
-    """A bare tensor."""
-
-    def __init__(self, tensor: torch.Tensor, path: Path, plan: _StatePlan) -> None:
-        plan.keep(path, tensor)
-        self._tensor = tensor
-        self._node = write_tensor(tensor, tensor_name(path))
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        run.same(value, self._tensor)
-        return self._node
+    return refresh
 
 
-class _CompositePart:
-    """A bare tensor that is made of others, written anew each time: its parts may be other objects by then."""
-
-    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
-        self._tensor = tensor
-        self._path = path
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        run.same(value, self._tensor)
-        return run.encode(value, self._path)
+def _left_out(value: Any, run: Run) -> Node:
+    return None
 
 
-class _StatefulPart:
-    """An object with ``state_dict()``, whatever that returns."""
+def _refresh_value(path: Path, value: Any, run: Run) -> Node:
+    """Write a plain value, read anew each time."""
+    if type(value) not in _CONTAINERS and kind_of(value) != "value":
+        raise Stale
+    try:
+        return run.encode(value, path)
+    except UnsupportedStateError:
+        # An object was added since. Checking for one first would cost each walk of a long list a second pass.
+        if kind_of(value) == "value":
+            raise
+        raise Stale from None
 
-    def __init__(self, value: Stateful, path: Path) -> None:
-        self._value = value
-        self._path = path
-        self._class = scheduler_class(value)
 
-    def refresh(self, value: Any, run: Run) -> Node:
-        run.same(value, self._value)
-        node = {TAG: "stateful", "value": run.encode(give_state(value), self._path)}
-        return node if self._class is None else {**node, "class": self._class}
+def _write_stateful(value: Stateful, path: Path, run: Run) -> Node:
+    """Write an object with ``state_dict()``, whatever that returns."""
+    node = {TAG: "stateful", "value": run.encode(give_state(value), path)}
+    cls = scheduler_class(value)
+    return node if cls is None else {**node, "class": cls}
 
 
-class _LoaderPart:
-    """A data loader: what its readers share, and what this data-parallel rank's have, in the global tree under its number.
+def _write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
+    """Write what the readers of a loader share, and what this data-parallel rank's have, under its number.
 
     So peers that read the same data write the same, and the union of all ranks' trees has every data-parallel rank once.
     """
-
-    def __init__(self, value: Loader[Any], path: Path) -> None:
-        self._value = value
-        self._path = path
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        run.same(value, self._value)
-        held = self._value.held()
-        rank = str(self._value.rank)
-        own = {rank: run.encode(held.own, (*self._path, "readers", rank))} if self._value.saves else {}
-        shared = run.encode(held.shared, (*self._path, "shared"))
-        return {TAG: "loader", "form": held.form, "size": self._value.size, "shared": shared, "readers": own}
+    held, rank = loader.held(), str(loader.rank)
+    own = {rank: run.encode(held.own, (*path, "readers", rank))} if loader.saves else {}
+    shared = run.encode(held.shared, (*path, "shared"))
+    return {TAG: "loader", "form": held.form, "size": loader.size, "shared": shared, "readers": own}
 
 
-class _OwnPart:
-    """What belongs to this rank: an object, or the value that `per_rank` wraps."""
-
-    def __init__(self, value: Any, path: Path) -> None:
-        self._value = value
-        self._path = path
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        run.same(value, self._value)
-        held = of_this_rank(value)
-        is_object = kind_of(held) in ("stateful", "per_rank")
-        run.per_rank[join_name(self._path)] = run.encode_own(held.state_dict() if is_object else held, self._path)
-        return {TAG: "per_rank"}
-
-
-class _ValuePart:
-    """A plain value, read anew each time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def refresh(self, value: Any, run: Run) -> Node:
-        if type(value) not in _CONTAINERS and kind_of(value) != "value":
-            raise Stale
-        try:
-            return run.encode(value, self._path)
-        except UnsupportedStateError:
-            # An object was added since. Checking for one first would cost each walk of a long list a second pass.
-            if kind_of(value) == "value":
-                raise
-            raise Stale from None
+def _write_own(value: Any, path: Path, run: Run) -> Node:
+    """Write what belongs to this rank: an object, or the value that `per_rank` wraps."""
+    held = of_this_rank(value)
+    is_object = kind_of(held) in ("stateful", "per_rank")
+    run.per_rank[join_name(path)] = run.encode_own(held.state_dict() if is_object else held, path)
+    return {TAG: "per_rank"}
 
 
 def _tie(

@@ -420,6 +420,7 @@ class _SavedState:
         for owner, row in self._rows:
             if not all(type(key) in (str, int) for key in row):
                 refuse(owner, "the optimizer's state of this parameter has keys that are neither text nor integers")
+            said: tuple[tuple[Any, Form, tuple[str, ...]], ...]
             said = tuple((key, placed.form, placed.placements) for key, placed in row.items())
             rows.setdefault(said, []).append(numbers[owner])
         return [_write_row(said, some) for said, some in rows.items()]

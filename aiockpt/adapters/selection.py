@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,6 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
-from aiockpt.adapters.added_parameters import added_parameters
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.rename import near
 from aiockpt.errors import UsageError
@@ -170,7 +169,7 @@ def _frozen(state: Any, rule: Trainable) -> set[int]:
         )
     left_out = frozen - owned
     for module in modules:
-        added = {name: id(one) for name, one in added_parameters(module) if id(one) in left_out}
+        added = {name: id(one) for name, one in _added_parameters(module) if id(one) in left_out}
         if rule.added:
             left_out -= set(added.values())
         elif added and module not in _told:
@@ -182,6 +181,33 @@ def _frozen(state: Any, rule: Trainable) -> set[int]:
                 ", ".join(added),
             )
     return left_out
+
+
+def _added_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that a model has beside those of its base: what PEFT has added, trained now or earlier.
+
+    PEFT is detected by its attributes, and not imported. A layer around one of the base has ``adapter_layer_names``, and
+    that one as ``base_layer`` or ``original_module``. A model has ``peft_config``, parameters that its layers share under
+    names with its ``prefix``, and prompts in its ``prompt_encoder``.
+    """
+    added: set[int] = set()
+    for member in module.modules():
+        if getattr(member, "adapter_layer_names", ()):
+            base = {
+                id(one)
+                for name in ("base_layer", "original_module")
+                if hasattr(member, name)
+                for one in getattr(member, name).parameters()
+            }
+            added.update({id(one) for one in member.parameters()} - base)
+        if hasattr(member, "peft_config"):
+            prefix = getattr(member, "prefix", None)
+            added.update(
+                id(one)
+                for name, one in member.named_parameters()
+                if name.startswith("prompt_encoder.") or (prefix and prefix in name)
+            )
+    return ((name, one) for name, one in module.named_parameters() if id(one) in added)
 
 
 def _gather(state: Any, modules: list[nn.Module], owned: set[int]) -> None:

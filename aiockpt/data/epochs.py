@@ -73,8 +73,8 @@ class Untrained:
             self._numbers.setdefault(id(held), deque()).append(number)
         return number
 
-    def remove(self, batch: Any) -> None:
-        """Note that the batch that is this very object is trained.
+    def number_of(self, batch: Any) -> int:
+        """Return the number of the batch that is this very object.
 
         Raises:
             UsageError: no batch is.
@@ -87,7 +87,7 @@ class Untrained:
                 "before a load(), or it is not the very object that the loader gave. Where batches are changed or sent "
                 "on their way, iterate over loader.numbered() and call loader.trained(number=…)"
             )
-        self.remove_number(number)
+        return number
 
     def remove_number(self, number: int) -> None:
         """Note that the batch of this number is trained.
@@ -97,7 +97,13 @@ class Untrained:
         """
         one = self._waiting.pop(number, None)
         if one is None:
-            raise UsageError(self._why_not(number))
+            if type(number) is not int or not 0 <= number < self._next:
+                why = f"trained(number={number!r}): give a number that numbered() gave; the next one is {self._next}"
+            elif number < self._first:
+                why = f"batch {number} was handed out before the load(), and comes again under another number; drop it"
+            else:
+                why = f"batch {number} was trained before; call trained() once for each batch"
+            raise UsageError(why)
         for held in self._objects(one):
             numbers = self._numbers[id(held)]
             numbers.remove(number)
@@ -109,13 +115,6 @@ class Untrained:
         self._waiting.clear()
         self._numbers.clear()
         self._first = self._next
-
-    def _why_not(self, number: object) -> str:
-        if type(number) is not int or not 0 <= number < self._next:
-            return f"trained(number={number!r}): give a number that numbered() gave; the next one is {self._next}"
-        if number < self._first:
-            return f"batch {number} was handed out before the load(), and comes again under another number; drop it"
-        return f"batch {number} was trained before; call trained() once for each batch"
 
     def _refuse_same(self, held: Any, advice: str) -> None:
         if held is _NOBODY or isinstance(held, _UNCHANGING) or id(held) not in self._numbers:

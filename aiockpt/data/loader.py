@@ -7,23 +7,12 @@ handed out last*, whatever is prefetched behind it:
     loader = Loader(DataLoader(dataset, batch_sampler=sampler, num_workers=4))
     state = {"model": model, "optimizer": optimizer, "loader": loader}
 
-Three kinds of source, by how much is known of them:
-
-- `Reshardable`: says what its readers have still to yield, so that it can be dealt to any number of data-parallel ranks
-  and workers (`ShardedSampler`, `StreamLoader`, your own).
-- anything with ``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``): comes back on the same number of
-  data-parallel ranks and workers, and is refused otherwise, before anything is overwritten.
-- anything else is refused when it is wrapped.
+A `Reshardable` source can be dealt to any number of data-parallel ranks and workers. One that has only
+``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``) comes back on the same number of them, and is refused
+otherwise, before anything is overwritten. Anything else is refused when it is wrapped.
 
 Ranks that read the same data (peers in tensor or pipeline parallelism) pass the same data-parallel rank; what they hold
 is saved once, and a difference between them is refused when the checkpoint is committed.
-
-With ``count="trained"`` the state moves with what was trained, in any order; what was handed out and not trained comes again
-after a load, first and in order (`aiockpt.data.epochs`).
-
-A ``DataLoader`` without a ``generator`` draws a seed from torch's global one whenever an iteration begins. So that a
-resumed run draws the numbers of one that was never interrupted, the iteration that continues one that was under way draws
-none; see `Loader`.
 """
 
 from __future__ import annotations
@@ -107,6 +96,7 @@ class Loader(Generic[Batch]):
     it for ``count="trained"``, where training does not draw in the order of the batches.
 
     Attributes:
+        handed_count: batches that this object has handed out.
         is_over: whether a load brought an epoch of which no rank has anything left: the next loop is the next epoch.
 
     Args:
@@ -118,9 +108,6 @@ class Loader(Generic[Batch]):
         count: when a batch is done: ``"handed"``, once it is handed out; ``"trained"``, once `trained` says so.
         ahead_count: batches to take from *source* ahead of training, each kept together with its state.
         prepare: called with each batch as soon as it is taken, to begin its way to the device.
-
-    Attributes:
-        handed_count: batches that this object has handed out.
 
     Raises:
         UsageError: nothing in *source* can be saved, or the batches come in another order than their samples are drawn.
@@ -221,10 +208,7 @@ class Loader(Generic[Batch]):
         if (batch is NOTHING) == (number is None):
             raise UsageError("trained(): give the batch, or number= as numbered() gave it")
         with self._lock:
-            if number is None:
-                untrained.remove(batch)
-            else:
-                untrained.remove_number(number)
+            untrained.remove_number(untrained.number_of(batch) if number is None else number)
 
     def _check_counts_trained(self) -> Untrained:
         if self._untrained is None:
@@ -380,27 +364,26 @@ class Loader(Generic[Batch]):
             return f"the checkpoint has the state of the data-parallel ranks {sorted(readers)[:8]}, of {size}"
         here: Form = "whole" if self._reader is None else "parts"
         if form != here:
+            can = ("cannot", "can") if form == "whole" else ("can", "cannot")
             return (
-                "it was saved by a loader that can be resharded, and here is one that cannot"
-                if form == "parts"
-                else "it was saved by a loader that cannot be resharded, and here is one that can"
-            ) + "; give the same kind of loader"
+                f"it was saved by a loader that {can[0]} be resharded, and here is one that {can[1]}; give the same kind of "
+                "loader"
+            )
         if form == "parts":
             return None
-        advice = "or give a source that can be dealt anew (ShardedSampler, StreamLoader, or your own parts())"
-        if size != self.size:
-            return (
-                f"saved by {size} data-parallel ranks, and here are {self.size}; the state of a "
-                f"{type(self._source).__name__} cannot be split. Resume on {size}, {advice}"
-            )
-        own = readers[str(self.rank)]
+        own = readers.get(str(self.rank))
         saved_count, here_count = own.get("workers") if isinstance(own, Mapping) else None, worker_count(self._source)
-        if saved_count != here_count:
-            return (
-                f"saved with num_workers={saved_count}, and here it is num_workers={here_count}; the state of a "
-                f"{type(self._source).__name__} cannot be split. Set num_workers={saved_count}, {advice}"
-            )
-        return None
+        if size != self.size:
+            differ, remedy = f"by {size} data-parallel ranks, and here are {self.size}", f"Resume on {size}"
+        elif saved_count != here_count:
+            differ = f"with num_workers={saved_count}, and here it is num_workers={here_count}"
+            remedy = f"Set num_workers={saved_count}"
+        else:
+            return None
+        return (
+            f"saved {differ}; the state of a {type(self._source).__name__} cannot be split. {remedy}, or give a source that "
+            "can be dealt anew (ShardedSampler, StreamLoader, or your own parts())"
+        )
 
     def needed_ranks(self, size: int) -> range:
         """Return whose states `resume` needs, of *size* ranks that saved: all of them to reshard, or only this rank's."""
@@ -434,21 +417,18 @@ class Loader(Generic[Batch]):
             self._goes_on = any(own.get("iterating", False) for own in owns)
             if self._untrained is not None:
                 self._untrained.forget()
-            self.is_over = self._goes_on and self._has_none_left(saved)
-
-    def _has_none_left(self, saved: Sequence[Sequence[EpochLeft]]) -> bool:
-        """Return whether no rank has anything left of the epoch that was saved; alike on every rank."""
-        if isinstance(self._reader, ShardedSampler) and self._reader.even:
-            return not (len(self._reader) or self._again or self._later)
-        return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
+            if not self._goes_on:
+                self.is_over = False
+            elif isinstance(self._reader, ShardedSampler) and self._reader.even:
+                self.is_over = not (len(self._reader) or self._again or self._later)
+            else:
+                self.is_over = isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
         """Return what this rank continues with: what it saved where there are as many readers as then, else new shares."""
         assert self._reader is not None
         if any(epochs[-1].parts is None for epochs in saved):
-            raise UsageError(
-                "the state of a loader cannot be read: it does not say where its source is; load another step"
-            )
+            raise UsageError("the state of a loader cannot be read: its source has no position; load another step")
         begins = self._reader.epoch_parts if isinstance(self._reader, EpochDealer) else None
         return deal_epochs(saved, rank=self.rank, size=self.size, count=len(self._reader.parts()), begin=begins)
 

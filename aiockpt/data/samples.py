@@ -128,12 +128,6 @@ def with_counts(parts: Sequence[LoaderPart], per_rank: int) -> list[LoaderPart]:
     return [msgspec.structs.replace(part, most=max(counts), least=min(counts)) for part in parts]
 
 
-def take(spans: Sequence[Span], count: int) -> tuple[list[int], tuple[Span, ...]]:
-    """Return the first *count* positions of *spans*, fewer where there are no more, and the spans that are left."""
-    taken, left = split(spans, count)
-    return [position for span in taken for position in span.positions], left
-
-
 def split(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Return spans of the first *count* samples of *spans*, fewer where there are no more, and those of the others."""
     taken: list[Span] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
@@ -103,8 +104,7 @@ class StreamLoader(Generic[Sample]):
         """Note that the batch that was yielded last was handed to training. A stream cannot read it again."""
         if self._given is not None:
             reader, part = self._given
-            shared = self._parts[reader].shared
-            self._parts[reader] = LoaderPart(shared, part.buffer, part.spans, part.streams)
+            self._parts[reader] = msgspec.structs.replace(part, shared=self._parts[reader].shared)
             self._turn = reader + 1
 
     def end_epoch(self) -> None:
@@ -123,7 +123,7 @@ class StreamLoader(Generic[Sample]):
         """Continue with a part for each worker."""
         self._epoch = parts[0].shared["epoch"]
         self._turn = 0
-        self._parts = [LoaderPart(part.shared["shared"], part.buffer, part.spans, part.streams) for part in parts]
+        self._parts = [msgspec.structs.replace(part, shared=part.shared["shared"]) for part in parts]
 
     def _in_turn(self) -> list[LoaderPart]:
         """Return the parts from the one on whose batch comes next: a ``DataLoader`` begins with its first worker."""
@@ -140,7 +140,7 @@ class StreamLoader(Generic[Sample]):
 
 
 def _with_epoch(part: LoaderPart, epoch: int) -> LoaderPart:
-    return LoaderPart({"epoch": epoch, "shared": part.shared}, part.buffer, part.spans, part.streams)
+    return msgspec.structs.replace(part, shared={"epoch": epoch, "shared": part.shared})
 
 
 class _Source(IterableDataset[Any]):

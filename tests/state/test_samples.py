@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.data.samples import LoaderPart, Span, Stream, read_part, reshard, take, write_part
+from aiockpt.data.samples import LoaderPart, Span, Stream, read_part, reshard, split, write_part
 from aiockpt.errors import UsageError
 
 sizes = st.integers(1, 9)
@@ -24,8 +24,10 @@ def whole(count: int) -> LoaderPart:
 
 def read(part: LoaderPart, count: int) -> tuple[list[int], LoaderPart]:
     """Read some samples of the spans, as a reader would."""
-    taken, left = take(part.spans, count)
-    return taken, LoaderPart(part.shared, part.buffer, left, part.streams)
+    taken, left = split(part.spans, count)
+    return [place for span in taken for place in span.positions], LoaderPart(
+        part.shared, part.buffer, left, part.streams
+    )
 
 
 def samples(parts: Sequence[LoaderPart]) -> Counter[Sample]:
