@@ -1,4 +1,4 @@
-"""Does training draw the same random numbers after a resume in the middle of an epoch? Bit by bit, wherever it is killed."""
+"""The random numbers that training draws after a resume in the middle of an epoch, bit by bit, wherever it is killed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, _utils
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
-from torchdata.stateful_dataloader import worker as stateful_worker
 
 from aiockpt.adapters.rng import RNG
 from aiockpt.data.loader import Loader
 from aiockpt.data.sampler import ShardedSampler
 from aiockpt.data.samples import LoaderPart, Stream
 from aiockpt.data.stream import StreamLoader
+from tests.adapters.loaders import impatience, no_vital, resume, saved
 from tests.adapters.worlds import World
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+__all__ = ["impatience"]
+pytestmark = [no_vital, pytest.mark.usefixtures("impatience")]
 LENGTH, BATCH, BATCHES = 10, 4, 3
 STEPS = BATCHES + 2
 
@@ -30,13 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that is left in the middle of an epoch waits this long for workers that do not look."""
-    for module in (_utils, _utils.worker, stateful_worker):
-        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 class Points(Dataset[torch.Tensor]):
@@ -77,6 +71,9 @@ def opaque(workers: int = 0, **options: Any) -> Any:
 
 def streamed(workers: int = 0, **options: Any) -> Any:
     return StreamLoader(Lines(), batch_size=BATCH, num_workers=workers, **options)
+
+
+MAKES = (sampled, streamed, opaque)
 
 
 class Run:
@@ -134,28 +131,19 @@ def check_every_resume(make: Callable[[], Any], **how: Any) -> None:
         assert again.losses == losses[done:], f"killed after {done} steps"
 
 
-@pytest.mark.parametrize("make", [sampled, streamed, opaque])
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True}])
-def test_a_run_killed_anywhere_goes_on_with_the_numbers_it_would_have_drawn(make: Any, options: dict[str, Any]) -> None:
-    if make is streamed and "persistent_workers" in options:
-        pytest.skip("the workers of a StreamLoader live for one epoch")
-    check_every_resume(lambda: make(**options))
-
-
-def test_so_does_one_that_shuffles_by_itself() -> None:
-    check_every_resume(lambda: opaque(shuffle=True))
-
-
-def test_so_does_one_with_a_generator_of_its_own() -> None:
-    check_every_resume(lambda: sampled(generator=torch.Generator()))
-
-
-def test_so_does_one_that_takes_batches_ahead() -> None:
-    check_every_resume(sampled, ahead_count=2)
-
-
-def test_so_does_one_that_leaves_its_loop_in_the_middle_of_an_epoch() -> None:
-    check_every_resume(sampled, leave=2)
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        *((lambda make=make, workers=workers: make(workers), {}) for make in MAKES for workers in (0, 2)),
+        *((lambda make=make: make(2, persistent_workers=True), {}) for make in (sampled, opaque)),
+        (lambda: opaque(shuffle=True), {}),
+        (lambda: sampled(generator=torch.Generator()), {}),
+        (sampled, {"ahead_count": 2}),
+        (sampled, {"leave": 2}),
+    ],
+)
+def test_a_run_killed_anywhere_goes_on_with_the_numbers_it_would_have_drawn(make: Any, how: dict[str, Any]) -> None:
+    check_every_resume(make, **how)
 
 
 def test_an_epoch_takes_from_the_generator_what_a_bare_dataloader_takes() -> None:
@@ -182,11 +170,8 @@ def test_workers_draw_other_numbers_in_the_rest_of_an_epoch_than_in_the_next() -
         return Loader(DataLoader(Seeds(), batch_sampler=ShardedSampler(LENGTH, BATCH), num_workers=1))
 
     loader = make()
-    batches = iter(loader)
-    next(batches)
-    world = World([{"loader": loader}])
-    again = make()
-    world.load([{"loader": again}])
+    next(iter(loader))
+    again = resume(loader, make())
     rest, following = ({int(seed) for batch in again for seed in batch} for _ in range(2))
     assert rest.isdisjoint(following)
 
@@ -200,8 +185,6 @@ def test_a_state_dict_that_draws_leaves_the_generator_as_it_was() -> None:
 def test_a_checkpoint_from_before_this_was_noted_goes_on() -> None:
     loader = Loader(sampled())
     next(iter(loader))
-    world = World([{"loader": loader}])
+    world = saved(loader)
     del world.values["loader"]["readers"]["0"]["iterating"]
-    again = Loader(sampled())
-    world.load([{"loader": again}])
-    assert len(list(again)) == BATCHES - 1
+    assert len(list(resume(world, Loader(sampled())))) == BATCHES - 1

@@ -1,71 +1,58 @@
-"""Does a loader that counts what is trained lose nothing and repeat nothing, when training is out of order?"""
+"""A loader that counts what is trained loses nothing and repeats nothing when training is out of order."""
 
 from __future__ import annotations
 
 import random
 import sys
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from functools import wraps
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, _utils
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
-from torchdata.stateful_dataloader import worker as stateful_worker
+from torch.utils.data import DataLoader
 
 from aiockpt.data.loader import Loader
 from aiockpt.data.sampler import ShardedSampler
-from aiockpt.data.stream import StreamLoader
 from aiockpt.errors import UsageError
-from tests.adapters.test_loader import LENGTH, Counting, Files, Numbers
-from tests.adapters.test_loader_streams import EVERY_SAMPLE, Documents
+from tests.adapters import loaders
+from tests.adapters.loaders import (
+    EVERY_SAMPLE,
+    LENGTH,
+    LENGTHS,
+    TOKENS,
+    Counting,
+    Files,
+    Make,
+    Numbers,
+    impatience,
+    no_vital,
+    resume,
+    samples_of,
+    saved,
+    take,
+)
 from tests.adapters.worlds import World
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-LENGTHS = {"a": 7, "b": 3, "c": 1, "d": 10, "e": 4}
+__all__ = ["impatience"]
+pytestmark = [no_vital, pytest.mark.usefixtures("impatience")]
 EPOCHS = 3
-Make = Callable[..., "Loader[Any]"]
 
 
-def sampled(rank: int = 0, size: int = 1, *, workers: int = 0, batch_size: int = 3, **how: Any) -> Loader[list[int]]:
-    sampler = ShardedSampler(LENGTH, batch_size, rank=rank, size=size, seed=5)
-    data = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, collate_fn=list)
-    return Loader(data, rank=rank, size=size, **{"count": "trained", **how})
+def trained(make: Make) -> Make:
+    """The same, but that it counts what is trained."""
+    return wraps(make)(lambda *args, **how: make(*args, **{"count": "trained", **how}))
 
 
-def opaque(rank: int = 0, size: int = 1, *, workers: int = 0, **how: Any) -> Loader[list[int]]:
-    data = StatefulDataLoader(Numbers(), batch_size=3, num_workers=workers, collate_fn=list)
-    return Loader(data, rank=rank, size=size, **{"count": "trained", **how})
-
-
-def streamed(rank: int = 0, size: int = 1, *, workers: int = 0, **how: Any) -> Loader[list[str]]:
-    data = StreamLoader(Documents(), batch_size=2, num_workers=workers, rank=rank, size=size, collate_fn=list)
-    return Loader(data, rank=rank, size=size, **{"count": "trained", **how})
-
-
-def read(rank: int = 0, size: int = 1, *, workers: int = 0, **how: Any) -> Loader[list[str]]:
-    files = Files(LENGTHS if rank == 0 else {})
-    files._lengths = LENGTHS
-    return Loader(files, rank=rank, size=size, **{"count": "trained", **how})
-
-
-def samples_of(batches: Iterable[Iterable[Any]]) -> Counter[Any]:
-    """Count samples; documents that were packed together are two."""
-    return Counter(word for batch in batches for sample in batch for word in str(sample).split())
-
-
-@pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that is left in the middle of an epoch waits this long for workers that do not look."""
-    for module in (_utils, _utils.worker, stateful_worker):
-        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.2)
-
-
+sampled, opaque, streamed, read, packed = map(
+    trained, (loaders.sampled, loaders.opaque, loaders.streamed, loaders.read, loaders.packed)
+)
 WITH_WORKERS = [(sampled, 0), (sampled, 2), (opaque, 0), (opaque, 2), (streamed, 0), (streamed, 2), (read, 0)]
 
 
@@ -76,57 +63,31 @@ def test_what_was_handed_out_and_not_trained_comes_again_first_and_in_order(
     make: Make, workers: int, ahead: int, by_number: bool
 ) -> None:
     loader = make(workers=workers, ahead_count=ahead)
-    if by_number:
-        numbered = loader.numbered()
-        pairs = [next(numbered) for _ in range(6)]
-        batches = [batch for _, batch in pairs]
-        for place in (4, 1, 2):
-            loader.trained(number=pairs[place][0])
-        left_over: Iterator[Any] = (batch for _, batch in numbered)
-    else:
-        left_over = iter(loader)
-        batches = [next(left_over) for _ in range(6)]
-        for place in (4, 1, 2):
-            loader.trained(batches[place])
+    loop = loader.numbered() if by_number else enumerate(iter(loader))
+    pairs = take(loop, 6)
+    batches = [batch for _, batch in pairs]
+    for place in (4, 1, 2):
+        loader.trained(**{"number": pairs[place][0]} if by_number else {"batch": batches[place]})
     assert loader.untrained_count == 3
-    saved = World([{"loader": loader}])
-    expected = [batches[0], batches[3], batches[5], *left_over]
-    again = make(workers=workers)
-    saved.load([{"loader": again}])
-    assert list(again) == expected
+    world = saved(loader)
+    expected = [batches[0], batches[3], batches[5], *(batch for _, batch in loop)]
+    assert list(resume(world, make(workers=workers))) == expected
 
 
 @pytest.mark.parametrize("make", [sampled, opaque, streamed, read])
 def test_what_comes_again_is_saved_again_until_it_is_trained(make: Make) -> None:
     loader = make()
-    batches = take(loader, 3)
-    for trained in (0, 1, 2):
-        saved = World([{"loader": loader}])
-        loader = make()
-        saved.load([{"loader": loader}])
-        again = take(loader, 1)
-        assert again == [batches[trained]]
-        loader.trained(again[0])
-    assert loader.untrained_count == 0
-
-
-@pytest.mark.parametrize("make", [sampled, opaque, streamed, read])
-def test_what_was_handed_out_again_comes_again_before_what_was_not(make: Make) -> None:
-    loader = make()
     batches = take(loader, 4)
-    saved = World([{"loader": loader}])
     for _ in range(2):
-        loader = make()
-        saved.load([{"loader": loader}])
+        loader = resume(loader, make())
         assert take(loader, 2) == batches[:2]
-        saved = World([{"loader": loader}])
-    loader = make()
-    saved.load([{"loader": loader}])
-    assert take(loader, 4) == batches
-
-
-def take(loader: Loader[Any], count: int) -> list[Any]:
-    return [batch for _, batch in zip(range(count), loader, strict=False)]
+    loader = resume(loader, make())
+    for expected in batches:
+        again = take(loader, 1)
+        assert again == [expected]
+        loader.trained(again[0])
+        loader = resume(loader, make())
+    assert loader.untrained_count == 0
 
 
 class Trainer:
@@ -163,74 +124,79 @@ class Trainer:
 def check_a_run(make: Make, sizes: list[int], seed: int, expected: Counter[Any], epochs: int = EPOCHS) -> None:
     """Train on one number of ranks after the other, each killed after a save; what is trained is in the state."""
     dice = random.Random(seed)
-    saved, in_the_state = None, Counter[Any]()
+    world, in_the_state = None, Counter[Any]()
     for size in sizes:
         trainers = [Trainer(make(rank, size), epochs) for rank in range(size)]
-        if saved is not None:
-            saved.load([{"loader": trainer.loader} for trainer in trainers])
+        if world is not None:
+            resume(world, *(trainer.loader for trainer in trainers))
         paces = [dice.choice((1, 5, 40)) for _ in trainers]
         for _ in range(dice.randrange(12)):
             for trainer, pace in zip(trainers, paces, strict=True):
                 for _ in range(pace):
                     trainer.go_on(dice)
-        saved = World([{"loader": trainer.loader} for trainer in trainers])
+        world = saved(*(trainer.loader for trainer in trainers))
         in_the_state = sum((trainer.trained for trainer in trainers), in_the_state)
         for trainer in trainers:  # what comes after the save is lost, and may be anything
             for _ in range(dice.randrange(5)):
                 trainer.go_on(dice)
     last = [Trainer(make(rank, 2), epochs) for rank in range(2)]
-    assert saved is not None
-    saved.load([{"loader": trainer.loader} for trainer in last])
+    assert world is not None
+    resume(world, *(trainer.loader for trainer in last))
     for trainer in last:
         trainer.finish()
     assert sum((trainer.trained for trainer in last), in_the_state) == expected
 
 
 ANY_SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
-EACH_EPOCH = Counter(dict.fromkeys(map(str, range(LENGTH)), EPOCHS))
+KEPT: tuple[Any, ...] = (list, torch.tensor, np.array)
+SOURCES: dict[str, tuple[Make, Counter[str]]] = {
+    "sampler": (sampled, samples_of([range(LENGTH)])),
+    "stream": (streamed, EVERY_SAMPLE),
+    "packed": (packed, TOKENS),
+}
 
 
+def each_epoch(samples: Counter[str]) -> Counter[str]:
+    return Counter(dict.fromkeys(samples, EPOCHS))
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @given(ANY_SIZES, st.integers(0, 10**9))
 def test_no_sample_is_lost_or_trained_twice_while_ranks_change_and_are_in_different_epochs(
-    sizes: list[int], seed: int
+    source: str, sizes: list[int], seed: int
 ) -> None:
-    check_a_run(sampled, sizes, seed, EACH_EPOCH)
-
-
-@given(ANY_SIZES, st.integers(0, 10**9))
-def test_no_document_of_a_stream_is_lost_or_trained_twice(sizes: list[int], seed: int) -> None:
-    check_a_run(streamed, sizes, seed, Counter(dict.fromkeys(EVERY_SAMPLE, EPOCHS)))
+    make, samples = SOURCES[source]
+    how = {"keep": KEPT[seed % 3]} if source == "packed" else {}
+    check_a_run(lambda rank, size: make(rank, size, **how), sizes, seed, each_epoch(samples))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_read_ahead_change_nothing_of_it(seed: int) -> None:
-    def make(rank: int, size: int) -> Loader[Any]:
-        return (sampled, streamed)[seed % 2](rank, size, workers=(size + seed) % 2 + seed // 2, ahead_count=seed % 3)
+    make, samples = SOURCES[("sampler", "stream")[seed % 2]]
 
-    expected = (EACH_EPOCH, Counter(dict.fromkeys(EVERY_SAMPLE, EPOCHS)))[seed % 2]
-    check_a_run(make, [2, 1], seed, expected)
+    def with_workers(rank: int, size: int) -> Loader[Any]:
+        return make(rank, size, workers=(size + seed) % 2 + seed // 2, ahead_count=seed % 3)
+
+    check_a_run(with_workers, [2, 1], seed, each_epoch(samples))
 
 
-def test_the_last_batches_of_an_epoch_come_again_in_their_epoch_and_the_next_one_goes_on() -> None:
-    makes: tuple[Make, ...] = (sampled, streamed)
-    for make in makes:
-        loader = make()
-        first = list(loader)
-        for batch in first[:-2]:
-            loader.trained(batch)
-        second = take(loader, 3)
-        loader.trained(second[1])
-        assert loader.epoch == 1
-        between, again = make(count="handed"), make(count="handed")
-        World([{"loader": loader}]).load([{"loader": between}])
-        World([{"loader": between}]).load([{"loader": again}])
-        assert again.epoch == 0
-        assert list(again) == first[-2:]
-        assert again.epoch == 1
-        rest = list(again)
-        assert rest[:2] == [second[0], second[2]]
-        assert samples_of([*rest, second[1]]) == samples_of(first)
-        assert again.epoch == 2
+@pytest.mark.parametrize("make", [sampled, streamed])
+def test_the_last_batches_of_an_epoch_come_again_in_their_epoch_and_the_next_one_goes_on(make: Make) -> None:
+    loader = make()
+    first = list(loader)
+    for batch in first[:-2]:
+        loader.trained(batch)
+    second = take(loader, 3)
+    loader.trained(second[1])
+    assert loader.epoch == 1
+    again = resume(resume(loader, make(count="handed")), make(count="handed"))
+    assert again.epoch == 0
+    assert list(again) == first[-2:]
+    assert again.epoch == 1
+    rest = list(again)
+    assert rest[:2] == [second[0], second[2]]
+    assert samples_of([*rest, second[1]]) == samples_of(first)
+    assert again.epoch == 2
 
 
 def test_an_epoch_of_which_nothing_is_left_is_passed_over_on_another_number_of_ranks() -> None:
@@ -240,7 +206,7 @@ def test_an_epoch_of_which_nothing_is_left_is_passed_over_on_another_number_of_r
         loader.trained(batch)
     assert loader.epoch == 2
     ranks = [sampled(rank, 2) for rank in range(2)]
-    World([{"loader": loader}]).load([{"loader": one} for one in ranks])
+    resume(loader, *ranks)
     assert [one.epoch for one in ranks] == [0, 0]
     assert samples_of([*ranks[0], *ranks[1]]) == samples_of([late])
     assert [one.epoch for one in ranks] == [2, 2]
@@ -251,9 +217,7 @@ def test_an_epoch_that_is_handed_out_is_over_for_the_loop_and_not_for_the_state(
     batches = list(loader)
     for batch in batches[1:]:
         loader.trained(batch)
-    saved = World([{"loader": loader}])
-    again = opaque()
-    saved.load([{"loader": again}])
+    again = resume(loader, opaque())
     assert len(again) == 1
     assert list(again) == batches[:1]
     assert len(list(again)) == len(batches)
@@ -263,25 +227,18 @@ def test_a_loader_that_counts_what_is_handed_out_goes_on_from_one_that_counts_wh
     loader = sampled()
     one, two, three = take(loader, 3)
     loader.trained(two)
-    handed = sampled(count="handed")
-    World([{"loader": loader}]).load([{"loader": handed}])
+    handed = resume(loader, sampled(count="handed"))
     assert take(handed, 1) == [one]
-    trained = sampled()
-    World([{"loader": handed}]).load([{"loader": trained}])
-    assert take(trained, 1) == [three]
+    assert take(resume(handed, sampled()), 1) == [three]
 
 
 def test_batches_that_wait_are_not_lost_where_a_loader_counts_what_is_handed_out() -> None:
     loader = streamed()
     batches = take(loader, 3)
     for _ in range(3):
-        handed = streamed(count="handed")
-        World([{"loader": loader}]).load([{"loader": handed}])
-        assert len(take(handed, 1)) == 1
-        loader = handed
-    again = streamed()
-    World([{"loader": loader}]).load([{"loader": again}])
-    assert samples_of([*batches, *again]) == EVERY_SAMPLE
+        loader = resume(loader, streamed(count="handed"))
+        assert len(take(loader, 1)) == 1
+    assert samples_of([*batches, *resume(loader, streamed())]) == EVERY_SAMPLE
 
 
 def test_what_is_saved_of_a_sampler_is_places_and_no_batch() -> None:
@@ -293,22 +250,13 @@ def test_what_is_saved_of_a_sampler_is_places_and_no_batch() -> None:
 
 
 def test_tensors_that_wait_are_saved_as_they_came_and_prepared_again() -> None:
-    tensors = [torch.arange(3), torch.arange(3) + 10]
-
-    class Tensors(Files):
-        def __iter__(self) -> Iterator[Any]:
-            yield from tensors
-
     def make() -> Loader[Any]:
-        return Loader(Tensors({}), count="trained", prepare=lambda batch: batch * 2)
+        source = Counting(torch.arange(3), torch.arange(3) + 10)
+        return Loader(source, count="trained", prepare=lambda batch: batch * 2)
 
     loader = make()
-    doubled = take(loader, 2)
-    loader.trained(doubled[0])
-    saved = World([{"loader": loader}])
-    again = make()
-    saved.load([{"loader": again}])
-    assert take(again, 1)[0].tolist() == [20, 22, 24]
+    loader.trained(take(loader, 2)[0])
+    assert take(resume(loader, make()), 1)[0].tolist() == [20, 22, 24]
 
 
 @pytest.fixture
@@ -324,7 +272,7 @@ def restless() -> Iterator[None]:
 def test_a_save_while_other_threads_take_and_train_is_one_moment() -> None:
     loader = sampled(batch_size=1)
     handed: Queue[Any] = Queue(maxsize=7)
-    trained: Counter[str] = Counter()
+    done: Counter[str] = Counter()
     step, permits = threading.Lock(), threading.Semaphore(0)
 
     def produce() -> None:
@@ -337,7 +285,7 @@ def test_a_save_while_other_threads_take_and_train_is_one_moment() -> None:
         while (batch := handed.get()) is not None:
             permits.acquire()
             with step:
-                trained.update(samples_of([batch]))
+                done.update(samples_of([batch]))
                 loader.trained(batch)
         handed.put(None)
 
@@ -348,46 +296,39 @@ def test_a_save_while_other_threads_take_and_train_is_one_moment() -> None:
     for _ in range(2 * LENGTH // 4):
         permits.release(4)
         with step:
-            moments.append((World([{"loader": loader}]), Counter(trained)))
+            moments.append((saved(loader), Counter(done)))
     permits.release(2 * LENGTH)
     for thread in threads:
         thread.join()
-    for saved, before in moments:
-        again = Trainer(sampled(batch_size=1), 2)
-        saved.load([{"loader": again.loader}])
+    for world, before in moments:
+        again = Trainer(resume(world, sampled(batch_size=1)), 2)
         again.finish()
         assert before + again.trained == Counter({str(sample): 2 for sample in range(LENGTH)})
 
 
 def test_a_save_while_a_batch_is_read_is_of_the_moment_before_it() -> None:
-    saved: list[World] = []
+    worlds: list[World] = []
 
     class Interrupted(Files):
         """A save of another thread comes when the source has moved on, and its batch is not handed out yet."""
 
         def __iter__(self) -> Iterator[Any]:
             for batch in super().__iter__():
-                saved.append(World([{"loader": loader}]))
+                worlds.append(saved(loader))
                 yield batch
 
-    def source(kind: type[Files]) -> Loader[Any]:
-        return Loader(kind(LENGTHS), count="trained")
-
-    loader = source(Interrupted)
-    everything = samples_of(source(Files))
+    loader = Loader(Interrupted(LENGTHS), count="trained")
     before = Counter[Any]()
-    for batch, world in zip(loader, saved, strict=False):
-        again = source(Files)
-        world.load([{"loader": again}])
-        assert before + samples_of(again) == everything
+    for batch, world in zip(loader, worlds, strict=False):
+        assert before + samples_of(resume(world, read())) == EVERY_SAMPLE
         before += samples_of([batch])
         loader.trained(batch)
 
 
 def test_numbers_are_never_given_twice_and_a_batch_from_before_a_load_is_refused() -> None:
     loader = sampled()
-    old = [number for number, _ in zip((number for number, _ in loader.numbered()), range(2), strict=False)]
-    World([{"loader": sampled()}]).load([{"loader": loader}])
+    old = [number for number, _ in take(loader.numbered(), 2)]
+    resume(sampled(), loader)
     with pytest.raises(UsageError, match=r"batch 0 was handed out before the load\(\)"):
         loader.trained(number=old[0])
     number, _ = next(loader.numbered())
@@ -395,44 +336,28 @@ def test_numbers_are_never_given_twice_and_a_batch_from_before_a_load_is_refused
     loader.trained(number=number)
 
 
-def test_misuse_is_told() -> None:
-    loader = sampled()
+def test_misuse_is_refused() -> None:
+    loader, handed = sampled(), sampled(count="handed")
     one, two = take(loader, 2)
     loader.trained(one)
-    with pytest.raises(UsageError, match="a list is no batch that waits to be trained: it was trained before"):
-        loader.trained(one)
-    with pytest.raises(UsageError, match="not the very object"):
-        loader.trained(list(two))
-    with pytest.raises(UsageError, match="give the batch, or number="):
-        loader.trained()
-    with pytest.raises(UsageError, match="give the batch, or number="):
-        loader.trained(two, number=1)
     loader.trained(number=1)
-    with pytest.raises(UsageError, match="batch 1 was trained before"):
-        loader.trained(number=1)
-    for number in (2, -1, True, "1"):
-        with pytest.raises(UsageError, match="give a number that"):
-            loader.trained(number=number)  # type: ignore[arg-type]
-    handed = sampled(count="handed")
-    for call in (lambda: handed.trained(one), handed.numbered):
-        with pytest.raises(UsageError, match="give Loader\\(…, count='trained'\\)"):
+    give = "give the batch, or number="
+    for call, message in (
+        (lambda: loader.trained(one), "a list is no batch that waits to be trained: it was trained before"),
+        (lambda: loader.trained(list(two)), "not the very object"),
+        (loader.trained, give),
+        (lambda: loader.trained(two, number=1), give),
+        (lambda: loader.trained(number=1), "batch 1 was trained before"),
+        *((lambda number=number: loader.trained(number=number), "give a number that") for number in (2, -1, True, "1")),
+        (lambda: handed.trained(one), r"give Loader\(…, count='trained'\)"),
+        (handed.numbered, r"give Loader\(…, count='trained'\)"),
+    ):
+        with pytest.raises(UsageError, match=message):
             call()
-    with pytest.raises(UsageError, match="give 'handed' or 'trained'"):
-        sampled(count="done")
-
-
-class OneBuffer(Counting):
-    """A source that fills the one batch that it has."""
-
-    def __iter__(self) -> Iterator[Any]:
-        batch = [0]
-        for number in range(3):
-            batch[0] = number
-            yield batch
 
 
 def test_a_source_that_fills_one_object_again_is_refused_while_that_is_not_trained() -> None:
-    loader: Loader[Any] = Loader(OneBuffer(), count="trained")
+    loader: Loader[Any] = Loader(Counting(*[[0]] * 3), count="trained")
     batches = iter(loader)
     loader.trained(next(batches))
     next(batches)
@@ -441,11 +366,7 @@ def test_a_source_that_fills_one_object_again_is_refused_while_that_is_not_train
 
 
 def test_numbers_and_text_may_be_the_same_object_again() -> None:
-    class Sevens(Counting):
-        def __iter__(self) -> Iterator[int]:
-            yield from (7, 7, 7)
-
-    loader: Loader[int] = Loader(Sevens(), count="trained")
+    loader: Loader[int] = Loader(Counting(7, 7, 7), count="trained")
     for left, batch in zip((2, 1, 0), list(loader), strict=True):
         loader.trained(batch)
         assert loader.untrained_count == left
@@ -454,8 +375,8 @@ def test_numbers_and_text_may_be_the_same_object_again() -> None:
 def test_one_object_for_all_batches_of_a_sampler_is_told_apart_by_number() -> None:
     def make() -> Loader[Any]:
         same: list[int] = []
-        sampler = ShardedSampler(4, 1)
-        return Loader(DataLoader(Numbers(), batch_sampler=sampler, collate_fn=lambda _: same), count="trained")
+        data = DataLoader(Numbers(), batch_sampler=ShardedSampler(4, 1), collate_fn=lambda _: same)
+        return Loader(data, count="trained")
 
     with pytest.raises(UsageError, match=r"iterate over numbered\(\)"):
         list(make())
@@ -464,51 +385,38 @@ def test_one_object_for_all_batches_of_a_sampler_is_told_apart_by_number() -> No
 
 def test_a_loop_that_was_overtaken_by_a_load_says_so() -> None:
     loader = sampled()
-    saved = World([{"loader": loader}])
-    batches = iter(loader)
+    world, batches = saved(loader), iter(loader)
     next(batches)
-    saved.load([{"loader": loader}])
+    resume(world, loader)
     with pytest.raises(UsageError, match="leave this one, and start a new one"):
         next(batches)
     assert samples_of(loader) == samples_of([range(LENGTH)])
 
 
-@pytest.mark.parametrize("make", [sampled, streamed, opaque])
-def test_a_loop_with_batches_ahead_that_was_left_goes_on_with_what_training_has_not_had(make: Make) -> None:
-    loader = make(count="handed", ahead_count=2)
-    given = take(loader, 2)
-    assert samples_of([*given, *loader]) == samples_of(make(count="handed"))
-
-
 def test_ranks_in_different_epochs_need_a_source_that_knows_its_epochs_only_where_their_number_changes() -> None:
-    class Epochs(Files):
-        """Its epochs are not known to it before they begin."""
-
     def make(rank: int, size: int) -> Loader[Any]:
-        return Loader(Epochs({f"{rank}": 2}), rank=rank, size=size, count="trained")
+        return Loader(Files({f"{rank}": 2}), rank=rank, size=size, count="trained")
 
-    loaders = [make(rank, 2) for rank in range(2)]
-    list(loaders[0])
-    saved = World([{"loader": loader} for loader in loaders])
-    saved.load([{"loader": make(rank, 2)} for rank in range(2)])
-    with pytest.raises(
-        UsageError, match=r"data-parallel rank 1 was in epoch 0 and another in epoch 1.*epoch_parts\(\)"
-    ):
-        saved.load_one({"loader": make(0, 1)}, 0, 1)
+    ranks = [make(rank, 2) for rank in range(2)]
+    list(ranks[0])
+    world = saved(*ranks)
+    resume(world, *(make(rank, 2) for rank in range(2)))
+    with pytest.raises(UsageError, match=r"rank 1 was in epoch 0 and another in epoch 1.*epoch_parts\(\)"):
+        world.load_one({"loader": make(0, 1)}, 0, 1)
 
 
-def test_a_state_that_makes_no_sense_is_refused() -> None:
+@pytest.mark.parametrize("damage", [[], [{"number": 0, "batches": []}], [{"number": "0"}], 7])
+def test_a_state_that_makes_no_sense_is_refused(damage: Any) -> None:
     loader = sampled()
     take(loader, 2)
-    for damage in ([], [{"number": 0, "batches": []}], [{"number": "0"}], 7):
-        world = World([{"loader": loader}])
-        world.values["loader"]["readers"]["0"]["epochs"] = damage
-        with pytest.raises(UsageError, match="the state of a loader cannot be read"):
-            world.load_one({"loader": sampled()}, 0, 1)
+    world = saved(loader)
+    world.values["loader"]["readers"]["0"]["epochs"] = damage
+    with pytest.raises(UsageError, match="the state of a loader cannot be read"):
+        resume(world, sampled())
 
 
 def test_a_loader_tells_how_many_batches_are_with_training() -> None:
     loader = sampled()
-    assert len(deque(zip(loader, range(3), strict=False))) == 3
-    assert repr(loader).endswith(f"{loader.untrained_count} batches not trained>")
+    assert len(take(loader, 3)) == loader.untrained_count == 3
+    assert repr(loader).endswith("3 batches not trained>")
     assert sampled(count="handed").untrained_count == 0

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 import aiockpt
 from aiockpt.data.samples import LoaderPart, Stream
 from aiockpt.errors import StateMismatchError
-from tests.adapters.test_packing import TOKENS, Packed
+from tests.adapters.loaders import TOKENS, Packed
 from tests.ranks.adapters_worker import check
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
