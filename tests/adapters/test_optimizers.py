@@ -1,4 +1,4 @@
-"""Does training go on bit by bit, whichever optimizer it is?"""
+"""Training goes on bit by bit, whichever optimizer it is."""
 
 from __future__ import annotations
 
@@ -73,19 +73,24 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+def check_goes_on(save: Any, build: Callable[[], State], *, begun: int = 0, steps: int = 2) -> tuple[State, State, Any]:
+    """Train, save and go on; load into another one that has *begun*, and go on with that: both are the same."""
+    state, found = build(), build()
+    train(state, 3)
+    saved = save(state)
+    train(state, steps)
+    train(found, begun)
+    saved.load(found)
+    assert saved.equals(found)
+    train(found, steps)
+    assert save(state).equals(found)
+    return state, found, saved
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("begun", [0, 2], ids=["into a new one", "into one that has begun"])
 def test_training_goes_on_as_if_never_interrupted(save: Any, name: str, begun: int) -> None:
-    state = build(OPTIMIZERS[name])
-    train(state, 3)
-    saved = save(state)
-    train(state, 2)
-    resumed = build(OPTIMIZERS[name])
-    train(resumed, begun)
-    saved.load(resumed)
-    assert saved.equals(resumed)
-    train(resumed, 2)
-    assert save(state).equals(resumed)
+    check_goes_on(save, lambda: build(OPTIMIZERS[name]), begun=begun)
 
 
 def test_names_come_from_the_parameters_not_from_their_numbers() -> None:
@@ -97,59 +102,60 @@ def test_names_come_from_the_parameters_not_from_their_numbers() -> None:
 
 def test_state_finds_its_parameter_in_another_order_and_group(save: Any) -> None:
     state = build(lambda model: torch.optim.Adam(list(model.parameters())))
-    train(state, 2)
-    saved = save(state)
     turned = build(lambda model: torch.optim.Adam(list(model.parameters())[::-1]))
-    saved.load(turned)
-    for name, parameter in state["model"].named_parameters():
-        if parameter.requires_grad:
-            here = turned["optimizer"].state[turned["model"].get_parameter(name)]
-            assert torch.equal(here["exp_avg"], state["optimizer"].state[parameter]["exp_avg"])
+    train(state, 2)
+    save(state).load(turned)
+    for name in ("a.weight", "b.weight", "b.bias"):
+        one, other = (each["optimizer"].state[each["model"].get_parameter(name)] for each in (state, turned))
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
 
 
 def test_moments_of_another_dtype_than_the_parameter_keep_it(save: Any) -> None:
-    state = build(two_groups(torch.optim.AdamW), torch.bfloat16)
+    state, found = (build(two_groups(torch.optim.AdamW), torch.bfloat16) for _ in range(2))
     train(state, 2)
     for entry in state["optimizer"].state.values():
         entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
     saved = save(state)
-    found = build(two_groups(torch.optim.AdamW), torch.bfloat16)
     saved.load(found)
     assert saved.equals(found)
 
 
-def test_live_state_is_filled_in_place_and_keeps_its_address(save: Any) -> None:
-    state = build(OPTIMIZERS["AdamW fused"])
-    train(state, 1)
-    saved = save(state)
-    train(state, 1)
-    before = {id(t): t.data_ptr() for entry in state["optimizer"].state.values() for t in entry.values()}
-    saved.load(state)
-    assert before == {id(t): t.data_ptr() for entry in state["optimizer"].state.values() for t in entry.values()}
-    assert saved.equals(state)
-
-
-def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(save: Any) -> None:
-    saved = save(build(OPTIMIZERS["AdamW foreach"]))
-    found = build(OPTIMIZERS["AdamW foreach"])
+def test_step_counters_of_a_torch_that_had_numbers_become_tensors(save: Any) -> None:
+    state, found = (build(OPTIMIZERS["AdamW one by one"]) for _ in range(2))
+    train(state, 2)
+    for entry in state["optimizer"].state.values():
+        entry["step"] = 2
+    save(state).load(found)
     train(found, 1)
-    target = saved.load(found)
-    assert not found["optimizer"].state
+    assert all(entry["step"].item() == 3 for entry in found["optimizer"].state.values())
+
+
+def test_live_state_is_filled_in_place_and_keeps_its_address(save: Any) -> None:
+    def addresses() -> dict[int, int]:
+        return {id(t): t.data_ptr() for entry in state["optimizer"].state.values() for t in entry.values()}
+
+    state = build(OPTIMIZERS["AdamW fused"])
+    fresh = save(build(OPTIMIZERS["AdamW fused"]))
+    train(state, 1)
+    saved, before = save(state), addresses()
+    train(state, 1)
+    saved.load(state)
+    assert addresses() == before
+    assert saved.equals(state)
+    target = fresh.load(state)  # from before the first step
+    assert not state["optimizer"].state
     assert "optimizer.state.model.a.weight.exp_avg" in target.written
 
 
 def test_a_tensor_learning_rate_stays_the_tensor_it_is(save: Any) -> None:
-    state = build(OPTIMIZERS["AdamW tensor lr"])
-    saved = save(state)
     found = build(OPTIMIZERS["AdamW tensor lr"])
     rate = found["optimizer"].param_groups[0]["lr"]
-    rate.fill_(7)
-    saved.load(found)
-    assert found["optimizer"].param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(1e-3)
-    save(build(two_groups(torch.optim.AdamW, lr=0.25, foreach=False))).load(found)
-    assert found["optimizer"].param_groups[0]["lr"] is rate
-    assert rate.item() == 0.25
+    number = two_groups(torch.optim.AdamW, lr=0.25, foreach=False)
+    for saved, expected in ((save(build(OPTIMIZERS["AdamW tensor lr"])), 1e-3), (save(build(number)), 0.25)):
+        rate.fill_(7)
+        saved.load(found)
+        assert found["optimizer"].param_groups[0]["lr"] is rate
+        assert rate.item() == pytest.approx(expected)
 
 
 def test_how_a_step_is_computed_stays_the_running_jobs_own(save: Any) -> None:
@@ -185,11 +191,20 @@ def test_values_of_groups_come_back_and_new_ones_keep_their_default(save: Any) -
     assert groups[0]["newer"] == 3
 
 
-def test_a_parameter_of_no_module_is_refused_by_group_and_place() -> None:
-    stray = torch.ones(2, 3, requires_grad=True)
-    optimizer = torch.optim.SGD([{"params": [torch.ones(1, requires_grad=True)]}, {"params": [stray]}])
-    with pytest.raises(UnsupportedStateError, match=r"^optimizer.groups\[0\].params\[0\]: .*in no module"):
-        StateWalker().walk({"optimizer": optimizer})
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("no module", r"^optimizer.groups\[0\].params\[0\]: .*in no module"),
+        ("a value of a group", r"^optimizer.groups\[1\].schedule: "),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_group_and_place(where: str, message: str) -> None:
+    state = build(OPTIMIZERS["SGD"])
+    state["optimizer"].param_groups[1]["schedule"] = lambda step: step
+    if where == "no module":
+        del state["model"]
+    with pytest.raises(UnsupportedStateError, match=message):
+        StateWalker().walk(state)
 
 
 class Metric(nn.Module):
@@ -222,16 +237,8 @@ def adamw_with_a_hook(groups: Any) -> torch.optim.Optimizer:
 def test_parameters_of_no_module_are_saved_with_the_optimizer(
     save: Any, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = build_with_loss(make)
-    train(state, 3)
-    saved = save(state)
-    train(state, 2)
-    resumed = build_with_loss(make, seed=5)
-    train(resumed, 1)
-    saved.load(resumed)
-    assert saved.equals(resumed)
-    train(resumed, 2)
-    assert save(state).equals(resumed)
+    seeds = iter((1, 5))
+    state, resumed, _ = check_goes_on(save, lambda: build_with_loss(make, seed=next(seeds)), begun=1)
     for one, other in zip(*(each["optimizer"].param_groups[1]["params"] for each in (state, resumed)), strict=True):
         assert torch.equal(one, other)
     told = [record for record in caplog.records if "optimizer.parameters[1][0] ()" in record.message]
@@ -239,26 +246,20 @@ def test_parameters_of_no_module_are_saved_with_the_optimizer(
 
 
 def test_parameters_of_no_module_that_do_not_fit_are_named(save: Any) -> None:
-    state = build_with_loss(torch.optim.AdamW)
+    state, other = build_with_loss(torch.optim.AdamW), build_with_loss(torch.optim.AdamW)
+    alone = build(lambda model: torch.optim.AdamW(model.parameters()))
     train(state, 1)
-    saved, alone = save(state), build(lambda model: torch.optim.AdamW(model.parameters()))
-    with pytest.raises(
-        StateMismatchError, match=r"optimizer.parameters\[1\]\[0\]: in the checkpoint but not in the state"
-    ):
-        saved.load(alone)
     train(alone, 1)
-    with pytest.raises(
-        StateMismatchError, match=r"optimizer.parameters\[1\]\[1\]: in the state but not in the checkpoint"
+    temperature, head = other["optimizer"].param_groups[1]["params"]
+    head.data = torch.zeros(3)
+    for source, target, message in (
+        (state, alone, r"optimizer.parameters\[1\]\[0\]: in the checkpoint but not in the state"),
+        (alone, state, r"optimizer.parameters\[1\]\[1\]: in the state but not in the checkpoint"),
+        (state, other, r"optimizer.parameters\[1\]\[1\]: .*shape"),
+        (state, {**other, "temperature": temperature}, "the optimizer of the checkpoint has no parameter temperature"),
     ):
-        save(alone).load(state)
-    other = build_with_loss(torch.optim.AdamW)
-    other["optimizer"].param_groups[1]["params"][1].data = torch.zeros(3)
-    with pytest.raises(StateMismatchError, match=r"optimizer.parameters\[1\]\[1\]: .*shape"):
-        saved.load(other)
-    temperature = other["optimizer"].param_groups[1]["params"][0]
-    named = {**other, "temperature": temperature}
-    with pytest.raises(StateMismatchError, match="the optimizer of the checkpoint has no parameter temperature"):
-        saved.load(named)
+        with pytest.raises(StateMismatchError, match=message):
+            save(source).load(target)
 
 
 def test_a_bare_tensor_of_the_state_gives_its_name_to_a_parameter() -> None:
@@ -338,22 +339,25 @@ def test_an_optimizer_of_another_class_is_a_mismatch_that_names_both_and_their_k
     train(found, 1)
 
 
-def test_a_class_with_the_same_keys_and_a_subclass_go_on(save: Any) -> None:
-    class Mine(torch.optim.SGD):
-        def __init__(self, parameters: Any, **how: Any) -> None:
-            super().__init__(parameters, **how)
-            self.defaults["mine"] = 1
+class Mine(torch.optim.SGD):
+    def __init__(self, parameters: Any, **how: Any) -> None:
+        super().__init__(parameters, **how)
+        self.defaults["mine"] = 1
 
-    state = build(two_groups(torch.optim.Adam))
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (two_groups(torch.optim.Adam), two_groups(torch.optim.AdamW)),
+        (OPTIMIZERS["SGD momentum"], two_groups(Mine, momentum=0.5)),
+    ],
+)
+def test_a_class_with_the_same_keys_and_a_subclass_go_on(save: Any, before: Make, now: Make) -> None:
+    state, found = build(before), build(now)
     train(state, 1)
-    found = build(two_groups(torch.optim.AdamW))
-    save(state).load(found)
-    assert found["optimizer"].param_groups[0]["decoupled_weight_decay"], "AdamW stays what it is, as torch has it"
-    state = build(OPTIMIZERS["SGD momentum"])
-    train(state, 1)
-    found = build(two_groups(Mine, momentum=0.5))
     save(state).load(found)
     assert save(found).bytes.keys() == save(state).bytes.keys()
+    assert found["optimizer"].param_groups[0].get("decoupled_weight_decay", True), "AdamW stays what it is"
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -444,9 +448,12 @@ def test_an_adam_that_computes_something_else_is_refused_by_both_names(
 
 
 def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_have(save: Any) -> None:
-    state = build(OPTIMIZERS["SGD momentum"])
+    state, other = build(OPTIMIZERS["SGD momentum"]), build(OPTIMIZERS["AdamW fused"])
     train(state, 1)
     saved = save(state)
+    assert saved.load(other, only=["model"]).problems == ()
+    with pytest.raises(StateMismatchError, match="AdamW in the state"):
+        saved.load(other, only=["optimizer.groups"])
     for key in ("class", "keys"):
         del saved.stored.values["optimizer"][key]
     saved.load(build(OPTIMIZERS["SGD"]))
@@ -454,42 +461,13 @@ def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_h
         group["values"]["of a scheduler"] = 1
     saved.load(build(OPTIMIZERS["SGD"]))
     with pytest.raises(StateMismatchError, match=r"AdamW in the state .*, an optimizer of another class in"):
-        saved.load(build(OPTIMIZERS["AdamW fused"]))
-
-
-def test_only_a_part_that_is_no_optimizer_never_minds_its_class(save: Any) -> None:
-    saved = save(build(OPTIMIZERS["SGD momentum"]))
-    found = build(OPTIMIZERS["AdamW fused"])
-    assert saved.load(found, only=["model"]).problems == ()
-    with pytest.raises(StateMismatchError, match="AdamW in the state"):
-        saved.load(found, only=["optimizer.groups"])
-
-
-def test_step_counters_of_a_torch_that_had_numbers_become_tensors(save: Any) -> None:
-    state = build(OPTIMIZERS["AdamW one by one"])
-    train(state, 2)
-    for entry in state["optimizer"].state.values():
-        entry["step"] = 2
-    saved = save(state)
-    found = build(OPTIMIZERS["AdamW one by one"])
-    saved.load(found)
-    train(found, 1)
-    assert all(entry["step"].item() == 3 for entry in found["optimizer"].state.values())
-
-
-def test_a_value_of_a_group_that_cannot_be_saved_is_refused_by_path() -> None:
-    state = build(OPTIMIZERS["SGD"])
-    state["optimizer"].param_groups[1]["schedule"] = lambda step: step
-    with pytest.raises(UnsupportedStateError, match=r"^optimizer.groups\[1\].schedule: "):
-        StateWalker().walk(state)
+        saved.load(other)
 
 
 def test_state_that_belongs_to_no_parameter_is_kept(save: Any) -> None:
-    state = build(OPTIMIZERS["SGD"])
+    state, found = build(OPTIMIZERS["SGD"]), build(OPTIMIZERS["SGD"])
     state["optimizer"].state["global"] = {"count": 3, "mean": torch.ones(2)}
-    saved = save(state)
-    found = build(OPTIMIZERS["SGD"])
-    saved.load(found)
+    save(state).load(found)
     assert found["optimizer"].state["global"]["count"] == 3
     assert torch.equal(found["optimizer"].state["global"]["mean"], torch.ones(2))
 
@@ -526,37 +504,28 @@ def hooked(model: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [two_groups(Own, momentum=0.9), hooked], ids=["overridden", "hooked"])
 def test_an_optimizer_that_wants_a_say_has_it_and_names_all_the_same(save: Any, make: Make) -> None:
-    state = build(make)
-    train(state, 2)
-    saved = save(state)
+    _, _, saved = check_goes_on(save, lambda: build(make), steps=1)
     assert "optimizer.state.model.b.bias.momentum_buffer" in saved.bytes
-    found = build(make)
-    saved.load(found)
-    assert saved.equals(found)
-    train(state, 1)
-    train(found, 1)
-    assert save(state).equals(found)
 
 
 def test_an_optimizer_with_a_form_of_its_own_is_saved_in_it(save: Any) -> None:
-    saved = save(build(two_groups(OtherForm, lr=0.5)))
     found = build(two_groups(OtherForm, lr=1.0))
-    saved.load(found)
+    save(build(two_groups(OtherForm, lr=0.5))).load(found)
     assert [group["lr"] for group in found["optimizer"].param_groups] == [0.5, 0.5]
 
 
 def test_only_a_part_of_the_state_can_be_loaded(save: Any) -> None:
+    def moments(one: State) -> list[torch.Tensor]:
+        return [one["optimizer"].state[one["model"][key].weight]["momentum_buffer"].clone() for key in ("a", "b")]
+
     state = build(two_groups(torch.optim.SGD, lr=0.5, momentum=0.9))
-    train(state, 1)
-    saved = save(state)
     found = build(two_groups(torch.optim.SGD, lr=0.1, momentum=0.9))
+    train(state, 1)
     train(found, 2)
-    before = found["optimizer"].state[found["model"]["a"].weight]["momentum_buffer"].clone()
-    saved.load(found, only=["optimizer.state.model.b"])
-    after = found["optimizer"].state
-    assert torch.equal(after[found["model"]["a"].weight]["momentum_buffer"], before)
-    expected = state["optimizer"].state[state["model"]["b"].weight]["momentum_buffer"]
-    assert torch.equal(after[found["model"]["b"].weight]["momentum_buffer"], expected)
+    before = moments(found)
+    save(state).load(found, only=["optimizer.state.model.b"])
+    assert torch.equal(moments(found)[0], before[0])
+    assert torch.equal(moments(found)[1], moments(state)[1])
     assert found["optimizer"].param_groups[0]["lr"] == 0.1
 
 
@@ -572,59 +541,6 @@ def test_a_node_that_no_optimizer_wrote_is_refused_as_damage(save: Any) -> None:
     del saved.stored.tensors["optimizer.state.model.a.weight.momentum_buffer"]
     with pytest.raises(ManifestError, match="not there"):
         saved.open(state)
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5, 2),
-    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.PolynomialLR(o)], o
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_where_they_were(save: Any, name: str) -> None:
-    def job() -> State:
-        state = build(two_groups(torch.optim.SGD, lr=0.5, momentum=0.9))
-        return {**state, "scheduler": SCHEDULERS[name](state["optimizer"])}
-
-    state = job()
-    train(state, 2)
-    saved = save(state)
-    train(state, 2)
-    resumed = job()
-    saved.load(resumed)
-    assert saved.equals(resumed)
-    train(resumed, 2)
-    assert save(state).equals(resumed)
-
-
-def test_reduce_on_plateau_and_the_gradient_scaler_come_back(save: Any) -> None:
-    def job() -> State:
-        state = build(OPTIMIZERS["SGD"])
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=1)
-        return {**state, "plateau": plateau, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
-
-    state = job()
-    for loss in (1.0, 2.0, 3.0, 4.0):
-        state["plateau"].step(loss)
-    state["scaler"].scale(torch.ones(1))
-    state["scaler"].update(512.0)
-    saved = save(state)
-    found = job()
-    saved.load(found)
-    assert saved.equals(found)
-    assert found["scaler"].state_dict()["scale"] == 512.0
 
 
 def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:

@@ -1,7 +1,8 @@
-"""Do learning rate schedulers go on, torch's own and those that users write? And is another one told?"""
+"""Learning rate schedulers, torch's own and those that users write, go on; another one is refused."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,20 @@ class WarmUp(LRScheduler):
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, 2),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.PolynomialLR(o)], o
+    ),
     "SWALR": lambda o: swa_utils.SWALR(o, 0.05, anneal_epochs=3),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
     "LambdaLR, objects": lambda o: lr_scheduler.LambdaLR(o, [Power(0.5), Power(0.25)]),
@@ -63,7 +78,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "ConstantLR": lr_scheduler.ConstantLR,
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
     "CyclicLR, function": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, 2, scale_fn=lambda x: 0.9**x),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=10, anneal_strategy="linear"),
+    "OneCycleLR, linear": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=10, anneal_strategy="linear"),
     "SequentialLR of three": lambda o: lr_scheduler.SequentialLR(
         o,
         [
@@ -84,25 +99,50 @@ def job(name: str, lr: Any = 0.5) -> State:
     return {**state, "scheduler": SCHEDULERS[name](state["optimizer"])}
 
 
-@pytest.mark.parametrize("lr", KINDS)
-@pytest.mark.parametrize("begun", [0, 1])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_where_they_were(save: Any, name: str, begun: int, lr: str) -> None:
-    def make() -> State:
-        value = KINDS[lr]
-        return job(name, value.clone() if isinstance(value, torch.Tensor) else value)
+OBJECTS = [(name, "object", "object", begun, lr) for name in SCHEDULERS for begun in (0, 1) for lr in KINDS]
+DICTS = [
+    (name, *forms, 0, "numbers")
+    for name in SCHEDULERS
+    for forms in (("dict", "object"), ("object", "dict"))
+    if name not in ("with functions", "a warm-up")  # their dicts have what cannot be saved
+]
 
-    state = make()
+
+@pytest.mark.parametrize(("name", "saved_as", "loaded_as", "begun", "lr"), [*OBJECTS, *DICTS])
+def test_schedulers_go_on_where_they_were(
+    save: Any, name: str, saved_as: str, loaded_as: str, begun: int, lr: str
+) -> None:
+    state, found = (job(name, copy.deepcopy(KINDS[lr])) for _ in range(2))
     train(state, 2)
-    saved = save(state)
-    found = make()
+    saved = save(state if saved_as == "object" else {**state, "scheduler": state["scheduler"].state_dict()})
     train(found, begun)
-    saved.load(found)
+    here = found if loaded_as == "object" else {**found, "scheduler": copy.deepcopy(found["scheduler"].state_dict())}
+    loaded = saved.load(here)
+    assert (loaded.missing, loaded.unexpected, loaded.problems) == ((), (), ())
+    if loaded_as == "dict":
+        found["scheduler"].load_state_dict(here["scheduler"])
     for _ in range(3):
         assert save(state).equals(found)
         assert state["optimizer"].param_groups[0]["lr"] == found["optimizer"].param_groups[0]["lr"]
         train(state, 1)
         train(found, 1)
+
+
+def test_reduce_on_plateau_and_the_gradient_scaler_come_back(save: Any) -> None:
+    def make() -> State:
+        state = build(two_groups(torch.optim.SGD))
+        plateau = lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=1)
+        return {**state, "plateau": plateau, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
+
+    state, found = make(), make()
+    for loss in (1.0, 2.0, 3.0, 4.0):
+        state["plateau"].step(loss)
+    state["scaler"].scale(torch.ones(1))
+    state["scaler"].update(512.0)
+    saved = save(state)
+    saved.load(found)
+    assert saved.equals(found)
+    assert found["scaler"].state_dict()["scale"] == 512.0
 
 
 def test_functions_of_the_program_stay_and_lists_are_its_own(save: Any) -> None:
