@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import aiockpt
 from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
@@ -21,6 +25,36 @@ Through = Callable[..., Any]
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements, row-major."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+_NUMBERS = count()
+
+
+def resume(saved: Mapping[str, Any], into: Mapping[str, Any], **how: Any) -> aiockpt.LoadResult:
+    """Save one state and load it into another, through the public API."""
+    with aiockpt.Checkpointer(f"memory://resume-{next(_NUMBERS)}") as ckpt:
+        ckpt.save(1, saved).result(30)
+        result = ckpt.load(into, **how).result(30)
+    assert result is not None
+    return result
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal at every depth, types and the order of keys included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Module):
+        return same(dict(one.state_dict()), dict(other.state_dict()))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        factories = (getattr(each, "default_factory", None) for each in (one, other))
+        return list(one) == list(other) and all(map(same, one.values(), other.values())) and len({*factories}) == 1
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 class Saved:

@@ -14,7 +14,7 @@ import aiockpt
 from aiockpt.adapters import native
 from aiockpt.adapters.native import StateWalker, per_rank
 from aiockpt.errors import StateMismatchError, UnsupportedStateError
-from tests.adapters.test_nested_states import resume
+from tests.adapters.conftest import resume
 
 LONG: dict[str, Any] = {
     "floats": [number / 7 for number in range(3000)] + [math.nan, math.inf, -0.0],

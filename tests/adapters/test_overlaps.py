@@ -13,7 +13,7 @@ from aiockpt.adapters.differences import separate
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.shards import TensorShard
-from tests.adapters.test_nested_states import resume
+from tests.adapters.conftest import resume
 
 Views = Callable[[torch.Tensor], dict[str, Any]]
 OVERLAPS: dict[str, Views] = {

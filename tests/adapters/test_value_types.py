@@ -15,6 +15,7 @@ from aiockpt.adapters.native import Stored, per_rank
 from aiockpt.adapters.plain_values import in_words
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.tree import TAG
+from tests.adapters.conftest import same
 from tests.adapters.worlds import World
 
 
@@ -136,24 +137,6 @@ def test_numbers_and_containers_become_the_kind_that_is_here(save: Any, stored: 
     assert same(found["v"], expected)
     if not isinstance(here, tuple | int | float | np.generic) and expected is not None:
         assert found["v"] is here
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, types included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        factory = getattr(one, "default_factory", None)
-        return (
-            list(one) == list(other)
-            and all(map(same, one.values(), other.values()))
-            and factory is getattr(other, "default_factory", None)
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def test_number_and_tensor_fit_beside_other_tensors_too(save: Any) -> None:

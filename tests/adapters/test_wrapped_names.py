@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.test_nested_states import resume
+from tests.adapters.conftest import resume
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda module: module,
