@@ -24,17 +24,17 @@ class TensorMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, around: bool = False) -> None:
         pieces = [bytes_of(local) for tensor in tensors for local in local_tensors(tensor)]
-        self._dense = _Spans(_span(piece) for piece in pieces if _is_dense(piece))
-        self._any = _Spans(map(_storage_span if around else _span, pieces))
+        self._dense = _Spans(span_of(piece) for piece in pieces if _is_dense(piece))
+        self._any = _Spans(map(_storage_span if around else span_of, pieces))
         self._strided = {_place(piece) for piece in pieces if not _is_dense(piece)}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Return whether all of *tensor* is in one of them."""
-        return self._dense.hold(*_span(tensor)) or _place(tensor) in self._strided
+        return self._dense.hold(*span_of(tensor)) or _place(tensor) in self._strided
 
     def touches(self, tensor: torch.Tensor) -> bool:
         """Return whether some of *tensor* may be in one of them, or *around* one."""
-        return self._any.meet(*_span(tensor))
+        return self._any.meet(*span_of(tensor))
 
 
 class _Spans:
@@ -56,7 +56,7 @@ class _Spans:
         return place >= 0 and start < end and start < self._ends[place]
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the one after its last."""
     start = tensor.data_ptr()
     if not tensor.numel():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 
+from aiockpt.adapters.addresses import span_of
 from aiockpt.adapters.rename import Strict, Strictness, near_key
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import has_memory_of_its_own
@@ -56,14 +58,6 @@ _ADVICE = (
 )
 
 
-class Apart(msgspec.Struct, frozen=True):
-    """A tensor that shares memory with others, and what it will be filled with."""
-
-    name: str
-    live: torch.Tensor
-    read: torch.Tensor
-
-
 def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShard], list[Callable[[], None]]]:
     """Return *wanted* with memory of their own for those that overlap, and what puts these in place when they are filled.
 
@@ -72,19 +66,14 @@ def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShar
     """
     apart = list(wanted)
     steps: list[Callable[[], None]] = []
-    for numbers in _clusters(wanted):
-        cluster = []
-        for number in numbers:
-            shard = wanted[number]
-            read = torch.empty(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
-            apart[number] = msgspec.structs.replace(shard, data=read)
-            cluster.append(Apart(shard.name, shard.data, read))
-        steps.append(_putting(cluster, where))
+    for cluster in _clusters(wanted):
+        for number in cluster:
+            data = wanted[number].data
+            read = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+            apart[number] = msgspec.structs.replace(wanted[number], data=read)
+        pairs = [(wanted[number].name, wanted[number].data, apart[number].data) for number in cluster]
+        steps.append(partial(_put_together, pairs, where))
     return apart, steps
-
-
-def _putting(cluster: list[Apart], where: str) -> Callable[[], None]:
-    return lambda: _put_together(cluster, where)
 
 
 def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
@@ -95,7 +84,7 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
     if _lie_apart(wanted):
         return
     spans = sorted(
-        (str(shard.data.device), *_span(shard.data), number)
+        (str(shard.data.device), *span_of(shard.data), number)
         for number, shard in enumerate(wanted)
         if shard.data.numel()
     )
@@ -127,31 +116,26 @@ def _share(cluster: list[int], wanted: Sequence[TensorShard]) -> bool:
     return len(cluster) > 1 or any(not has_memory_of_its_own(wanted[number].data) for number in cluster)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _put_together(cluster: list[Apart], where: str) -> None:
-    """Copy all of a cluster into place.
+def _put_together(cluster: list[tuple[str, torch.Tensor, torch.Tensor]], where: str) -> None:
+    """Copy all of a cluster into place: names, the tensors that are here, and what was read for them.
 
     Raises:
         StateMismatchError: they have different values for the same memory.
     """
-    spans = [_span(one.live) for one in cluster]
+    spans = [span_of(live) for _, live, _ in cluster]
     base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
-    trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0].live.device)
-    views = [_view_at(one.live, base, trial) for one in cluster]
-    for view, one in zip(views, cluster, strict=True):
-        _copy(one.read, view)
-    for view, one in zip(views, cluster, strict=True):
-        if not torch.equal(_bits(view), _bits(one.read)):
-            others = ", ".join(other.name for other in cluster if other is not one)
+    trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0][1].device)
+    views = [_view_at(live, base, trial) for _, live, _ in cluster]
+    for view, (_, _, read) in zip(views, cluster, strict=True):
+        _copy(read, view)
+    for view, (name, _, read) in zip(views, cluster, strict=True):
+        if not torch.equal(_bits(view), _bits(read)):
+            others = ", ".join(other for other, _, each in cluster if each is not read)
             shared = f"shares a part of its memory with {others}" if others else "its elements share memory"
-            raise StateMismatchError(where, [f"{one.name}: {shared}, and was saved with other values"], _ADVICE)
-    for one in cluster:
-        with torch.inference_mode(one.live.is_inference()), torch.no_grad():
-            _copy(one.read, one.live)
+            raise StateMismatchError(where, [f"{name}: {shared}, and was saved with other values"], _ADVICE)
+    for _, live, read in cluster:
+        with torch.inference_mode(live.is_inference()), torch.no_grad():
+            _copy(read, live)
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
@@ -179,13 +163,13 @@ OTHER_OPTIMIZER = (
 
 
 class _Problem(msgspec.Struct):
-    """A difference at *name* of the state."""
+    """A difference at a place of the state."""
 
-    name: str
+    place: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
+        return f"{self.place}: {self.text}"
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -270,7 +254,7 @@ class Differences:
             self.is_strict.refuse_idle(self._places | {part for place in spare.values() for part in prefixes(place)})
         strictly_spare = [name for name, place in spare.items() if self.is_strict(place)]
         problems = list(map(str, self._problems))
-        raised = {str(problem): problem.name for problem in self._problems if self.is_strict(problem.name)}
+        raised = {str(problem): problem.place for problem in self._problems if self.is_strict(problem.place)}
         if state_is_whole:
             problems += map(_not_here, spare)
             raised |= {_not_here(name): spare[name] for name in strictly_spare}

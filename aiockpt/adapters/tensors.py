@@ -41,14 +41,11 @@ ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of the state, described.
+    """One tensor of the state: its name in the checkpoint, and what this rank holds of it, which may be empty shards.
 
     Attributes:
-        name: in the checkpoint.
-        shards: what this rank holds of it, at least one, which may be empty; all have this name.
         owner: the tensor itself, which must live as long as *memory* is compared.
-        memory: equal for two leaves if and only if they are the same elements in the same memory; None for one that
-            shares nothing.
+        memory: equal for two leaves if and only if they are the same elements in the same memory; None for nothing shared.
     """
 
     name: str
@@ -98,10 +95,7 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Loc
     """
     held = None
     if flat is None and is_spread(tensor):
-        if is_dtensor(tensor):
-            held = hold_dtensor(tensor, path)
-        elif is_sharded_tensor(tensor):
-            held = hold_sharded_tensor(tensor)
+        held = hold_dtensor(tensor, path) if is_dtensor(tensor) else hold_sharded_tensor(tensor)
     for local in [tensor] if held is None else [piece.local for piece in held.pieces]:
         if (reason := _unsupported(local)) is not None:
             refuse(path, reason)
@@ -218,15 +212,10 @@ def may_spread() -> bool:
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that have this rank's elements of *tensor*: itself, when it is a plain one.
-
-    None for a lazy parameter, which has no shape yet.
-    """
+    """Return the tensors that have this rank's elements of *tensor*: itself, when it is plain; none of a lazy parameter."""
     if is_spread(tensor):
-        if is_dtensor(tensor):
-            return [local_of(tensor)]
-        if is_sharded_tensor(tensor):
-            return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
+        pieces = () if is_dtensor(tensor) else hold_sharded_tensor(tensor).pieces
+        return [local_of(tensor)] if is_dtensor(tensor) else [piece.local for piece in pieces]
     return [] if is_uninitialized(tensor) else [tensor]
 
 
