@@ -12,7 +12,7 @@ A watch keeps what it watches alive; drop it to release memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter, methodcaller
@@ -35,63 +35,47 @@ _SHARD = attrgetter("tensor")
 
 
 class Watch:
-    """What a walk found; `holds` returns whether a new walk would find the same."""
+    """What a walk found; `holds` returns whether a new walk would find the same. It is recorded, then taken by `seal`."""
 
     def __init__(self) -> None:
         self._mappings: list[Mapping[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
         self._empty: list[Mapping[Any, Any]] = []
         self._key_only: list[Mapping[Any, Any]] = []
-        self._key_only_keys: list[Any] = []
-        self._entries: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._entries: list[tuple[Mapping[Any, Any], Any]] = []
         self._lists: list[list[Any]] = []
-        self._items: list[Any] = []
-        self._sizes: list[int] = []
-        self._tensors: list[torch.Tensor] = []
+        self._attributes: list[tuple[Callable[[Any], Any], Any]] = []
+        self._modules: list[torch.nn.Module] = []
+        self._own: list[dict[str, Any]] = []
         self._spread: list[torch.Tensor] = []
-        self._spread_parts: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        self._identities: list[list[Any]] = []
+        self._hidden: list[frozenset[str]] = []
         self._pointers: list[int] = []
         self._views_hold: Callable[[], bool] = _never
-        self._modules: list[torch.nn.Module] = []
-        self._parts: list[Any] = []
-        self._classes: list[type] = []
-        self._own: list[dict[str, Any]] = []
-        self._hidden: list[frozenset[str]] = []
-        self._attributes: list[tuple[Callable[[Any], Any], Any, Any]] = []
 
     def mapping(self, mapping: Mapping[Any, Any]) -> None:
         """Watch its keys, their order, and its values by identity."""
-        if not mapping:
-            self._empty.append(mapping)
-            return
-        self._mappings.append(mapping)
-        self._keys += mapping
-        self._values += mapping.values()
+        (self._mappings if mapping else self._empty).append(mapping)
 
     def keys(self, mapping: Mapping[Any, Any], unchanging: Iterable[Any] = ()) -> None:
         """Watch its keys and their order, and by identity the values of those that are *unchanging*."""
         self._key_only.append(mapping)
-        self._key_only_keys += mapping
-        self._entries += [(mapping, key, mapping[key]) for key in unchanging]
+        self._entries += ((mapping, key) for key in unchanging)
 
     def items(self, items: list[Any]) -> None:
         """Watch the items of a list by identity."""
         self._lists.append(items)
-        self._items += items
 
     def attribute(self, get: Callable[[Any], Any], owner: Any) -> None:
         """Watch what *get* of *owner* returns, by identity."""
-        self._attributes.append((get, owner, get(owner)))
+        self._attributes.append((get, owner))
 
     def module(self, module: torch.nn.Module) -> None:
         """Watch one module (not its children): its class, parameters, buffers, submodules, and that no hook appears."""
         own = vars(module)
         self._modules.append(module)
-        self._classes.append(type(module))
         self._own.append(own)
-        self._parts += _PARTS(own)
-        self._hidden.append(frozenset(_HIDDEN(own)))
         for name in (*_HELD, *_HOOKS):
             self.mapping(own[name])
 
@@ -108,23 +92,20 @@ class Watch:
         """
         if is_dtensor(tensor):
             self._spread.append(tensor)
-            self._spread_parts += _SPREAD(tensor)
         elif is_torchs(tensor):
             self.items(tensor.local_shards())
             for shard in tensor.local_shards():
                 self.attribute(_SHARD, shard)
         elif is_foreign(tensor):  # whether its chunks are new ones cannot be determined
             self.attribute(_anew, tensor)
-        for local in local_tensors(tensor):
-            self._memory(local)
-
-    def _memory(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(tensor)
-        self._pointers.append(tensor.data_ptr())
+        self._tensors += local_tensors(tensor)
 
     def seal(self) -> None:
-        """End the recording."""
+        """End the recording: what is found now is what has to stay."""
         self._sizes = list(map(len, self._sized()))
+        self._identities = list(map(list, self._found()))
+        self._hidden = [frozenset(_HIDDEN(own)) for own in self._own]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         if not any(map(is_lazy, self._tensors)):
             self._views_hold = _guards(self._tensors) or _twins(self._tensors)
 
@@ -133,29 +114,28 @@ class Watch:
         return (
             not any(self._empty)
             and list(map(len, self._sized())) == self._sizes
-            and _same(chain.from_iterable(self._mappings), self._keys)
-            and _same(chain.from_iterable(map(_VALUES, self._mappings)), self._values)
-            and _same(chain.from_iterable(self._key_only), self._key_only_keys)
-            and _same(chain.from_iterable(self._lists), self._items)
-            and all(mapping[key] is value for mapping, key, value in self._entries)
-            and all(get(owner) is value for get, owner, value in self._attributes)
-            and self._modules_hold()
-            and _same(chain.from_iterable(map(_SPREAD, self._spread)), self._spread_parts)
+            and all(map(_same, self._found(), self._identities))
+            and list(map(_HIDDEN, self._own)) == self._hidden
+            and not any(map(contains, self._own, repeat("state_dict")))
+            and not any(map(contains, self._own, repeat("load_state_dict")))
             and self._tensors_hold()
         )
 
     def _sized(self) -> Iterable[Collection[Any]]:
         return chain(self._mappings, self._key_only, self._lists)
 
-    def _modules_hold(self) -> bool:
-        return (
-            _same(map(type, self._modules), self._classes)
-            and _same(map(vars, self._modules), self._own)
-            and _same(chain.from_iterable(map(_PARTS, self._own)), self._parts)
-            and list(map(_HIDDEN, self._own)) == self._hidden
-            and not any(map(contains, self._own, repeat("state_dict")))
-            and not any(map(contains, self._own, repeat("load_state_dict")))
-        )
+    def _found(self) -> Iterator[Iterable[Any]]:
+        """Yield what is to be identical; the sizes are compared before, and keys before what is under them."""
+        yield chain.from_iterable(self._mappings)
+        yield chain.from_iterable(map(_VALUES, self._mappings))
+        yield chain.from_iterable(self._key_only)
+        yield chain.from_iterable(self._lists)
+        yield (mapping[key] for mapping, key in self._entries)
+        yield (get(owner) for get, owner in self._attributes)
+        yield map(type, self._modules)
+        yield map(vars, self._modules)
+        yield chain.from_iterable(map(_PARTS, self._own))
+        yield chain.from_iterable(map(_SPREAD, self._spread))
 
     def _tensors_hold(self) -> bool:
         try:
