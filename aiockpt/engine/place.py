@@ -60,7 +60,7 @@ class Place:
         self._reading: dict[str, int] = {}
         engine.lineage.places.append(backend)
         if isinstance(backend, Retrying):
-            backend.tell(engine.emit)
+            backend.add_listener(engine.emit)
 
     @property
     def being_read(self) -> frozenset[str]:

@@ -26,7 +26,8 @@ _SCHEMES = (
     "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|webhdfs|memory|shm|file|https?|s?ftp|ssh|smb|dbfs|oss|hf|swift"
 )
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_URL_IN_A_PATH = re.compile(rf"(?:^|.*/)[\"']?((?:{_SCHEMES})):/+([^/].*)", re.IGNORECASE | re.DOTALL)
+_IN_A_PATH = rf"(?i)(?:^|.*/)[\"']?((?:{_SCHEMES})):/+([^/].*)"
+_URL_IN_A_PATH = re.compile(_IN_A_PATH, re.DOTALL)
 _BLANKS = " \t\r\n\v\f\u00a0\u200b\u2028\u2029\u3000\ufeff"
 _BRACKETS = ")]}>"
 _QUOTES = "\"'`‘’‚“”„«»"
@@ -119,9 +120,9 @@ def _slip(text: str, what: str, likely: str | None) -> UsageError:
 
 def _refuse_slip(text: str) -> None:
     is_url = _URL.fullmatch(text) is not None
-    for pattern, what, likely, of_urls in _SLIPS:
-        if (of_urls or not is_url) and (found := pattern.search(text)) is not None:
-            raise _slip(text, what, likely(found))
+    for in_urls, pattern, what, likely in _SLIPS:
+        if (in_urls or not is_url) and (found := re.search(pattern, text, re.DOTALL)) is not None:
+            raise _slip(text, what, found.expand(likely) if isinstance(likely, str) else likely(found))
 
 
 def _stripped(found: re.Match[str]) -> str:
@@ -144,95 +145,72 @@ def _sftp(found: re.Match[str]) -> str:
     return f"sftp://{found[1]}{found[3]}/{found[4]}"
 
 
-def _no_spelling(_: re.Match[str]) -> None:
-    return None
-
-
-def _advice(text: str) -> Callable[[re.Match[str]], str]:
-    return lambda _: text
-
-
-_SLIPS: tuple[tuple[re.Pattern[str], str, Callable[[re.Match[str]], str | None], bool], ...] = (
-    (re.compile(rf"^[{_BLANKS}]|[{_BLANKS}]$"), "a blank at its beginning or end", _stripped, True),
-    (re.compile(rf"^[{_QUOTES}]"), "quotes that are part of the string", _stripped, True),
-    (re.compile(rf"^\w+://.*[{_QUOTES}]$", re.DOTALL), "quotes that are part of the string", _stripped, True),
+_NO_SETTING = r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?i:none|true|false|null)$"
+_LOST_SLASH = r"\1://\2 (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
+_SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] = (
+    (True, rf"^[{_BLANKS}]|[{_BLANKS}]$", "a blank at its beginning or end", _stripped),
+    (True, rf"^[{_QUOTES}]|^\w+://.*[{_QUOTES}]$", "quotes that are part of the string", _stripped),
     (
-        re.compile(r"""^(?:\w*Path\(|[bru]|[(\[{])[(\[{]*(['"])(.*?)\1""", re.DOTALL),
-        "what str() makes of an object of Python",
-        lambda found: found[2],
         False,
+        r"""^(?:\w*Path\(|[bru]|[(\[{])[(\[{]*(['"])(.*?)\1""",
+        "what str() makes of an object of Python",
+        r"\2",
     ),
-    (re.compile(r"[\x00-\x1f\x7f]"), "a control character", _no_spelling, True),
+    (True, r"[\x00-\x1f\x7f]", "a control character", ""),
     (
-        re.compile(rf"^({_SCHEMES})(?:：|\s*:(?!//)|\s+://|[;.,]//|(?<!file)//)(.*)$", re.IGNORECASE | re.DOTALL),
+        False,
+        rf"(?i)^({_SCHEMES})(?:：|\s*:(?!//)|\s+://|[;.,]//|(?<!file)//)(.*)$",
         "a URL without its '://'",
         _with_slashes,
-        False,
     ),
     (
-        re.compile(r"^(?![A-Za-z][A-Za-z0-9+.-]*://).*?([A-Za-z][A-Za-z0-9+.-]*)://(?!.*://)(.*)$", re.DOTALL),
+        False,
+        r"^(?![A-Za-z][A-Za-z0-9+.-]*://).*?([A-Za-z][A-Za-z0-9+.-]*)://(?!.*://)(.*)$",
         "a URL with something in front of it",
         _last_url,
-        False,
     ),
-    (re.compile(r"^(?!\w[\w+.-]*://).*://", re.DOTALL), "a URL without its scheme", _advice("s3://…, gs://…"), False),
-    (re.compile(rf"^\w+://.*/({_SCHEMES})://(.*)$", re.I | re.DOTALL), "two URLs in one", _last_url, True),
-    (re.compile(r"^arn:aws[\w-]*:s3:::(.*)$"), "an ARN", lambda found: f"s3://{found[1]}", False),
+    (False, r"^(?!\w[\w+.-]*://).*://", "a URL without its scheme", "s3://…, gs://…"),
+    (True, rf"(?i)^\w+://.*/({_SCHEMES})://(.*)$", "two URLs in one", _last_url),
+    (False, r"^arn:aws[\w-]*:s3:::(.*)$", "an ARN", r"s3://\1"),
     (
-        re.compile(r"^file:/{2,3}[A-Za-z]:|^[A-Za-z]:[\\/]|^\\\\"),
+        True,
+        r"^file:/{2,3}[A-Za-z]:|^[A-Za-z]:[\\/]|^\\\\",
         "a path of Windows",
-        _advice("the path that this machine has for it (under WSL /mnt/c/…)"),
+        "the path that this machine has for it (under WSL /mnt/c/…)",
+    ),
+    (False, r"^([\w.-]+)(:[^/@]+)?(@[A-Za-z][\w.-]*):/*(.*)$", "an address for scp or rsync", _sftp),
+    (False, r"^([A-Za-z][A-Za-z0-9+.-]*):/([^/].*)$", "neither a path nor a URL", _LOST_SLASH),
+    (False, r"^([A-Za-z][A-Za-z0-9+.-]*):/$", "neither a path nor a URL", _LOST_SLASH.replace(r"\2", "…")),
+    (False, _IN_A_PATH, "a URL that was joined to a path", _last_url),
+    (False, r"\\", "a backslash", lambda found: found.string.replace("\\ ", " ").replace("\\", "/")),
+    (
         True,
-    ),
-    (
-        re.compile(r"^([\w.-]+)(:[^/@]+)?(@[A-Za-z][\w.-]*):/*(.*)$", re.DOTALL),
-        "an address for scp or rsync",
-        _sftp,
-        False,
-    ),
-    (
-        re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/([^/].*)?$", re.DOTALL),
-        "neither a path nor a URL",
-        lambda found: (
-            f"{found[1]}://{found[2] or '…'} (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
-        ),
-        False,
-    ),
-    (_URL_IN_A_PATH, "a URL that was joined to a path", _last_url, False),
-    (re.compile(r"\\"), "a backslash", lambda found: found.string.replace("\\ ", " ").replace("\\", "/"), False),
-    (
-        re.compile(r"\$\{[\w.]+[:.][^}]*\}|#\{|\{\{|^\?{3}$"),
+        r"\$\{[\w.]+[:.][^}]*\}|#\{|\{\{|^\?{3}$",
         "an interpolation that was not resolved",
-        _advice("its value: resolve the configuration first"),
-        True,
+        "its value: resolve the configuration first",
     ),
     (
-        re.compile(r"\$[A-Za-z_{(]"),
+        True,
+        r"\$[A-Za-z_{(]",
         "a variable that was not expanded",
         lambda found: f"os.path.expandvars({found.string!r}), or its value",
-        True,
     ),
     (
-        re.compile(r"%(?![0-9A-Fa-f]{2}\w*%[0-9A-Fa-f]{2})[A-Za-z_]\w{2,}%"),
+        True,
+        r"%(?![0-9A-Fa-f]{2}\w*%[0-9A-Fa-f]{2})[A-Za-z_]\w{2,}%",
         "a variable of Windows that was not expanded",
-        _advice("its value"),
-        True,
+        "its value",
     ),
     (
-        re.compile(r"\{(?:[A-Za-z_][\w.\[\]]*|\d*)(?:[:!][^{}]*)?\}"),
+        True,
+        r"\{(?:[A-Za-z_][\w.\[\]]*|\d*)(?:[:!][^{}]*)?\}",
         "a template that was not filled in",
         lambda found: f"its value, as an f-string has it: f{found.string!r}",
-        True,
     ),
-    (re.compile(r"%\(\w+\)[sd]|%Y.?%m"), "a template that was not filled in", _advice("its value"), True),
-    (re.compile(r"<[^<>/]*>"), "a placeholder", _advice("what stands for it"), True),
-    (
-        re.compile(r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?i:none|true|false|null)$"),
-        "what str() makes of a setting that is not there",
-        _advice("a path or a URL"),
-        True,
-    ),
-    (re.compile(r"[^/]/(~(?:/.*)?)$", re.DOTALL), "a home folder behind another folder", lambda found: found[1], False),
-    (re.compile(r"\*"), "a pattern that was not expanded", _advice("the folder itself"), False),
+    (True, r"%\(\w+\)[sd]|%Y.?%m", "a template that was not filled in", "its value"),
+    (True, r"<[^<>/]*>", "a placeholder", "what stands for it"),
+    (True, _NO_SETTING, "what str() makes of a setting that is not there", "a path or a URL"),
+    (False, r"[^/]/(~(?:/.*)?)$", "a home folder behind another folder", r"\1"),
+    (False, r"\*", "a pattern that was not expanded", "the folder itself"),
 )
-"""Pattern, what it is, what was likely meant, and whether it is looked for in URLs, too. The first that fits counts."""
+"""Whether it is looked for in URLs, too; pattern, what it is, what was likely meant. The first that fits counts."""

@@ -1,7 +1,7 @@
 """A wrapper that makes calls again which may succeed a moment later: the one place where anything is retried.
 
-Backends do not retry and switch off the retries of their client: they say what happened, and whether the same call may
-succeed a moment later. `Retrying` around any backend keeps the contract of `aiockpt.storage.backend`, and:
+Backends do not retry and switch off the retries of their client. `Retrying` around any backend keeps the contract of
+`aiockpt.storage.backend`, and:
 
 - A lost answer is neither a double commit nor a false conflict: after a failure that may have taken effect, a conflict is
   decided by what is there. What cannot be decided is an error that says so, never a success
@@ -9,10 +9,8 @@ succeed a moment later. `Retrying` around any backend keeps the contract of `aio
 - What a caller wants to see of the bytes (`Seen`) it sees once, in order, however often they are sent or read. Bytes
   that a read has shown are never written again, because no checksum would see the second ones.
 - A read that returns without having shown all that was asked for goes on: short answers are no errors everywhere.
-- No call outlives its deadline, and each further attempt is an event (`StorageRetried`).
-- A place that is down is not contacted again by every call (`aiockpt.storage.retry_calls`).
 
-The loop is `aiockpt.storage.retry_calls`; here is what each verb does in a further attempt.
+The loop, its deadline and its events are `aiockpt.storage.retry_calls`; here is what each verb does in a further attempt.
 """
 
 from __future__ import annotations
@@ -20,13 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aiockpt.errors import (
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageTransferError,
-    UsageError,
-)
+from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageTransferError, UsageError
 from aiockpt.redaction import redact
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Seen, UnfinishedUpload, Upload, keeps_uploads
@@ -44,7 +36,7 @@ class Retrying(Forwarding):
         inner: a backend that retries nothing itself.
         policy: how long to try.
         world: its clock and random bytes.
-        on_retry: called with each further attempt before the wait for it; see also `tell`.
+        on_retry: called with each further attempt before the wait for it; see also `add_listener`.
     """
 
     def __init__(
@@ -58,9 +50,9 @@ class Retrying(Forwarding):
         super().__init__(inner)
         self._caller = Caller(inner.url, policy or RetryPolicy(), world or World())
         if on_retry is not None:
-            self.tell(on_retry)
+            self.add_listener(on_retry)
 
-    def tell(self, on_retry: OnRetry) -> None:
+    def add_listener(self, on_retry: OnRetry) -> None:
         """Call *on_retry* with each further attempt, too."""
         self._caller.listeners.append(on_retry)
 

@@ -1,13 +1,12 @@
-"""The retry loop of one call: attempts, the waits between them, a deadline over all, an event for each further attempt.
+"""The retry loop of a place: attempts, the waits between them, a deadline over all, a breaker, an event for each attempt.
 
 Guarantees:
 
 - A call that has not ended by its deadline is cut, and says that its outcome is unknown.
 - No attempt is made that would begin after the deadline, and none after an error that says it is final.
+- While a place is down, calls fail at once (`Breaker`).
 - Time and jitter come from the world: a test that leaps through time waits for nothing.
-- A caller with an alternative can be notified of failures as they come (`told_of_failures`), and give up sooner.
-
-The loop itself is tenacity's.
+- A caller with an alternative gives up sooner (`QueryTimeout`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Literal, TypeVar
 
 import anyio
 import msgspec
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from aiockpt.errors import (
     ObjectExistsError,
@@ -39,37 +38,31 @@ from aiockpt.redaction import redact_error
 from aiockpt.runtime.limits import note_progress
 from aiockpt.runtime.world import Clock, World
 
-# The retry policy: which classes of errors are worth another attempt, and after how long. Pure.
-#
-# The jitter is "full" (Marc Brooker, *Exponential Backoff and Jitter*, AWS Architecture Blog): a wait drawn evenly from zero
-# to a limit that doubles. Of ranks that fail together few come back together.
-
-
-KIB = 1 << 10
+logger = logging.getLogger("aiockpt")
 
 ErrorClass = Literal["throttle", "transient", "auth", "corrupt", "gone", "conflict", "full", "permanent"]
 RETRIED: frozenset[ErrorClass] = frozenset({"throttle", "transient", "auth", "corrupt"})
-
-_CLASSES: tuple[tuple[type[StorageError], ErrorClass], ...] = (
-    (StorageThrottledError, "throttle"),
-    (StorageTransferError, "corrupt"),
-    (StorageAccessError, "auth"),
-    (ObjectNotFoundError, "gone"),
-    (ObjectExistsError, "conflict"),
-    (StorageFullError, "full"),
-)
+_CLASSES: dict[type[StorageError], ErrorClass] = {
+    StorageThrottledError: "throttle",
+    StorageTransferError: "corrupt",
+    StorageAccessError: "auth",
+    ObjectNotFoundError: "gone",
+    ObjectExistsError: "conflict",
+    StorageFullError: "full",
+}
 
 
 def classify(error: StorageError) -> ErrorClass:
     """Return what an error calls for; only those of `RETRIED` that say they are retryable are worth another attempt."""
-    for kind, name in _CLASSES:
-        if isinstance(error, kind):
-            return name
-    return "transient" if error.retryable else "permanent"
+    found = (name for kind, name in _CLASSES.items() if isinstance(error, kind))
+    return next(found, "transient" if error.retryable else "permanent")
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to try.
+
+    The jitter is "full" (Marc Brooker, *Exponential Backoff and Jitter*, AWS Architecture Blog): a wait drawn evenly from
+    zero to a limit that doubles. Of ranks that fail together few come back together.
 
     Attributes:
         attempts: at most, the first included. Twelve take 40 s on average where the place answers at once that it cannot:
@@ -86,7 +79,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     attempts: int = 12
     deadline_s: float = 300.0
-    slowest_bytes_per_s: int = 256 * KIB
+    slowest_bytes_per_s: int = 256 << 10
     first_wait_s: float = 0.1
     longest_wait_s: float = 10.0
     throttled_first_wait_s: float = 1.0
@@ -104,11 +97,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.deadline_s + size_bytes / self.slowest_bytes_per_s
 
     def wait_s(self, error: StorageError, attempt: int, drawn: float) -> float:
-        """Return the seconds to wait after attempt number *attempt*, from 1, failed.
-
-        Args:
-            drawn: at random, from 0 to 1.
-        """
+        """Return the seconds to wait after attempt number *attempt*, from 1, failed; *drawn* is at random from 0 to 1."""
         throttled = classify(error) == "throttle"
         first_s = self.throttled_first_wait_s if throttled else self.first_wait_s
         longest_s = self.throttled_longest_wait_s if throttled else self.longest_wait_s
@@ -116,35 +105,27 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return max(asked_s or 0.0, drawn * min(longest_s, first_s * 2.0 ** min(attempt - 1, 60)))
 
 
-# The circuit breaker of a place: while that is down, contacting it again only costs time.
-#
-# Guarantees:
-#
-# - It opens after *failures_to_open* calls in a row that gave up for want of an answer, or of room for more calls. An answer
-#   of any kind, a refusal too, shows that the place is there, and closes it.
-# - While it is open every call fails at once. After *open_s* one call, the probe, is let through alone; a probe that is
-#   cancelled decides nothing, and the next call is the probe.
-# - Time is that of the clock that it is given.
-
-
 BreakerState = Literal["closed", "open", "half-open"]
 _OUTAGES = frozenset({"throttle", "transient"})
 
 
 class Breaker:
-    """Says whether a place is worth contacting. On one event loop.
+    """The circuit breaker of a place: while that is down, contacting it again only costs time. On one event loop.
+
+    It opens after ``policy.failures_to_open`` calls in a row that gave up for want of an answer, or of room for more calls.
+    An answer of any kind, a refusal too, shows that the place is there, and closes it. While it is open every call fails at
+    once. After ``policy.open_s`` one call, the probe, is let through alone; a probe that is cancelled decides nothing, and
+    the next call is the probe.
 
     Args:
         place: what messages call it: its URL.
-        failures_to_open: calls in a row.
-        open_s: seconds.
         clock: whose monotonic time counts.
     """
 
-    def __init__(self, place: str, *, failures_to_open: int, open_s: float, clock: Clock) -> None:
+    def __init__(self, place: str, policy: RetryPolicy, clock: Clock) -> None:
         self._place = place
-        self._limit = failures_to_open
-        self._open_ns = round(open_s * 1e9)
+        self._limit = policy.failures_to_open
+        self._open_ns = round(policy.open_s * 1e9)
         self._clock = clock
         self._failures = 0
         self._last: StorageError | None = None
@@ -185,8 +166,9 @@ class Breaker:
         left_ns = self._until_ns - self._clock.monotonic_ns()
         if left_ns > 0 or self._probing:
             raise StorageError(
-                f"{self._place} is not asked for another {max(left_ns, 0) / 1e9:.0f} s: {self._failures} calls in a row"
-                f" gave up, the last with {self._last!r}. Check that it can be reached; then it is asked again.",
+                f"{self._place} will not be contacted for another {max(left_ns, 0) / 1e9:.0f} s (circuit breaker open):"
+                f" {self._failures} calls in a row gave up, the last with {self._last!r}. Check that it can be reached;"
+                " then calls go there again.",
                 key=key,
                 retryable=True,
             ) from self._last
@@ -205,8 +187,6 @@ class Breaker:
         self._until_ns = None
 
 
-logger = logging.getLogger("aiockpt")
-
 QUIET_NS = 1_000_000_000
 """Between two lines in the log about one place: calls fail by the dozen when a server starts again. Events are for each."""
 
@@ -214,19 +194,8 @@ T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
 """One attempt; its argument is whether an earlier one failed, which may have taken effect all the same."""
 OnRetry = Callable[[StorageRetried], object]
-OnFailure = Callable[[StorageError, int], object]
-"""Called with a failure, and with how many the call has had in a row."""
-_on_failure: ContextVar[OnFailure | None] = ContextVar("on_failure", default=None)
-
-
-@contextmanager
-def told_of_failures(on_failure: OnFailure) -> Iterator[None]:
-    """Call *on_failure* with every failure that is tried again, of calls inside the block and in tasks begun there."""
-    token = _on_failure.set(on_failure)
-    try:
-        yield
-    finally:
-        _on_failure.reset(token)
+_on_failure: ContextVar[Callable[[StorageError, int], object] | None] = ContextVar("on_failure", default=None)
+"""Called with each failure that is tried again, and with how many the call has had in a row."""
 
 
 class RetryStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,15 +222,12 @@ class Caller:
     """Makes the calls of one backend, its readers and its uploads."""
 
     def __init__(self, url: str, policy: RetryPolicy, world: World) -> None:
-        self.policy = policy
-        self.clock = world.clock
         self.listeners: list[OnRetry] = []
+        self._policy = policy
+        self._clock = world.clock
         self._token = world.token
-        self._breaker = Breaker(url, failures_to_open=policy.failures_to_open, open_s=policy.open_s, clock=world.clock)
-        self._calls = 0
-        self._retries = 0
-        self._attempts = 0
-        self._gave_up = 0
+        self._breaker = Breaker(url, policy, world.clock)
+        self._counts: Counter[str] = Counter()
         self._failures: Counter[ErrorClass] = Counter()
         self._longest_ns = 0
         self._url = url
@@ -279,39 +245,62 @@ class Caller:
         Raises:
             StorageError: the last attempt's; or that the deadline passed, or that the place is down.
         """
-        began_ns = self.clock.monotonic_ns()
-        self._calls += 1
+        began_ns = self._clock.monotonic_ns()
+        self._counts["calls"] += 1
         try:
             with self._breaker.guard(key) as probe:
-                course = _Course(self, verb, key, self.policy.limit_s(size_bytes), 1 if probe else self.policy.attempts)
-                result = await course.run(attempt)
+                most = 1 if probe else self._policy.attempts
+                result = await self._try(verb, key, attempt, self._policy.limit_s(size_bytes), most)
             note_progress()
             return result
         except StorageError:
-            self._gave_up += 1
+            self._counts["gave_up"] += 1
             raise
         finally:
-            self._longest_ns = max(self._longest_ns, self.clock.monotonic_ns() - began_ns)
+            self._longest_ns = max(self._longest_ns, self._clock.monotonic_ns() - began_ns)
 
-    def draw(self) -> float:
-        """Return a number from 0 to 1, at random."""
-        return int.from_bytes(self._token(7), "big") / (1 << 56)
+    async def _try(self, verb: str, key: str, attempt: Attempt[T], limit_s: float, most: int) -> T:
+        """Make up to *most* attempts within *limit_s*."""
+        end_ns = self._clock.monotonic_ns() + round(limit_s * 1e9)
+        last: StorageError | None = None
+        kinds: set[ErrorClass] = set()
+        with anyio.move_on_after(limit_s):
+            for number in count(1):
+                self._counts["attempts"] += 1
+                try:
+                    return await attempt(last is not None)
+                except StorageError as error:
+                    redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
+                    last, kind = error, classify(error)
+                    self._failures[kind] += 1
+                    # The client fetches new credentials where they have expired; those are refused for good.
+                    if not error.retryable or kind not in RETRIED or (kind == "auth" and kind in kinds):
+                        raise
+                    kinds.add(kind)
+                    wait_s = self._policy.wait_s(error, number, int.from_bytes(self._token(7), "big") / (1 << 56))
+                    if number >= most or self._clock.monotonic_ns() + round(wait_s * 1e9) >= end_ns:
+                        if number > 1:
+                            error.add_note(f"{verb} {key!r}: given up after {number} attempts")
+                        raise
+                self._emit(verb, key, last, number, wait_s)
+                await anyio.sleep(wait_s)
+        raise StorageTimeoutError(
+            f"{verb} {key!r}: no answer within {limit_s:g} s; whether it took effect is unknown", key=key
+        ) from last
 
-    def count_attempt(self) -> None:
-        self._attempts += 1
-
-    def count_failure(self, kind: ErrorClass) -> None:
-        self._failures[kind] += 1
-
-    def tell(self, event: StorageRetried) -> None:
-        """Count a further attempt and notify every listener."""
-        self._retries += 1
+    def _emit(self, verb: str, key: str, error: StorageError, failures: int, wait_s: float) -> None:
+        """Count, log and report that another attempt follows in *wait_s*."""
+        if (on_failure := _on_failure.get()) is not None:
+            on_failure(error, failures)
+        self._counts["retries"] += 1
+        now_ns = self._clock.monotonic_ns()
+        event = StorageRetried(at_ns=now_ns, verb=verb, key=key, error=repr(error), attempt=failures + 1, wait_s=wait_s)
         self._log(event)
         for listener in self.listeners:
             try:
                 listener(event)
             except Exception:
-                logger.exception("%r raised when it was told of a retry", listener)
+                logger.exception("%r raised when it was called with a retry", listener)
 
     def _log(self, event: StorageRetried) -> None:
         """Log a further attempt, at most one in a second; the next line counts those between."""
@@ -326,101 +315,16 @@ class Caller:
         )
 
     def statistics(self) -> RetryStatistics:
+        counts = self._counts
         return RetryStatistics(
-            calls=self._calls,
-            attempts=self._attempts,
-            retries=self._retries,
-            gave_up=self._gave_up,
+            calls=counts["calls"],
+            attempts=counts["attempts"],
+            retries=counts["retries"],
+            gave_up=counts["gave_up"],
             failures=dict(self._failures),
             longest_call_s=self._longest_ns / 1e9,
             breaker=self._breaker.state,
         )
-
-
-class _Course:
-    """The course of one call: makes the decisions that tenacity needs after each attempt."""
-
-    def __init__(self, caller: Caller, verb: str, key: str, limit_s: float, attempts: int) -> None:
-        self._caller = caller
-        self._verb = verb
-        self._key = key
-        self._limit_s = limit_s
-        self._most_attempts = attempts
-        self._end_ns = caller.clock.monotonic_ns() + round(limit_s * 1e9)
-        self._refreshed = False
-        self._last: StorageError | None = None
-
-    async def run(self, attempt: Attempt[T]) -> T:
-        async def make() -> T:
-            self._caller.count_attempt()
-            return await attempt(self._last is not None)
-
-        # One for each call: tenacity keeps the course of a call in the object, where tasks at once would mix theirs up.
-        attempts = AsyncRetrying(
-            sleep=anyio.sleep,
-            retry=retry_if_exception(self._may_help),
-            wait=self._wait_s,
-            stop=self._is_over,
-            before_sleep=self._tell,
-            reraise=True,
-        )
-        with anyio.move_on_after(self._limit_s):
-            result: T = await attempts(make)
-            return result
-        raise StorageTimeoutError(
-            f"{self._verb} {self._key!r}: no answer within {self._limit_s:g} s; whether it took effect is unknown",
-            key=self._key,
-        ) from self._last
-
-    def _may_help(self, error: BaseException) -> bool:
-        """Say whether the same call may succeed after *error*."""
-        if not isinstance(error, StorageError):
-            return False
-        redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
-        self._last = error
-        kind = classify(error)
-        self._caller.count_failure(kind)
-        if kind == "auth":  # the client fetches new credentials where they have expired; those are refused for good
-            tried, self._refreshed = self._refreshed, True
-            return error.retryable and not tried
-        return error.retryable and kind in RETRIED
-
-    def _wait_s(self, state: RetryCallState) -> float:
-        assert self._last is not None
-        return self._caller.policy.wait_s(self._last, state.attempt_number, self._caller.draw())
-
-    def _is_over(self, state: RetryCallState) -> bool:
-        """Say whether to give up: after the last attempt, or where the next would begin after the deadline."""
-        began_ns = self._caller.clock.monotonic_ns() + round(state.upcoming_sleep * 1e9)
-        over = state.attempt_number >= self._most_attempts or began_ns >= self._end_ns
-        if over and self._last is not None and state.attempt_number > 1:
-            self._last.add_note(f"{self._verb} {self._key!r}: given up after {state.attempt_number} attempts")
-        return over
-
-    def _tell(self, state: RetryCallState) -> None:
-        on_failure = _on_failure.get()
-        if on_failure is not None and self._last is not None:
-            on_failure(self._last, state.attempt_number)
-        self._caller.tell(
-            StorageRetried(
-                at_ns=self._caller.clock.monotonic_ns(),
-                verb=self._verb,
-                key=self._key,
-                error=repr(self._last),
-                attempt=state.attempt_number + 1,
-                wait_s=state.upcoming_sleep,
-            )
-        )
-
-
-# The wait of a caller that can go on without a place: shorter when that fails than when it is silent.
-#
-# Guarantees:
-#
-# - A place that refuses every call (no server at its port) is given up after `REFUSED_S`.
-# - One that fails now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is
-#   there.
-# - What may be waited for without end is, until `QueryTimeout.limit` is called.
 
 
 FAILURES, REFUSED_S = 4, 3.0
@@ -428,7 +332,11 @@ FAILURES, REFUSED_S = 4, 3.0
 
 
 class QueryTimeout:
-    """The wait for what one place answers. On one event loop.
+    """The wait of a caller that can go on without a place: shorter when that fails than when it is silent.
+
+    On one event loop. A place that refuses every call (no server at its port) is given up after `REFUSED_S`. One that fails
+    now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is there. Until
+    `limit` is called there is no limit at all.
 
     Attributes:
         refused: what it said when it was given up for refusing; None when it was not.
@@ -442,9 +350,13 @@ class QueryTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Make requests inside this block, which is cancelled when the wait is over."""
-        with told_of_failures(self._hear), self._scope:
-            yield
+        """Make requests inside this block, and in tasks begun there; it is cancelled when the wait is over."""
+        token = _on_failure.set(self._count)
+        try:
+            with self._scope:
+                yield
+        finally:
+            _on_failure.reset(token)
 
     def limit(self, seconds: float) -> None:
         """Wait at most *seconds* from now, and no longer for a place that refuses."""
@@ -460,7 +372,7 @@ class QueryTimeout:
             return f"it fails again and again: {self.refused}"
         return f"no answer within {self._limit_s:g} s"
 
-    def _hear(self, error: StorageError, failures: int) -> None:
+    def _count(self, error: StorageError, failures: int) -> None:
         long = anyio.current_time() - self._begun_s >= REFUSED_S
         if self._limit_s is not None and long and failures >= FAILURES and not isinstance(error, StorageThrottledError):
             self.refused = error
