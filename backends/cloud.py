@@ -12,39 +12,58 @@ Guarantees, besides those of the contract:
 
 Not kept: ``delete`` removes keys in batches, and within a batch in any order.
 
-Memory: besides the caller's, an upload holds the parts in flight (`cloud_upload.PARTS` of 16 MiB), since obstore keeps
+Memory: besides the caller's, an upload holds the parts in flight (`PARTS` of 16 MiB), since obstore keeps
 references to what it is given and does not report when it releases them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, from_url
 
-from aiockpt.backends.buffers import Buffers, check_range
 from aiockpt.backends.cloud_errors import cloud_errors
-from aiockpt.backends.cloud_upload import CloudStream
-from aiockpt.backends.in_order import InOrderUpload
+from aiockpt.backends.in_order import InOrderUpload, copy_runs, lost_stream
+from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageTransferError, UsageError
 from aiockpt.redaction import redact_error
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.address import hide_secrets
-from aiockpt.storage.backend import PROOF, PROOF_KEY, Listing, Seen, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import (
+    PROOF,
+    PROOF_KEY,
+    Listing,
+    Seen,
+    Space,
+    Stat,
+    Traits,
+    check_key,
+    check_keys,
+    check_prefix,
+    check_size,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+logger = logging.getLogger("aiockpt")
+
+PARTS = 4
+_PART_BYTES = 16 << 20
+_PART_STEP_BYTES = 8 << 20
+_MOST_PARTS = 10_000
 _BLOCK_WRITES = 1  # the parts of one stream are sent at once by the client; more writers would only wait in line
 _BLOCK_READS = 4
 _PIECE_BYTES = 16 << 20
@@ -120,13 +139,11 @@ class CloudBackend:
                 return b""
             return bytes(await obstore.get_range_async(self._store, key, start=0, end=max_bytes))
 
-    async def open(self, key: str) -> CloudReader:
-        return CloudReader(self._store, key, (await self.stat(key)).size, self._copies)
+    async def open(self, key: str) -> RangeReader:
+        return open_reader(self._store, key, (await self.stat(key)).size, self._copies)
 
     async def create(self, key: str, size: int) -> InOrderUpload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        with cloud_errors("creating", check_key(key)):
+        with cloud_errors("creating", check_size(key, size)):
             if await self._proven():
                 await self._claim(key)
             else:
@@ -139,17 +156,13 @@ class CloudBackend:
             return _stat(await obstore.head_async(self._store, key), key)
 
     async def list(self, prefix: str) -> Listing:
-        if prefix:
-            check_key(prefix)
-        with cloud_errors("listing", prefix):
+        with cloud_errors("listing", check_prefix(prefix)):
             found = await obstore.list_with_delimiter_async(self._store, prefix)
         objects = sorted((_stat(meta, meta["path"]) for meta in found["objects"]), key=lambda stat: stat.key)
         return Listing(tuple(objects), tuple(sorted(found["common_prefixes"])))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        unique = list(dict.fromkeys(keys))
+        unique = list(dict.fromkeys(check_keys(keys)))
         for start in range(0, len(unique), _DELETE_BATCH):
             await self._delete_batch(unique[start : start + _DELETE_BATCH])
 
@@ -237,46 +250,108 @@ class CloudBackend:
             raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
 
 
-class CloudReader:
-    """An object opened for ranged reads; see `aiockpt.storage.backend.Reader`."""
+def open_reader(store: ObjectStore, key: str, size: int, limiter: Limiter) -> RangeReader:
+    """Return a reader of the object *key* of *size* bytes."""
 
-    def __init__(self, store: ObjectStore, key: str, size: int, limiter: Limiter) -> None:
-        self._store = store
-        self._key = key
-        self._size = size
-        self._limiter = limiter
-        self._closed = False
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        if self._closed:
-            raise UsageError(f"{self._key!r} was closed; open it again")
-        buffers = Buffers(into)
-        check_range(self._key, offset, buffers.left_bytes, self._size)
-        while buffers.left_bytes:
-            count = min(_PIECE_BYTES, buffers.left_bytes)
-            piece = await self._fetch(offset, count)
-            if count < _INLINE_BYTES:
-                buffers.fill(piece, seen)
-            else:
-                await run_blocking(self._limiter, buffers.fill, piece, seen)
-            offset += count
-
-    async def close(self) -> None:
-        self._closed = True
-
-    async def _fetch(self, offset: int, count: int) -> memoryview:
-        with cloud_errors("reading", self._key):
-            piece = memoryview(await obstore.get_range_async(self._store, self._key, start=offset, length=count))
+    async def fetch(offset: int, count: int) -> memoryview:
+        with cloud_errors("reading", key):
+            piece = memoryview(await obstore.get_range_async(store, key, start=offset, length=count))
         if piece.nbytes != count:
             raise StorageTransferError(
-                f"{self._key!r}: {piece.nbytes} of {count} bytes came from offset {offset}; read it again",
-                key=self._key,
+                f"{key!r}: {piece.nbytes} of {count} bytes came from offset {offset}; read it again", key=key
             )
         return piece
+
+    async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        while buffers.left_bytes:
+            piece = await fetch(offset, min(_PIECE_BYTES, buffers.left_bytes))
+            if piece.nbytes < _INLINE_BYTES:
+                buffers.fill(piece, seen)
+            else:
+                await run_blocking(limiter, buffers.fill, piece, seen)
+            offset += piece.nbytes
+
+    return RangeReader(key, size, fill)
+
+
+class CloudStream:
+    """The bytes of one data file on their way into an object; see `aiockpt.backends.in_order.ByteSink`.
+
+    Until `finish` the key holds the small object that claimed it; `abort` removes the parts that were sent, and the claim.
+
+    Args:
+        store: removes the claim when the upload is aborted.
+        uploading: the same place, through a client that sends a failed part again.
+        key: the claimed key.
+        size: bytes that will be sent.
+        limiter: for the threads that copy and hash.
+    """
+
+    def __init__(self, store: ObjectStore, uploading: ObjectStore, key: str, size: int, limiter: Limiter) -> None:
+        self._store = store
+        self._key = key
+        self._limiter = limiter
+        self._memory = PartMemory()
+        self._writer = obstore.open_writer_async(uploading, key, buffer_size=part_bytes(size), max_concurrency=PARTS)
+
+    async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        for run in runs:  # one at a time, so that no more is copied than can be sent
+            part = await run_blocking(self._limiter, copy_runs, [run], self._memory.lend(run.nbytes), seen)
+            with lost_stream(), cloud_errors("writing", self._key):
+                await self._writer.write(part)
+
+    async def finish(self) -> None:
+        with lost_stream(), cloud_errors("finishing", self._key):
+            await self._writer.close()
+
+    async def abort(self) -> None:
+        error = StorageError(f"{self._key!r} was aborted", key=self._key)
+        await self._try("its parts", self._writer.__aexit__(type(error), error, None))
+        await self._try("its claim", self._release())
+
+    async def _try(self, what: str, removing: Awaitable[object]) -> None:
+        try:
+            with cloud_errors("aborting", self._key):
+                await removing
+        except StorageError as error:
+            logger.info("%s: %s will stay for the store's own cleaning: %s", self._key, what, error)
+
+    async def _release(self) -> None:
+        with suppress(FileNotFoundError):
+            await obstore.delete_async(self._store, self._key)
+
+
+class PartMemory:
+    """Memory for the parts in flight, reused once the client has released it.
+
+    The client keeps a reference to what it is given and does not report when it drops it; but a view that is still
+    referenced cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[memoryview, memoryview]] = []
+
+    def lend(self, size_bytes: int) -> memoryview:
+        """Return *size_bytes* without any other reference to them."""
+        memory = self._take_back(size_bytes) or np.empty(size_bytes, np.uint8).data
+        view = memory[:size_bytes]
+        self._lent.append((memory, view))
+        return view
+
+    def _take_back(self, size_bytes: int) -> memoryview | None:
+        for index, (memory, view) in enumerate(self._lent):
+            if memory.nbytes < size_bytes:
+                continue
+            with suppress(BufferError):
+                view.release()
+                del self._lent[index]
+                return memory
+        return None
+
+
+def part_bytes(size: int) -> int:
+    """Return the bytes of a part of a file of *size* bytes: a multiple of 8 MiB, few enough parts for any store."""
+    return max(_PART_BYTES, -(-size // _MOST_PARTS // _PART_STEP_BYTES) * _PART_STEP_BYTES)
 
 
 def _open_store(url: str, client_options: ClientConfig | None, retry: RetryConfig) -> ObjectStore:

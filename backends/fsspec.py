@@ -18,30 +18,35 @@ keeps them for the next user, so `close` does not close them.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import anyio
 
-from aiockpt.backends.fsspec_files import FsspecReader, FsspecStream
 from aiockpt.backends.fsspec_place import (
     Create,
+    FsspecFile,
     FsspecPlace,
     create_by_open,
     create_by_pipe,
     create_unsafely,
     fsspec_errors,
 )
-from aiockpt.backends.in_order import InOrderUpload
-from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
+from aiockpt.backends.in_order import InOrderUpload, lost_stream
+from aiockpt.backends.ranges import Buffers, RangeReader, ends_early
+from aiockpt.errors import ObjectNotFoundError, StorageError, StorageTransferError, UsageError
 from aiockpt.redaction import hide_options
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.storage.address import hide_secrets
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size
+
+logger = logging.getLogger("aiockpt")
 
 fsspec: Any = import_module("fsspec")  # it has no types, and is not there where the extra is not installed
 
@@ -49,6 +54,7 @@ _CALLS = 8
 _BLOCK_WRITES = 1  # a file is one stream
 _BLOCK_READS = 4
 _RACERS = 8
+PIECE_BYTES = 16 << 20
 _NOT_DURABLE = {"memory", "file", "local"}
 
 
@@ -119,14 +125,12 @@ class FsspecBackend:
         with fsspec_errors("reading", check_key(key)):
             return await run_blocking(self._calls, (await self._place()).get, key, max_bytes)
 
-    async def open(self, key: str) -> FsspecReader:
+    async def open(self, key: str) -> RangeReader:
         size = (await self.stat(key)).size
-        return FsspecReader(await self._place(), key, size, self._calls)
+        return open_reader(await self._place(), key, size, self._calls)
 
     async def create(self, key: str, size: int) -> InOrderUpload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        with fsspec_errors("creating", check_key(key)):
+        with fsspec_errors("creating", check_size(key, size)):
             stream = FsspecStream(await self._place(), key, self._calls)
             create = await self._exclusive_create()
         try:
@@ -141,16 +145,13 @@ class FsspecBackend:
             return await run_blocking(self._calls, (await self._place()).stat, key)
 
     async def list(self, prefix: str) -> Listing:
-        if prefix:
-            check_key(prefix)
-        with fsspec_errors("listing", prefix):
+        with fsspec_errors("listing", check_prefix(prefix)):
             return await run_blocking(self._calls, (await self._place()).list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
+        keys = check_keys(keys)
         with fsspec_errors("deleting below", self._url):
-            await run_blocking(self._calls, (await self._place()).delete, tuple(keys))
+            await run_blocking(self._calls, (await self._place()).delete, keys)
 
     async def space(self) -> Space:
         return Space(None, None)
@@ -250,3 +251,113 @@ class FsspecBackend:
         finally:
             with anyio.CancelScope(shield=True):
                 await run_blocking(self._calls, place.delete, (probe,))
+
+
+class FsspecStream:
+    """The bytes of one data file on their way into a file; see `aiockpt.backends.in_order.ByteSink`."""
+
+    def __init__(self, place: FsspecPlace, key: str, limiter: Limiter) -> None:
+        self._place = place
+        self._key = key
+        self._limiter = limiter
+        self._claimed = False
+        self._file: FsspecFile | None = None
+
+    def begin(self, create: Create) -> None:
+        """Claim the key by creating it empty, and open it for writing. Blocking; call `abort` when it raises."""
+        with fsspec_errors("creating", self._key):
+            self._place.put_new(self._key, b"", create)
+            self._claimed = True
+            self._file = self._place.fs.open(self._place.path(self._key), "wb")
+
+    async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        await run_blocking(self._limiter, self._send, runs, seen)
+
+    async def finish(self) -> None:
+        await run_blocking(self._limiter, self._finish)
+
+    async def abort(self) -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                await run_blocking(self._limiter, self._abort)
+            except StorageError as error:
+                logger.info("what was written of %s is left there: %s", self._key, error)
+
+    def _send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        assert self._file is not None
+        for run in runs:
+            if seen is not None:
+                seen(run)
+            with lost_stream(), fsspec_errors("writing", self._key):
+                self._file.write(run)
+
+    def _finish(self) -> None:
+        assert self._file is not None
+        with lost_stream(), fsspec_errors("finishing", self._key):
+            self._file.close()
+
+    def _abort(self) -> None:
+        if self._file is not None:
+            with suppress(Exception):  # it is given up
+                _discard(self._file)
+        if self._claimed:
+            self._place.delete([self._key])
+
+
+class _OpenFiles:
+    """The open files of an object that is read: each read has one of its own. Fills a `RangeReader`."""
+
+    def __init__(self, place: FsspecPlace, key: str, limiter: Limiter) -> None:
+        self._place = place
+        self._key = key
+        self._limiter = limiter
+        self._idle: list[FsspecFile] = []
+        self._closed = False
+
+    async def fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        await run_blocking(self._limiter, self._fill, offset, buffers, seen)
+
+    async def release(self) -> None:
+        self._closed = True
+        await run_blocking(self._limiter, self._close)
+
+    def _fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        with fsspec_errors("opening", self._key):
+            file = self._idle.pop() if self._idle else self._place.open(self._key)
+        try:
+            with fsspec_errors("reading", self._key):
+                file.seek(offset)
+            while buffers.left_bytes:
+                wanted = min(buffers.left_bytes, PIECE_BYTES)
+                with fsspec_errors("reading", self._key):
+                    piece = file.read(wanted)
+                if not piece:
+                    raise ends_early(self._key, offset)
+                if len(piece) > wanted:
+                    raise StorageTransferError(f"{self._key!r}: {len(piece)} bytes came for {wanted}", key=self._key)
+                buffers.fill(memoryview(piece), seen)
+                offset += len(piece)
+        finally:
+            self._idle.append(file)
+            if self._closed:
+                self._close()
+
+    def _close(self) -> None:
+        with fsspec_errors("closing", self._key):
+            while self._idle:
+                self._idle.pop().close()
+
+
+def open_reader(place: FsspecPlace, key: str, size: int, limiter: Limiter) -> RangeReader:
+    """Return a reader of the object *key* of *size* bytes."""
+    files = _OpenFiles(place, key, limiter)
+    return RangeReader(key, size, files.fill, files.release)
+
+
+def _discard(file: FsspecFile) -> None:
+    """Close *file* without publishing what it holds, where it knows how to."""
+    if (discard := getattr(file, "discard", None)) is None:
+        file.close()
+    else:
+        discard()
+        file.closed = True  # type: ignore[attr-defined]  # or collecting it would flush it

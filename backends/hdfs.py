@@ -19,27 +19,28 @@ avoids it.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
-from hdfs_native import FileStatus
+from hdfs_native import FileReader, FileStatus
 
 from aiockpt.backends.hdfs_client import FlushedWriter, connect, create_file, hdfs_errors
-from aiockpt.backends.hdfs_concat import WebHdfs, parse_webhdfs
-from aiockpt.backends.hdfs_reader import HdfsReader
-from aiockpt.backends.hdfs_upload import HdfsUpload
+from aiockpt.backends.hdfs_upload import HdfsUpload, WebHdfs, parse_webhdfs
+from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.address import hide_secrets
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size
 
 _BLOCK_WRITES = 4
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
+SHOWN_BYTES = 1 << 20
+"""What a read shows at once at most: it is in the CPU's cache still."""
 _ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
 _NS_PER_MS = 1_000_000
 _TEMPORARY = ".tmp"
@@ -114,15 +115,14 @@ class HdfsBackend:
         with hdfs_errors("reading", check_key(key)):
             return await run_blocking(self._small, self._read_whole, key, max_bytes)
 
-    async def open(self, key: str) -> HdfsReader:
+    async def open(self, key: str) -> RangeReader:
         with hdfs_errors("opening", check_key(key)):
-            reader = await run_blocking(self._small, self._client.read, self._path(key))
-        return HdfsReader(reader, key, self._reads)
+            file = await run_blocking(self._small, self._client.read, self._path(key))
+        return open_reader(file, key, self._reads)
 
     async def create(self, key: str, size: int) -> HdfsUpload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        upload = HdfsUpload(self._client, self._writes, self._find_webhdfs, self._path(check_key(key)), key, size)
+        path = self._path(check_size(key, size))
+        upload = HdfsUpload(self._client, self._writes, self._find_webhdfs, path, key, size)
         try:
             with hdfs_errors("creating", key):
                 await run_blocking(self._small, upload.begin)
@@ -136,15 +136,11 @@ class HdfsBackend:
             return await run_blocking(self._small, self._stat, key)
 
     async def list(self, prefix: str) -> Listing:
-        if prefix:
-            check_key(prefix)
-        with hdfs_errors("listing", prefix):
+        with hdfs_errors("listing", check_prefix(prefix)):
             return await run_blocking(self._small, self._list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        await run_blocking(self._small, self._delete, tuple(keys))
+        await run_blocking(self._small, self._delete, check_keys(keys))
 
     async def space(self) -> Space:
         """Return unknown space: the client has no call for it; a full cluster or quota shows in `StorageFullError`."""
@@ -317,3 +313,45 @@ def _choose_webhdfs(url: str, given: str | None) -> WebHdfs | None:
 
 def _to_stat(key: str, found: FileStatus) -> Stat:
     return Stat(key, found.length, found.modification_time * _NS_PER_MS)
+
+
+def open_reader(file: FileReader, key: str, limiter: Limiter) -> RangeReader:
+    """Return a reader of the object *key*: one stream for each read, packet by packet, on a thread.
+
+    hdfs-native checks the CRC of every packet, so damage on a DataNode's disk or on the way is an error or another replica.
+    """
+
+    async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        await run_blocking(limiter, _fill, _packets(file, key, offset, buffers.left_bytes), buffers, seen)
+
+    return RangeReader(key, len(file), fill)
+
+
+def _fill(packets: Iterator[memoryview], buffers: Buffers, seen: Seen | None) -> None:
+    """Fill *buffers*, and show each as soon as it is full, or `SHOWN_BYTES` of it are new."""
+    packet = memoryview(b"")
+    while (room := buffers.room) is not None:
+        (run,) = buffers.take(min(room.nbytes, SHOWN_BYTES))
+        filled = 0
+        while filled < run.nbytes:
+            packet = packet or next(packets)
+            count = min(packet.nbytes, run.nbytes - filled)
+            run[filled : filled + count] = packet[:count]
+            packet = packet[count:]
+            filled += count
+        if seen is not None:
+            seen(run)
+
+
+def _packets(file: FileReader, key: str, offset: int, wanted: int) -> Iterator[memoryview]:
+    """Yield what the DataNodes send; their errors become ours."""
+    with hdfs_errors("reading", key):
+        stream = file.read_range_stream(offset, wanted)
+    while True:
+        with hdfs_errors("reading", key):
+            packet = next(stream, None)
+        if packet is None:
+            raise StorageError(
+                f"{key!r}: the DataNodes sent fewer bytes than it has; read it again", key=key, retryable=True
+            )
+        yield memoryview(packet)

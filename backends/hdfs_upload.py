@@ -14,21 +14,30 @@ Guarantees:
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
+from urllib.parse import quote, urlencode, urlsplit
 
 import anyio
+import msgspec
 from hdfs_native import Client
 
 from aiockpt.backends.hdfs_client import FlushedWriter, create_file, hdfs_errors
-from aiockpt.backends.hdfs_concat import WebHdfs
+from aiockpt.backends.ranges import Progress
 from aiockpt.errors import CheckpointError, StorageError, StorageTimeoutError, StorageTransferError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
 TURN_TIMEOUT_S = 600.0
 """A stream that has not moved for so long is missing a block that is never written."""
+_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 10.0
+"""The first request of its life takes a NameNode some seconds."""
+_SOURCES_BYTES = 6000
+"""Servers and gateways take request lines of 8 KiB; longer lists are sent in batches."""
 
 
 class _Way(Protocol):
@@ -76,12 +85,10 @@ class HdfsUpload:
         self._find_webhdfs = find_webhdfs
         self._path = path
         self._key = key
-        self._size = size
+        self._progress = Progress(key, size)
         self._turn_timeout_s = turn_timeout_s
         self._way: _Way | None = None
         self._created = False
-        self._over = False
-        self._written_bytes = 0
         self._writing = 0
         self._idle = anyio.Event()
 
@@ -95,32 +102,30 @@ class HdfsUpload:
         self._created = True
         status = self._client.get_file_info(self._path)
         webhdfs = self._find_webhdfs(self._path, status.modification_time, status.owner)
-        if webhdfs is None or not self._size:
+        if webhdfs is None or not self._progress.size:
             stream = FlushedWriter(writer, status)
             self._way = OrderedStream(stream, self._limiter, self._key, self._turn_timeout_s)
         else:
             writer.close()
             self._way = JoinedParts(
-                self._client, self._limiter, webhdfs, status.owner, self._path, self._key, self._size
+                self._client, self._limiter, webhdfs, status.owner, self._path, self._key, self._progress.size
             )
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        size = sum(run.nbytes for run in runs)
-        if offset < 0 or offset + size > self._size:
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
+        size = self._progress.check_block(offset, runs)
         with self._use() as way:
             if size:
                 await way.write(offset, runs, seen)
             elif seen is not None:
                 for run in runs:
                     seen(run)
-        self._written_bytes += size
+        self._progress.written_bytes += size
 
     async def finish(self) -> None:
-        if self._written_bytes != self._size and not self._over:
-            raise UsageError(f"{self._key!r}: {self._written_bytes} of {self._size} bytes were written before finish()")
+        self._progress.check_open()
+        self._progress.check_whole()
         with self._use() as way:
-            self._over = True
+            self._progress.over = True
             try:
                 with hdfs_errors("finishing", self._key):
                     await run_blocking(self._limiter, way.close)
@@ -129,9 +134,9 @@ class HdfsUpload:
                 raise
 
     async def abort(self) -> None:
-        if self._over:
+        if self._progress.over:
             return
-        self._over = True
+        self._progress.over = True
         if self._way is not None:
             self._way.stop()
         with anyio.CancelScope(shield=True):
@@ -142,8 +147,8 @@ class HdfsUpload:
     @contextmanager
     def _use(self) -> Iterator[_Way]:
         """Lend the way to write while the upload is open; `abort` waits for its users."""
-        if self._over or self._way is None:
-            raise UsageError(f"{self._key!r} was finished or aborted; create it again")
+        self._progress.check_open()
+        assert self._way is not None, "it was begun"
         self._writing += 1
         try:
             yield self._way
@@ -286,3 +291,96 @@ def _write_runs(writer: FlushedWriter, runs: Sequence[memoryview], seen: Seen | 
             seen(run)
         if run.nbytes:
             writer.write(run.cast("B"))
+
+
+class WebHdfs(msgspec.Struct, frozen=True):
+    """The REST interface of a NameNode, or of an HttpFS or Knox gateway before it: for CONCAT, which the HDFS client lacks.
+
+    The NameNode moves the blocks of some files to another one of the same folder: metadata alone (the split upload of
+    ByteCheckpoint, NSDI'25, §5.1). Hadoop 2.7 and later; earlier ones refuse short blocks in the middle. Blocking.
+
+    Attributes:
+        url: ``http://host:port`` or ``https://host:port``.
+    """
+
+    url: str
+
+    def sees(self, path: str, modified_ms: int, user: str) -> bool:
+        """Return whether *user* sees the file at *path*, last written at *modified_ms*, through this server too.
+
+        False also when no answer comes, or a log-in is required that we do not have (SPNEGO).
+        """
+        try:
+            status, answer = self._call("GET", path, {"op": "GETFILESTATUS", "user.name": user}, _PROBE_TIMEOUT_S)
+            return status == http.client.OK and json.loads(answer)["FileStatus"]["modificationTime"] == modified_ms
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return False
+
+    def concat(self, target: str, sources: Sequence[str], user: str) -> None:
+        """Append the files *sources* to *target*, in order; they are gone then. Paths are absolute, without a comma.
+
+        Args:
+            target: a file that is not empty, in the folder of *sources*.
+            sources: files of at least one byte.
+            user: the user name to send, where the cluster accepts a name.
+
+        Raises:
+            StorageError: it was refused, or no answer came. How many were joined is not known then.
+        """
+        for some in _in_turns(sources):
+            query = {"op": "CONCAT", "user.name": user, "sources": ",".join(some)}
+            try:
+                status, answer = self._call("POST", target, query, _TIMEOUT_S)
+            except (OSError, http.client.HTTPException) as error:
+                raise StorageError(f"joining {len(some)} files to {target!r} at {self.url}: {error!r}") from error
+            if status != http.client.OK:
+                raise StorageError(
+                    f"joining {len(some)} files to {target!r} at {self.url} was refused with {status}: {_said(answer)};"
+                    " to write without joining, open the place with ?webhdfs=off"
+                )
+
+    def _call(self, method: str, path: str, query: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+        place = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        connection = kind(place.netloc, timeout=timeout_s)
+        try:
+            connection.request(method, f"{place.path}/webhdfs/v1{quote(path)}?{urlencode(query)}")
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def parse_webhdfs(url: str) -> WebHdfs:
+    """Return the server at *url*.
+
+    Raises:
+        UsageError: it is no ``http://host:port``.
+    """
+    place = urlsplit(url)
+    if place.scheme not in ("http", "https") or not place.netloc:
+        raise UsageError(f"{url!r} is no address of WebHDFS; write http://namenode:9870, or 'off' to do without")
+    return WebHdfs(url.rstrip("/"))
+
+
+def _in_turns(sources: Sequence[str]) -> Iterator[list[str]]:
+    """Yield *sources* in lists that fit into a request line each."""
+    some: list[str] = []
+    length = 0
+    for source in sources:
+        quoted = len(quote(source, safe="")) + 3
+        if some and length + quoted > _SOURCES_BYTES:
+            yield some
+            some, length = [], 0
+        some.append(source)
+        length += quoted
+    if some:
+        yield some
+
+
+def _said(answer: bytes) -> str:
+    """Return the message of a RemoteException, else the first bytes of the answer."""
+    try:
+        return str(json.loads(answer)["RemoteException"]["message"]).partition("\n")[0]
+    except (ValueError, KeyError, TypeError):
+        return repr(answer[:200])

@@ -11,13 +11,15 @@ Guarantees, besides those of `aiockpt.storage.backend.Upload`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import anyio
 import numpy as np
 
-from aiockpt.errors import StorageError, UsageError
+from aiockpt.backends.ranges import Progress, copy_bytes
+from aiockpt.errors import StorageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
@@ -43,23 +45,17 @@ class InOrderUpload:
     """
 
     def __init__(self, key: str, size: int, stream: ByteSink, limiter: Limiter) -> None:
-        self._key = key
-        self._size = size
+        self._progress = Progress(key, size)
         self._stream = stream
         self._limiter = limiter
         self._turn = anyio.Lock(fast_acquire=True)  # first come, first served: the order of the claims
         self._claimed = 0
         self._early: dict[int, memoryview] = {}
-        self._written_bytes = 0
         self._failed: BaseException | None = None
-        self._over = False
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         self._check_open()
-        size = sum(run.nbytes for run in runs)
-        if offset < 0 or offset + size > self._size:
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
-        if not size:
+        if not (size := self._progress.check_block(offset, runs)):
             return
         flat = [run.cast("B") for run in runs]
         try:
@@ -70,13 +66,12 @@ class InOrderUpload:
         except BaseException as error:
             self._failed = self._failed or error
             raise
-        self._written_bytes += size
+        self._progress.written_bytes += size
 
     async def finish(self) -> None:
         self._check_open()
-        if self._written_bytes != self._size:
-            raise UsageError(f"{self._key!r}: {self._written_bytes} of {self._size} bytes were written before finish()")
-        self._over = True
+        self._progress.check_whole()
+        self._progress.over = True
         try:
             await self._stream.finish()
         except BaseException:
@@ -84,8 +79,8 @@ class InOrderUpload:
             raise
 
     async def abort(self) -> None:
-        if not self._over:
-            self._over = True
+        if not self._progress.over:
+            self._progress.over = True
             await self._discard()
 
     async def _send(self, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
@@ -116,12 +111,11 @@ class InOrderUpload:
                 await self._stream.abort()
 
     def _check_open(self) -> None:
-        if self._over:
-            raise UsageError(f"{self._key!r} was finished or aborted; create it again")
+        self._progress.check_open()
         if self._failed is not None:
+            key = self._progress.key
             raise StorageError(
-                f"{self._key!r}: an earlier block was not written ({self._failed!r}); abort it and create it again",
-                key=self._key,
+                f"{key!r}: an earlier block was not written ({self._failed!r}); abort it and create it again", key=key
             ) from self._failed
 
 
@@ -132,6 +126,16 @@ def copy_runs(runs: Sequence[memoryview], into: memoryview, seen: Seen | None) -
         if seen is not None:
             seen(run)
         if run.nbytes:
-            np.copyto(np.frombuffer(into[start : start + run.nbytes], np.uint8), np.frombuffer(run, np.uint8))
+            copy_bytes(into[start : start + run.nbytes], run.cast("B"))
         start += run.nbytes
     return into
+
+
+@contextmanager
+def lost_stream() -> Iterator[None]:
+    """Have no error of ours in the block be retryable: the stream is lost with it."""
+    try:
+        yield
+    except StorageError as error:
+        error.retryable = False
+        raise

@@ -31,15 +31,14 @@ import msgspec
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_mounts import explain_bucket
-from aiockpt.backends.local_optional import OptionalCalls
-from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader, open_regular, stat_regular
+from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import OsFiles, World
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size
 
 _BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads
 _BLOCK_READS = 4
@@ -87,8 +86,8 @@ class LocalBackend:
         self._root = os.path.abspath(os.fspath(root))
         self._world = world or World()
         self._files = self._world.files
-        self._optional = OptionalCalls(self._root)
-        self._tree = Tree(self._files, self._root, self._optional)
+        self._tree = Tree(self._files, self._root)
+        self._optional = self._tree.optional
         self._direct = DirectMode(direct, self._optional)
         self._hard_links: bool | None = None
         self._may_keep = not isinstance(self._files, OsFiles)
@@ -137,16 +136,7 @@ class LocalBackend:
         return await self._patiently(self._read_each, keys, max_bytes)
 
     async def open(self, key: str) -> LocalReader:
-        reader = LocalReader(
-            self._files,
-            self._tree,
-            self._reads,
-            self._direct,
-            self._optional,
-            self._bounces,
-            check_key(key),
-            self._count_read,
-        )
+        reader = LocalReader(self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read)
         try:
             with self._tree.errors("opening", key):
                 await self._patiently(reader.begin)
@@ -156,9 +146,7 @@ class LocalBackend:
         return reader
 
     async def create(self, key: str, size: int) -> LocalUpload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        upload = LocalUpload(self._files, self._tree, self._writes, self._direct, self._optional, check_key(key), size)
+        upload = LocalUpload(self._tree, self._writes, self._direct, check_size(key, size), size)
         try:
             with self._tree.errors(f"creating a file of {size:,} bytes,", key):
                 await self._patiently(self._in_folder, key, upload.begin, makes=key)
@@ -172,15 +160,11 @@ class LocalBackend:
             return await self._patiently(self._stat, key)
 
     async def list(self, prefix: str) -> Listing:
-        if prefix:
-            check_key(prefix)
-        with self._tree.errors("listing", prefix):
+        with self._tree.errors("listing", check_prefix(prefix)):
             return await self._patiently(self._list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        await self._patiently(self._delete, tuple(keys))
+        await self._patiently(self._delete, check_keys(keys))
 
     async def move(self, key: str, to: str, *, new: bool) -> None:
         with self._tree.errors(f"renaming {check_key(key)!r} to", check_key(to)):
@@ -335,7 +319,7 @@ class LocalBackend:
     def _read_whole(self, key: str, max_bytes: int) -> bytes:
         handle = Handle(self._files, key)
         try:
-            fd, found = open_regular(self._files, self._tree, handle)
+            fd, found = self._tree.open_file(handle)
             data = bytearray(min(found.st_size, max_bytes))
             done = 0
             while done < len(data):
@@ -357,7 +341,7 @@ class LocalBackend:
                 return None
 
     def _stat(self, key: str) -> Stat:
-        found = stat_regular(self._files, self._tree, key)
+        found = self._tree.stat_file(key)
         return Stat(key, found.st_size, found.st_mtime_ns)
 
     def _list(self, prefix: str) -> Listing:

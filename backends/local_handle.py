@@ -1,25 +1,94 @@
-"""The open descriptors of one file, and the calls that use them.
+"""System calls on one file: its descriptors, and the calls that a file system, a sandbox or a kernel may lack.
 
 Guarantees:
 
 - A descriptor is closed once, and never while a worker thread uses it: its number could already be another file's.
 - Every descriptor is closed, also when closing one of them fails.
+- An error means "not here" where `FALLBACKS` says so, and nowhere else. What means "not here" also means "not allowed" (a
+  seccomp filter raises EPERM, a user-space file system EACCES): what is done instead needs the same rights, so that a
+  right which is missing shows there.
+- What a place lacks is remembered for that place, and logged once. A place whose folders cannot be flushed is reported by a
+  warning; that call is made again each time, because a root may lie on several file systems and the durability of a commit
+  is worth a call.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import anyio
 
-from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.world import Files
 
+logger = logging.getLogger("aiockpt")
+
 PAGE_BYTES = 4096
 """O_DIRECT needs offsets, lengths and addresses to be a multiple of it; enough for every disk we know."""
+
+
+OptionalCall = Literal["fallocate", "O_DIRECT", "preadv2", "link", "statfs", "fsync of a folder"]
+_UNKNOWN = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+_REFUSED = _UNKNOWN | {errno.EPERM, errno.EACCES}
+
+
+class Fallback(NamedTuple):
+    """The errors of a call that mean that it is not here, and what follows."""
+
+    absent: frozenset[int]
+    instead: str
+    level: int = logging.INFO
+
+
+FALLBACKS: Mapping[OptionalCall, Fallback] = {
+    "fallocate": Fallback(
+        _REFUSED | {errno.EINVAL, errno.ENODEV}, "no space is reserved, and a full disk shows while data are written"
+    ),
+    "O_DIRECT": Fallback(_REFUSED | {errno.EINVAL}, "data pass the page cache"),
+    "preadv2": Fallback(_REFUSED | {errno.EINVAL}, "reads go through the page cache without asking what it holds"),
+    "link": Fallback(
+        _REFUSED | {errno.EXDEV, errno.EMLINK},
+        "records are created in place; a crash can leave a torn one, which readers refuse",
+    ),
+    "statfs": Fallback(_REFUSED, "how much is free is not known"),
+    "fsync of a folder": Fallback(
+        _UNKNOWN | {errno.EINVAL, errno.EBADF},
+        "steps that are committed here outlive the job and its processes, and a power cut or a crash of the system only"
+        " where the file system writes names down by itself (SaveResult.durable is False)",
+        logging.WARNING,
+    ),
+}
+
+
+class OptionalCalls:
+    """The optional calls of one place. Any thread.
+
+    Args:
+        place: its name in the log.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._missing: set[OptionalCall] = set()
+
+    def lacks(self, call: OptionalCall, error: OSError) -> bool:
+        """Return whether *error*, of *call*, means that the place has no such call; remember it then."""
+        fallback = FALLBACKS[call]
+        if error.errno not in fallback.absent:
+            return False
+        if call not in self._missing:
+            self._missing.add(call)
+            logger.log(fallback.level, "%s: no %s here (%s); %s", self._place, call, error.strerror, fallback.instead)
+        return True
+
+    def has(self, call: OptionalCall) -> bool:
+        """Return False once the place was found to lack *call*."""
+        return call not in self._missing
 
 
 class Handle:

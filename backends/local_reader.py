@@ -17,65 +17,23 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
-import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_optional import OptionalCalls
-from aiockpt.backends.local_tree import Tree, link_error, split_key
-from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
+from aiockpt.backends.local_tree import Tree
+from aiockpt.backends.ranges import Buffers, check_range, copy_bytes, ends_early
+from aiockpt.errors import StorageError
 from aiockpt.runtime.host_memory import map_pages
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Seen
 
 PIECE_BYTES = 4 << 20
 BOUNCE_BYTES = 8 << 20
-_BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
-_COPY_HOLDING_THE_GIL_BYTES = 1 << 15  # below this numpy's set-up costs more than the wait for the GIL
 BELIEVED_BYTES = 64 << 20
 """Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are."""
-
-
-def stat_regular(files: Files, tree: Tree, key: str) -> os.stat_result:
-    """Describe the object *key*. Blocking.
-
-    Raises:
-        StorageError: it is, or lies behind, a symbolic link.
-        ObjectNotFoundError: something else than a file has that name; it is ``damaged`` then.
-        FileNotFoundError: nothing has that name.
-    """
-    path = tree.path(key)
-    try:
-        tree.refuse_links(split_key(key)[0])
-        found = files.lstat(path)
-    except NotADirectoryError as error:
-        raise _no_object(path) from error
-    _check_regular(key, found.st_mode)
-    return found
-
-
-def _check_regular(key: str, mode: int) -> None:
-    if stat.S_ISLNK(mode):
-        raise link_error(key)
-    if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
-        message = f"{key!r} is {what}, where a file should be: move it away"
-        raise ObjectNotFoundError(message, key=key, damaged=True)
-
-
-def open_regular(files: Files, tree: Tree, handle: Handle) -> tuple[int, os.stat_result]:
-    """Open the object of *handle* for reading; return its descriptor and what it is. Raises as `stat_regular`."""
-    stat_regular(files, tree, handle.key)
-    path = tree.path(handle.key)
-    fd = handle.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: a pipe put there this moment cannot hang us
-    found = files.fstat(fd)
-    _check_regular(handle.key, found.st_mode)
-    return fd, found
 
 
 class BouncePool:
@@ -115,24 +73,20 @@ class LocalReader:
 
     def __init__(
         self,
-        files: Files,
         tree: Tree,
         limiter: Limiter,
         direct: DirectMode,
-        optional: OptionalCalls,
         bounces: BouncePool,
         key: str,
         count_read: Callable[[int, int], None],
     ) -> None:
-        self._files = files
         self._tree = tree
         self._limiter = limiter
         self._direct = direct
-        self._optional = optional
         self._bounces = bounces
         self._key = key
         self._count_read = count_read
-        self._handle = Handle(files, key)
+        self._handle = Handle(tree.files, key)
         self._fd = -1
         self._direct_fd: int | None = None
         self._identity = (0, 0)
@@ -145,17 +99,14 @@ class LocalReader:
         return self._size
 
     def begin(self) -> None:
-        """Open the object. Blocking; raises as `open_regular`; call `close` then."""
-        self._fd, found = open_regular(self._files, self._tree, self._handle)
+        """Open the object. Blocking; raises as `Tree.stat_file`; call `close` then."""
+        self._fd, found = self._tree.open_file(self._handle)
         self._size = found.st_size
         self._identity = (found.st_dev, found.st_ino)
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        buffers = UnfilledBuffers(into)
-        if offset < 0:
-            raise UsageError(f"{self._key!r}: there is no byte {offset}")
-        if offset + buffers.left_bytes > self._size:
-            raise self._ends(self._size)
+        buffers = Buffers(into)
+        check_range(self._key, offset, buffers.left_bytes, self._size, damaged=True)
         with self._handle.use(), self._tree.errors("reading", self._key):
             cached, uncached = await run_blocking(self._limiter, self._fill, offset, buffers, seen)
         self._count_read(cached, uncached)
@@ -168,7 +119,7 @@ class LocalReader:
             self._bounces.release_when_idle()
             await run_blocking(self._limiter, self._handle.close)
 
-    def _fill(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> tuple[int, int]:
+    def _fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> tuple[int, int]:
         """Fill *buffers*; return how many bytes came through the page cache and how many past it."""
         wanted = buffers.left_bytes
         if self._direct.works is False or self._is_cached(offset, buffers):
@@ -181,10 +132,10 @@ class LocalReader:
             self._fill_buffered(offset + cached + uncached, buffers, seen)
         return wanted - uncached, uncached
 
-    def _is_cached(self, offset: int, buffers: UnfilledBuffers) -> bool:
+    def _is_cached(self, offset: int, buffers: Buffers) -> bool:
         """Return whether the first page is in the page cache, or cannot be probed; a "no" counts for a while."""
         probe = buffers.peek(PAGE_BYTES)
-        if not probe or not self._optional.has("preadv2"):
+        if not probe or not self._tree.optional.has("preadv2"):
             return True
         if self._unasked_bytes > 0:
             self._unasked_bytes -= buffers.left_bytes
@@ -194,14 +145,14 @@ class LocalReader:
         self._unasked_bytes = BELIEVED_BYTES - buffers.left_bytes
         return False
 
-    def _fill_buffered(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
+    def _fill_buffered(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
         """Read through the page cache until *buffers* are full or, where that can be probed, a page is not cached."""
         while buffers.left_bytes:
             count = self._preadv(buffers.peek(PIECE_BYTES), offset)
             if count < 0:
                 return
             if count == 0:
-                raise self._ends(offset)
+                raise ends_early(self._key, offset, damaged=True)
             for run in buffers.take(count):
                 if seen is not None:
                     seen(run)
@@ -209,19 +160,19 @@ class LocalReader:
 
     def _preadv(self, into: Sequence[memoryview], offset: int) -> int:
         """Read what is cached, or anything when O_DIRECT is out of the question; return -1 for "not cached"."""
-        flags = os.RWF_NOWAIT if self._direct.works is not False and self._optional.has("preadv2") else 0
+        flags = os.RWF_NOWAIT if self._direct.works is not False and self._tree.optional.has("preadv2") else 0
         try:
-            return self._files.preadv(self._fd, into, offset, flags)
+            return self._tree.files.preadv(self._fd, into, offset, flags)
         except OSError as error:
             if not flags:
                 raise
             if error.errno == errno.EAGAIN:
                 return -1
-            if not self._optional.lacks("preadv2", error):
+            if not self._tree.optional.lacks("preadv2", error):
                 raise
-            return self._files.preadv(self._fd, into, offset)
+            return self._tree.files.preadv(self._fd, into, offset)
 
-    def _fill_direct(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
+    def _fill_direct(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
         """Read past the page cache, by way of aligned memory; stop early where the file system cannot."""
         fd = self._open_direct()
         if fd is None:
@@ -231,9 +182,9 @@ class LocalReader:
             while buffers.left_bytes:
                 skipped = offset % PAGE_BYTES
                 length = min(BOUNCE_BYTES, _round_up(skipped + buffers.left_bytes))
-                count = self._files.preadv(fd, [bounce[:length]], offset - skipped) - skipped
+                count = self._tree.files.preadv(fd, [bounce[:length]], offset - skipped) - skipped
                 if count <= 0:
-                    raise self._ends(offset)
+                    raise ends_early(self._key, offset, damaged=True)
                 count = min(count, buffers.left_bytes)
                 _show_and_copy(bounce[skipped : skipped + count], buffers, seen)
                 offset += count
@@ -249,68 +200,23 @@ class LocalReader:
             fd = self._direct.open(self._handle, self._tree.path(self._key), os.O_RDONLY | os.O_NONBLOCK)
             if fd is None:
                 return None
-            found = self._files.fstat(fd)
+            found = self._tree.files.fstat(fd)
             if (found.st_dev, found.st_ino) != self._identity:
                 raise StorageError(f"{self._key!r} was replaced while it was read; read it again", key=self._key)
             self._direct_fd = fd
         return self._direct_fd
 
-    def _ends(self, offset: int) -> StorageError:
-        message = f"{self._key!r} ends at byte {offset}, and more was asked for: it is truncated"
-        return StorageError(message, key=self._key, damaged=True)
 
-
-class UnfilledBuffers:
-    """The caller's buffers as one row of bytes, filled from the front."""
-
-    def __init__(self, into: Sequence[memoryview]) -> None:
-        self._views = deque(view.cast("B") for view in into if view.nbytes)
-        self.left_bytes = sum(view.nbytes for view in self._views)
-
-    def peek(self, limit_bytes: int) -> list[memoryview]:
-        """Return the next unfilled runs, *limit_bytes* at most in all."""
-        runs: list[memoryview] = []
-        for view in self._views:
-            if limit_bytes <= 0 or len(runs) == _BUFFERS_PER_CALL:
-                break
-            runs.append(view[:limit_bytes])
-            limit_bytes -= runs[-1].nbytes
-        return runs
-
-    def take(self, size_bytes: int) -> Iterator[memoryview]:
-        """Yield the next *size_bytes* in runs: they are filled, or about to be."""
-        while size_bytes:
-            view = self._views.popleft()
-            run = view[:size_bytes]
-            if run.nbytes < view.nbytes:
-                self._views.appendleft(view[run.nbytes :])
-            self.left_bytes -= run.nbytes
-            size_bytes -= run.nbytes
-            yield run
-
-
-def _show_and_copy(data: memoryview, buffers: UnfilledBuffers, seen: Seen | None) -> None:
+def _show_and_copy(data: memoryview, buffers: Buffers, seen: Seen | None) -> None:
     for start in range(0, data.nbytes, PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         if seen is not None:
             seen(piece)
         done = 0
         for run in buffers.take(piece.nbytes):
-            _copy(run, piece[done : done + run.nbytes])
+            copy_bytes(run, piece[done : done + run.nbytes])
             done += run.nbytes
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy; large runs without the GIL (a memoryview assignment of 64 MiB holds it for 12 ms, `copyto` does not)."""
-    if target.nbytes < _COPY_HOLDING_THE_GIL_BYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _round_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _no_object(path: str) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, "no object of that name", path)

@@ -1,4 +1,4 @@
-"""The directories of the local backend, and the system calls that make their names durable.
+"""The directories of the local backend, the files in them, and the system calls that make their names durable.
 
 Guarantees:
 
@@ -19,8 +19,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from aiockpt.backends.local_optional import OptionalCalls
-from aiockpt.errors import StorageError, from_os_error
+from aiockpt.backends.local_handle import Handle, OptionalCalls
+from aiockpt.errors import ObjectNotFoundError, StorageError, from_os_error
 from aiockpt.runtime.world import Files
 
 LEFTOVER_PREFIX = ".tmp-"
@@ -42,12 +42,15 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 class Tree:
-    """The directories below *root*. Blocking; for worker threads; raises ``OSError`` and `StorageError`."""
+    """The directories below *root*, by the calls of *files*, some of which its file system may lack.
 
-    def __init__(self, files: Files, root: str, optional: OptionalCalls) -> None:
+    Blocking; for worker threads; raises ``OSError`` and `StorageError`.
+    """
+
+    def __init__(self, files: Files, root: str) -> None:
         self.root = root
-        self._files = files
-        self._optional = optional
+        self.files = files
+        self.optional = OptionalCalls(root)
         self._era = object()
         self._durable: dict[str, object] = {}  # folder -> the era in which its name was flushed
         self._ancestors_flushed = False
@@ -79,11 +82,37 @@ class Tree:
             NotADirectoryError: a part is something else.
         """
         for ancestor in _chain(folder):
-            mode = self._files.lstat(self.path(ancestor)).st_mode
+            mode = self.files.lstat(self.path(ancestor)).st_mode
             if stat.S_ISLNK(mode):
-                raise link_error(ancestor)
+                raise _link_error(ancestor)
             if not stat.S_ISDIR(mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.path(ancestor))
+
+    def stat_file(self, key: str) -> os.stat_result:
+        """Describe the object *key*.
+
+        Raises:
+            StorageError: it is, or lies behind, a symbolic link.
+            ObjectNotFoundError: something else than a file has that name; it is ``damaged`` then.
+            FileNotFoundError: nothing has that name.
+        """
+        path = self.path(key)
+        try:
+            self.refuse_links(split_key(key)[0])
+            found = self.files.lstat(path)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "no object of that name", path) from error
+        _check_regular(key, found.st_mode)
+        return found
+
+    def open_file(self, handle: Handle) -> tuple[int, os.stat_result]:
+        """Open the object of *handle* for reading; return its descriptor and what it is. Raises as `stat_file`."""
+        self.stat_file(handle.key)
+        # O_NONBLOCK: a pipe put there this moment cannot hang us
+        fd = handle.open(self.path(handle.key), os.O_RDONLY | os.O_NONBLOCK)
+        found = self.files.fstat(fd)
+        _check_regular(handle.key, found.st_mode)
+        return fd, found
 
     def ensure(self, folder: str) -> None:
         """Create *folder* and what is missing above it, and flush each name that is not known to be durable."""
@@ -116,7 +145,7 @@ class Tree:
         what = "a file"
         if stat.S_ISLNK(mode):
             try:
-                self._files.listdir(path)
+                self.files.listdir(path)
             except FileNotFoundError:
                 what = "a link to nothing"
             except NotADirectoryError:
@@ -131,7 +160,7 @@ class Tree:
     def space(self) -> os.statvfs_result:
         """Return the space of the file system that the root is on, or will be."""
         self.check_root()
-        return self._files.statvfs(self._lowest_there()[0])
+        return self.files.statvfs(self._lowest_there()[0])
 
     def forget(self) -> None:
         """Invalidate all folders known to be durable: one of them was, or is about to be, removed."""
@@ -157,13 +186,13 @@ class Tree:
     def _remove_if_empty(self, folder: str) -> bool:
         path = self.path(folder)
         try:
-            names = self._files.listdir(path)
+            names = self.files.listdir(path)
             if not all(name.startswith(LEFTOVER_PREFIX) for name in names):
                 return False
             self.forget()  # before the removal: see the module
             for name in names:
-                self._files.unlink(os.path.join(path, name))
-            self._files.rmdir(path)
+                self.files.unlink(os.path.join(path, name))
+            self.files.rmdir(path)
         except FileNotFoundError:
             return True  # another process was faster; those above may be empty now
         except OSError as error:
@@ -210,8 +239,8 @@ class Tree:
 
         Where the user may not open or flush a parent there is nothing to be done, and nothing that the user made.
         """
-        device = self._files.lstat(path).st_dev
-        while (parent := os.path.dirname(path)) != path and self._files.lstat(parent).st_dev == device:
+        device = self.files.lstat(path).st_dev
+        while (parent := os.path.dirname(path)) != path and self.files.lstat(parent).st_dev == device:
             try:
                 self._flush_path(parent)
             except OSError as error:
@@ -222,29 +251,28 @@ class Tree:
     def _look(self, path: str) -> os.stat_result | None:
         """Return what is at *path*, or None."""
         try:
-            return self._files.lstat(path)
+            return self.files.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _make(self, path: str) -> None:
         with suppress(FileExistsError):
-            self._files.mkdir(path)
+            self.files.mkdir(path)
 
     def _flush_path(self, path: str) -> None:
-        fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = self.files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._files.fsync(fd)
+            self.files.fsync(fd)
         except FileNotFoundError as error:  # of an open folder: a failed flush, and not a removal
             raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from error
         except OSError as error:
-            if not self._optional.lacks("fsync of a folder", error):
+            if not self.optional.lacks("fsync of a folder", error):
                 raise
         finally:
-            self._files.close(fd)
+            self.files.close(fd)
 
 
-def link_error(key: str) -> StorageError:
-    """Return the error that *key* is a symbolic link."""
+def _link_error(key: str) -> StorageError:
     message = f"{key!r} is a symbolic link and links are not followed; put the object itself there"
     return StorageError(message, key=key, damaged=True)
 
@@ -253,3 +281,12 @@ def _chain(folder: str) -> list[str]:
     """Return the folders from below the root down to *folder*."""
     parts = folder.split("/") if folder else []
     return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def _check_regular(key: str, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise _link_error(key)
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
+        message = f"{key!r} is {what}, where a file should be: move it away"
+        raise ObjectNotFoundError(message, key=key, damaged=True)

@@ -22,8 +22,8 @@ import anyio
 import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.backends.local_tree import Tree, split_key
+from aiockpt.backends.ranges import Progress
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files
@@ -47,29 +47,18 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
 class LocalUpload:
     """One data file of *size* bytes under *key*; see `aiockpt.storage.backend.Upload`."""
 
-    def __init__(
-        self,
-        files: Files,
-        tree: Tree,
-        limiter: Limiter,
-        direct: DirectMode,
-        optional: OptionalCalls,
-        key: str,
-        size: int,
-    ) -> None:
-        self._files = files
+    def __init__(self, tree: Tree, limiter: Limiter, direct: DirectMode, key: str, size: int) -> None:
+        self._files = tree.files
         self._tree = tree
         self._limiter = limiter
         self._direct = direct
-        self._optional = optional
         self._key = key
-        self._size = size
+        self._progress = Progress(key, size)
         self._path = tree.path(key)
-        self._handle = Handle(files, key)
+        self._handle = Handle(tree.files, key)
         self._created = False
         self._buffered_fd = -1
         self._direct_fd: int | None = None
-        self._written_bytes = 0
 
     def begin(self) -> None:
         """Create the file and reserve its space. Blocking.
@@ -85,16 +74,13 @@ class LocalUpload:
         self._reserve()
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        size = sum(run.nbytes for run in runs)
-        if offset < 0 or offset + size > self._size:
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
+        size = self._progress.check_block(offset, runs)
         with self._handle.use(), self._tree.errors(f"writing {size:,} bytes of", self._key):
             await run_blocking(self._limiter, self._write_all, offset, runs, seen)
-        self._written_bytes += size
+        self._progress.written_bytes += size
 
     async def finish(self) -> None:
-        if self._written_bytes != self._size:
-            raise UsageError(f"{self._key!r}: {self._written_bytes} of {self._size} bytes were written before finish()")
+        self._progress.check_whole()
         if not await self._handle.retire():
             raise UsageError(f"{self._key!r} was finished or aborted before")
         try:
@@ -115,12 +101,12 @@ class LocalUpload:
             await run_blocking(self._limiter, self._close_and_remove)
 
     def _reserve(self) -> None:
-        if not self._size or not self._optional.has("fallocate"):
+        if not self._progress.size or not self._tree.optional.has("fallocate"):
             return
         try:
-            self._files.fallocate(self._buffered_fd, 0, self._size)
+            self._files.fallocate(self._buffered_fd, 0, self._progress.size)
         except OSError as error:
-            if not self._optional.lacks("fallocate", error):
+            if not self._tree.optional.lacks("fallocate", error):
                 raise
 
     def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
-from aiockpt.backends.buffers import check_range
-from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageFullError, UsageError
+from aiockpt.backends.ranges import Buffers, Progress, RangeReader, copy_bytes
+from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageFullError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Clock, World
-from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size
 
 _INLINE_BYTES = 1 << 20  # a thread hop costs about as much as copying this
 _COPIES = 4
@@ -64,14 +63,18 @@ class MemoryBackend:
     async def get(self, key: str, max_bytes: int) -> bytes:
         return bytes(memoryview(self._find(key).data)[:max_bytes])
 
-    async def open(self, key: str) -> MemoryReader:
-        return MemoryReader(key, self._find(key).data, self._copies)
+    async def open(self, key: str) -> RangeReader:
+        data = memoryview(self._find(key).data).toreadonly()
+
+        async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
+            part = data[offset : offset + buffers.left_bytes]
+            await _run(self._copies, part.nbytes, lambda: buffers.fill(part, seen))
+
+        return RangeReader(key, data.nbytes, fill)
 
     async def create(self, key: str, size: int) -> MemoryUpload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
         try:
-            upload = MemoryUpload(self._objects, check_key(key), size, self._clock, self._copies)
+            upload = MemoryUpload(self._objects, check_size(key, size), size, self._clock, self._copies)
         except MemoryError as error:
             raise StorageFullError(f"{key!r}: there is no memory for its {size} bytes; free some", key=key) from error
         self._insert(key, upload.held)
@@ -82,7 +85,7 @@ class MemoryBackend:
         return Stat(key, len(found.data), found.modified_ns)
 
     async def list(self, prefix: str) -> Listing:
-        start = f"{check_key(prefix)}/" if prefix else ""
+        start = f"{check_prefix(prefix)}/" if prefix else ""
         objects: list[Stat] = []
         folders: set[str] = set()
         for key, found in sorted(self._objects.copy().items()):
@@ -96,9 +99,7 @@ class MemoryBackend:
         return Listing(tuple(objects), tuple(sorted(folders)))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        for key in keys:
+        for key in check_keys(keys):
             self._objects.pop(key, None)
 
     async def space(self) -> Space:
@@ -132,76 +133,35 @@ class MemoryUpload:
         self._memory = bytearray(size)
         self.held = _Object(self._memory, clock.time_ns())
         self._objects = objects
-        self._key = key
         self._clock = clock
         self._limiter = limiter
-        self._written_bytes = 0
-        self._over = False
+        self._progress = Progress(key, size)
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        self._check_open()
-        size = sum(run.nbytes for run in runs)
-        if offset < 0 or offset + size > len(self._memory):
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {len(self._memory)}")
+        self._progress.check_open()
+        size = self._progress.check_block(offset, runs)
         await _run(self._limiter, size, lambda: self._write_all(offset, runs, seen))
-        self._written_bytes += size
+        self._progress.written_bytes += size
 
     def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         for run in runs:
-            _copy(memoryview(self._memory)[offset : offset + run.nbytes], run.cast("B"), seen)
+            if seen is not None:
+                seen(run)
+            if run.nbytes:
+                copy_bytes(memoryview(self._memory)[offset : offset + run.nbytes], run.cast("B"))
             offset += run.nbytes
 
     async def finish(self) -> None:
-        self._check_open()
-        if self._written_bytes != len(self._memory):
-            raise UsageError(
-                f"{self._key!r}: {self._written_bytes} of {len(self._memory)} bytes were written before finish()"
-            )
-        self._over = True
+        self._progress.check_open()
+        self._progress.check_whole()
+        self._progress.over = True
         self.held.modified_ns = self._clock.time_ns()
 
     async def abort(self) -> None:
-        if not self._over:
-            self._over = True
-            if self._objects.get(self._key) is self.held:
-                del self._objects[self._key]
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise UsageError(f"{self._key!r} was finished or aborted; create it again")
-
-
-class MemoryReader:
-    """An object in memory; see `aiockpt.storage.backend.Reader`."""
-
-    def __init__(self, key: str, data: bytes | bytearray, limiter: Limiter) -> None:
-        self._key = key
-        self._data = memoryview(data).toreadonly()
-        self._limiter = limiter
-        self._closed = False
-
-    @property
-    def size(self) -> int:
-        return len(self._data)
-
-    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        if self._closed:
-            raise UsageError(f"{self._key!r} was closed; open it again")
-        wanted = sum(view.nbytes for view in into)
-        check_range(self._key, offset, wanted, self.size)
-        await _run(self._limiter, wanted, lambda: self._fill(offset, into, seen))
-
-    async def close(self) -> None:
-        self._closed = True
-
-    def _fill(self, offset: int, into: Sequence[memoryview], seen: Seen | None) -> None:
-        for view in into:
-            if not view.nbytes:
-                continue
-            _copy(view.cast("B"), self._data[offset : offset + view.nbytes])
-            if seen is not None:
-                seen(view.cast("B"))
-            offset += view.nbytes
+        if not self._progress.over:
+            self._progress.over = True
+            if self._objects.get(self._progress.key) is self.held:
+                del self._objects[self._progress.key]
 
 
 async def _run(limiter: Limiter, size_bytes: int, work: Callable[[], None]) -> None:
@@ -210,10 +170,3 @@ async def _run(limiter: Limiter, size_bytes: int, work: Callable[[], None]) -> N
         work()
     else:
         await run_blocking(limiter, work)
-
-
-def _copy(target: memoryview, source: memoryview, seen: Seen | None = None) -> None:
-    if seen is not None:
-        seen(source)
-    if target.nbytes:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # without the GIL

@@ -2,8 +2,8 @@
 
 Guarantees, besides those of the contract:
 
-- Data files are multipart uploads straight from the caller's memory and ranged GETs straight into it (`s3_upload`,
-  `s3_reader`); nothing is staged on a local disk.
+- Data files are multipart uploads straight from the caller's memory (`s3_upload`) and ranged GETs straight into it; nothing
+  is staged on a local disk.
 - No key is ever overwritten but by ``put``: data files, receipts and manifests are created exclusively (`s3_create`).
 - What a store does not support (checksums, batches of deletes without Content-MD5 or at all), and a policy that requires
   conditional writes, is found out by the first refusal, worked around, and remembered.
@@ -23,24 +23,36 @@ from typing import Any, Literal
 import msgspec
 from botocore.exceptions import ClientError
 
+from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.backends.s3_body import Checks, Checksum, find_summing
 from aiockpt.backends.s3_client import Addressing, Bucket, Settings, split_url
 from aiockpt.backends.s3_create import Creator
 from aiockpt.backends.s3_errors import says_empty, says_no_upload, says_unknown
-from aiockpt.backends.s3_multipart import Multipart, abort_uploads
-from aiockpt.backends.s3_reader import S3Reader
-from aiockpt.backends.s3_upload import S3Upload
-from aiockpt.errors import ObjectExistsError, StorageError, UsageError
+from aiockpt.backends.s3_upload import Multipart, S3Upload, abort_uploads
+from aiockpt.backends.s3_wire import receive
+from aiockpt.errors import ObjectExistsError, StorageError, StorageTransferError, UsageError
 from aiockpt.events import LimiterStatistics
-from aiockpt.runtime.limits import Limiter
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, UnfinishedUpload, check_key
+from aiockpt.storage.backend import (
+    Listing,
+    Seen,
+    Space,
+    Stat,
+    Traits,
+    UnfinishedUpload,
+    check_key,
+    check_keys,
+    check_prefix,
+    check_size,
+)
 
 logger = logging.getLogger("aiockpt")
 
 PART_BYTES = 16 << 20
 _PART_UNIT_BYTES = 8 << 20
 _DELETES_AT_ONCE = 1000
+_INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
 
 
 class S3Statistics(msgspec.Struct, frozen=True):
@@ -151,14 +163,12 @@ class S3Backend:
                 data: bytes = await body.read()
         return data[:max_bytes]
 
-    async def open(self, key: str) -> S3Reader:
+    async def open(self, key: str) -> RangeReader:
         found = await self._head(key)
-        return S3Reader(self._bucket, key, found["ContentLength"], found["ETag"], self._hashing)
+        return open_reader(self._bucket, key, found["ContentLength"], found["ETag"], self._hashing)
 
     async def create(self, key: str, size: int) -> S3Upload:
-        if size < 0:
-            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        if check_key(key) in self._creating:
+        if check_size(key, size) in self._creating:
             raise ObjectExistsError(f"creating {key!r}: it is being created by this process already", key=key)
         self._creating.add(key)
         try:
@@ -177,7 +187,7 @@ class S3Backend:
         return Stat(key, found["ContentLength"], _whole_seconds_ns(found["LastModified"]))
 
     async def list(self, prefix: str) -> Listing:
-        start = self._bucket.path(check_key(prefix) if prefix else "")
+        start = self._bucket.path(check_prefix(prefix))
         start += "/" if start else ""
         objects: list[Stat] = []
         folders: set[str] = set()
@@ -195,8 +205,7 @@ class S3Backend:
         return Listing(tuple(sorted(objects, key=lambda stat: stat.key)), tuple(sorted(folders)))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
+        keys = check_keys(keys)
         for start in range(0, len(keys), _DELETES_AT_ONCE):
             await self._delete(keys[start : start + _DELETES_AT_ONCE])
 
@@ -211,7 +220,7 @@ class S3Backend:
 
         Those of saves under way are among them: decide by ``started_ns`` and a date of the same clock.
         """
-        start = self._bucket.path(check_key(prefix) if prefix else "")
+        start = self._bucket.path(check_prefix(prefix))
         start += "/" if start else ""
         client = await self._bucket.client()
         pages = client.get_paginator("list_multipart_uploads")
@@ -290,3 +299,52 @@ class S3Backend:
 def _whole_seconds_ns(date: datetime) -> int:
     """Return *date* in ns, cut to seconds: a HEAD has no more than that, and both must be equal."""
     return int(date.timestamp()) * 1_000_000_000
+
+
+def open_reader(bucket: Bucket, key: str, size: int, etag: str, hashing: Limiter) -> RangeReader:
+    """Return a reader of the object *key* as it was when it was opened: each GET requires its *etag*.
+
+    An answer that is cut short, or is not the requested range, is a `StorageTransferError`; *seen* has been called by then
+    with nothing of it, so that the read can be repeated. It is called in one hop, as each hop costs training a wait for the
+    GIL.
+    """
+
+    async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        views = buffers.views
+        await _get_range(bucket, key, size, etag, offset, buffers)
+        if seen is None:
+            return
+        if buffers.size_bytes < _INLINE_BYTES:
+            _show_all(views, seen)
+        else:
+            await run_blocking(hashing, _show_all, views, seen)
+
+    return RangeReader(key, size, fill)
+
+
+def _show_all(views: Sequence[memoryview], seen: Seen) -> None:
+    for view in views:
+        seen(view)
+
+
+async def _get_range(bucket: Bucket, key: str, size: int, etag: str, offset: int, buffers: Buffers) -> None:
+    wanted = buffers.size_bytes
+    span = f"{offset}-{offset + wanted - 1}"
+    client = await bucket.client()
+    try:
+        with bucket.sending("reading", key) as moved:
+            answer = await client.get_object(**bucket.address(key), Range=f"bytes={span}", IfMatch=etag)
+            async with answer["Body"] as body:
+                said = answer.get("ContentRange", "")
+                is_all = not said and wanted == size  # a store that ignores the header sends the whole object
+                if not is_all and said.removeprefix("bytes ").partition("/")[0] != span:
+                    raise StorageTransferError(
+                        f"{key!r}: asked for bytes {offset}..{offset + wanted - 1}, the answer says"
+                        f" {said or 'everything'!r}",
+                        key=key,
+                    )
+                came_bytes = await receive(body.raw_stream, buffers, moved)
+    except ObjectExistsError as error:  # a condition failed: the one that we sent
+        raise StorageError(f"{key!r} was replaced while it was read; open it again", key=key) from error
+    if came_bytes != wanted:
+        raise StorageTransferError(f"{key!r}: {came_bytes} bytes came and {wanted} were asked for", key=key)

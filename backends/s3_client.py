@@ -9,7 +9,7 @@ Guarantees:
 - An endpoint with a user or a password in it is refused before anything is sent, and neither is shown.
 - The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
 - Credentials that the store reports as expired are read anew for the next call.
-- Answers come from the requested host: no redirect is followed (`s3_session`).
+- Answers come from the requested host: no redirect is followed (`StoreSession`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 
-from aiockpt.backends.s3_credentials import guard_providers
-from aiockpt.backends.s3_errors import says_empty, says_expired, says_little, storage_errors
-from aiockpt.backends.s3_session import StoreSession
+from aiockpt.backends.s3_errors import guard_providers, says_empty, says_expired, says_little, storage_errors
 from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.redaction import hide, redact_error
 from aiockpt.runtime.limits import Limiter, note_progress, run_blocking
@@ -49,6 +48,28 @@ _SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
 _held: dict[object, tuple[asyncio.AbstractEventLoop, AsyncGenerator[S3Client, None]]] = {}
 """What closes each open client. A collector that found it with its bucket would leave the connections open: a loop that ends
 closes only what is still there."""
+
+
+class StoreSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]
+    """A session without redirects: answers come from the requested host.
+
+    aiohttp follows a 307 to any host by itself, with the body, and the client would accept what answers there. A store never
+    needs that: where a bucket lies in another region AWS states it in its answer, and the client signs anew for the endpoint
+    that it knows itself.
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> _Direct:
+        return _Direct(await super()._get_session(proxy_url))  # type: ignore[misc,unused-ignore]
+
+
+class _Direct:
+    """aiohttp's session, with redirects passed to the caller, as errors."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, method: str, **options: Any) -> Any:
+        return await self._session.request(method, allow_redirects=False, **options)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from aiohttp import ClientPayloadError, ClientResponse
 from aiohttp.http import StreamWriter
 
+from aiockpt.backends.ranges import Buffers
+
 SLICE_BYTES = 1 << 20
 """Bytes sent between two checks; aiohttp's transport copies what the socket does not accept of it."""
 _WITH_HEADERS_BYTES = 32 << 10
@@ -32,74 +34,45 @@ LOOK_S = 0.5
 """Seconds between two checks whether an encrypted body still comes."""
 
 
-class Sink:
-    """The caller's memory, filled from the front.
+async def receive(response: ClientResponse, buffers: Buffers, moved: Callable[[], object]) -> int:
+    """Put the body of *response* into *buffers*; return how many bytes came, also those that do not fit.
 
-    Attributes:
-        size: its bytes.
-        came_bytes: how many bytes came, also those beyond its end.
-    """
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = [view for view in reversed(views) if len(view)]
-        self.size = sum(len(view) for view in self._views)
-        self.came_bytes = 0
-
-    @property
-    def room(self) -> memoryview | None:
-        """The memory that the next bytes go to; None when all is full."""
-        return self._views[-1] if self._views else None
-
-    def filled(self, count: int) -> None:
-        """Record *count* bytes that were put into `room`."""
-        self.came_bytes += count
-        rest = self._views.pop()[count:]
-        if len(rest):
-            self._views.append(rest)
-
-    def put(self, piece: bytes) -> None:
-        """Copy *piece* in; what does not fit is only counted."""
-        left = memoryview(piece)
-        while len(left) and (room := self.room) is not None:
-            count = min(len(left), len(room))
-            room[:count] = left[:count]
-            self.filled(count)
-            left = left[count:]
-        self.came_bytes += len(left)
-
-
-async def receive(response: ClientResponse, sink: Sink, moved: Callable[[], object]) -> None:
-    """Put the body of *response* into *sink*; call *moved* whenever something came.
+    Args:
+        moved: called whenever something came.
 
     Raises:
         ClientPayloadError: the connection ended before the body did.
     """
     content = response.content
     content.set_read_chunk_size(_READ_AHEAD_BYTES)  # with less, each piece would pause and resume the socket
+    came_bytes = 0
     while piece := content.read_nowait():  # until aiohttp has nothing more: it may parse on with each call
-        sink.put(piece)
+        came_bytes += _put(buffers, piece)
     transport = None if content.is_eof() or response.connection is None else response.connection.transport
-    plain = open_plain(transport) if response.content_length == sink.size else None
-    if (
-        transport is not None
-        and response.content_length == sink.size
-        and sink.room is not None
-        and _decrypts(transport)
-    ):
-        await _Filler(transport, sink, moved).fill()
+    is_whole = response.content_length == buffers.size_bytes
+    plain = open_plain(transport) if is_whole else None
+    if transport is not None and is_whole and buffers.left_bytes and _decrypts(transport):
+        await _Filler(transport, buffers, moved).fill()
         content.feed_eof()
-        return
+        return buffers.size_bytes
     if plain is None or transport is None:
         async for piece, _ in content.iter_chunks():
             moved()
-            sink.put(piece)
-        return
+            came_bytes += _put(buffers, piece)
+        return came_bytes
     with plain:
         transport.pause_reading()
-        await _receive_plain(plain, sink, moved)
+        await _receive_plain(plain, buffers, moved)
     content.feed_eof()  # for aiohttp the body is over, too: the connection goes back to its pool
     if not transport.is_closing():
         transport.resume_reading()
+    return max(came_bytes, buffers.size_bytes)
+
+
+def _put(buffers: Buffers, piece: bytes) -> int:
+    """Copy what fits of *piece*; return all of its bytes."""
+    buffers.fill(memoryview(piece)[: buffers.left_bytes])
+    return len(piece)
 
 
 async def send(writer: StreamWriter, views: Sequence[memoryview], moved: Callable[[], object]) -> None:
@@ -155,9 +128,9 @@ def _decrypts(transport: asyncio.Transport) -> bool:
 class _Filler(asyncio.BufferedProtocol):
     """Replaces aiohttp's protocol while a body comes through TLS, and fills the caller's memory with it."""
 
-    def __init__(self, transport: asyncio.Transport, sink: Sink, moved: Callable[[], object]) -> None:
+    def __init__(self, transport: asyncio.Transport, buffers: Buffers, moved: Callable[[], object]) -> None:
         self._transport = transport
-        self._sink = sink
+        self._buffers = buffers
         self._moved = moved
         self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client = transport.get_protocol()
@@ -173,9 +146,9 @@ class _Filler(asyncio.BufferedProtocol):
         self._transport.resume_reading()  # which also delivers what was decrypted and not yet read
         try:
             while not self._whole.done():
-                came = self._sink.came_bytes
+                left = self._buffers.left_bytes
                 await asyncio.wait([self._whole], timeout=LOOK_S)
-                if self._sink.came_bytes != came:
+                if self._buffers.left_bytes != left:
                     self._moved()  # not by the callbacks below, which are no task's
         finally:
             self._transport.set_protocol(self._client)
@@ -183,14 +156,14 @@ class _Filler(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
-        room = self._sink.room
+        room = self._buffers.room
         assert room is not None, "the body is whole, and the client has its connection back"
         return room
 
     def buffer_updated(self, nbytes: int) -> None:
         """Record what came; hand the connection back as soon as all is there."""
-        self._sink.filled(nbytes)
-        if self._sink.room is None:
+        self._buffers.advance(nbytes)
+        if self._buffers.room is None:
             self._transport.set_protocol(self._client)
             if not self._whole.done():
                 self._whole.set_result(None)
@@ -206,18 +179,19 @@ class _Filler(asyncio.BufferedProtocol):
 
     def _fail(self, what: str) -> None:
         if not self._whole.done():
-            came = f"{self._sink.came_bytes} of {self._sink.size} bytes"
+            came = f"{self._buffers.filled_bytes} of {self._buffers.size_bytes} bytes"
             self._whole.set_exception(ClientPayloadError(f"the connection {what} after {came}"))
 
 
-async def _receive_plain(plain: socket.socket, sink: Sink, moved: Callable[[], object]) -> None:
+async def _receive_plain(plain: socket.socket, buffers: Buffers, moved: Callable[[], object]) -> None:
     loop = asyncio.get_running_loop()
-    while (room := sink.room) is not None:
+    while (room := buffers.room) is not None:
         try:
             count = await loop.sock_recv_into(plain, room)
         except ConnectionError as error:
-            raise ClientPayloadError(f"the connection broke after {sink.came_bytes} bytes: {error}") from error
+            raise ClientPayloadError(f"the connection broke after {buffers.filled_bytes} bytes: {error}") from error
         if not count:
-            raise ClientPayloadError(f"the connection ended after {sink.came_bytes} of {sink.size} bytes")
+            came = f"{buffers.filled_bytes} of {buffers.size_bytes} bytes"
+            raise ClientPayloadError(f"the connection ended after {came}")
         moved()
-        sink.filled(count)
+        buffers.advance(count)

@@ -19,6 +19,7 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, cast
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_reader import LocalReader
@@ -27,7 +28,7 @@ from aiockpt.errors import StorageAccessError, StorageError, StorageFullError, f
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key, check_keys, check_prefix
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -44,7 +45,7 @@ class ShmBackend:
     def __init__(self, name: str, *, world: World | None = None, mount: str = SHARED_MEMORY) -> None:
         world = world or World()
         self._name = check_key(name.strip("/")) if name.strip("/") else "default"
-        self._files = ShmFiles(world.files)
+        self._files = cast("Files", ShmFiles(world.files))
         self._mount = mount
         self._home = os.path.join(mount, f"aiockpt-{os.geteuid()}")
         in_memory = World(files=self._files, clock=world.clock, token=world.token)
@@ -99,12 +100,11 @@ class ShmBackend:
         return await self._local.stat(key)
 
     async def list(self, prefix: str) -> Listing:
-        await self._guard(check_key(prefix) if prefix else prefix)
+        await self._guard(check_prefix(prefix))
         return await self._local.list(prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
+        keys = check_keys(keys)
         await self._guard("")
         await self._local.delete(keys)
 
@@ -180,21 +180,10 @@ class ShmFiles:
     """
 
     def __init__(self, files: Files) -> None:
-        self.open = files.open
-        self.close = files.close
-        self.pwrite = files.pwrite
-        self.preadv = files.preadv
-        self.fallocate = files.fallocate
-        self.fadvise = files.fadvise
-        self.fstat = files.fstat
-        self.lstat = files.lstat
-        self.rmdir = files.rmdir
-        self.link = files.link
-        self.rename = files.rename
-        self.unlink = files.unlink
-        self.listdir = files.listdir
-        self.statvfs = files.statvfs
-        self.utime = files.utime
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
 
     def mkdir(self, path: str, /) -> None:
         """Create a folder of the user alone."""
@@ -203,5 +192,4 @@ class ShmFiles:
     def fdatasync(self, fd: int, /) -> None:
         """Does nothing: memory has nothing to flush to."""
 
-    def fsync(self, fd: int, /) -> None:
-        """Does nothing."""
+    fsync = fdatasync

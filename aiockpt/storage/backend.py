@@ -286,3 +286,20 @@ def check_key(key: str, *, portable: bool = True) -> str:
     if bad:
         raise UsageError(f"{key!r} is not a storage key: use relative parts joined by '/', without '..' or backslashes")
     return key
+
+
+def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return *keys*, each of them checked by `check_key`."""
+    return tuple(check_key(key) for key in keys)
+
+
+def check_prefix(prefix: str) -> str:
+    """Return *prefix*, which is "" or checked by `check_key`."""
+    return check_key(prefix) if prefix else ""
+
+
+def check_size(key: str, size: int) -> str:
+    """Return *key*, checked by `check_key`, of a data file of *size* bytes; raise UsageError for a negative size."""
+    if size < 0:
+        raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
+    return check_key(key)

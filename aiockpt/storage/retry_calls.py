@@ -54,8 +54,10 @@ _CLASSES: dict[type[StorageError], ErrorClass] = {
 
 def classify(error: StorageError) -> ErrorClass:
     """Return what an error calls for; only those of `RETRIED` that say they are retryable are worth another attempt."""
-    found = (name for kind, name in _CLASSES.items() if isinstance(error, kind))
-    return next(found, "transient" if error.retryable else "permanent")
+    for kind, name in _CLASSES.items():
+        if isinstance(error, kind):
+            return name
+    return "transient" if error.retryable else "permanent"
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):

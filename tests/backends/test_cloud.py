@@ -12,9 +12,8 @@ pytest.importorskip("obstore", reason="the extra aiockpt[cloud] is not installed
 from obstore import Bytes
 from obstore.store import MemoryStore
 
-from aiockpt.backends import cloud_upload
-from aiockpt.backends.cloud import CloudBackend
-from aiockpt.backends.cloud_upload import PARTS, PartMemory, part_bytes
+from aiockpt.backends import cloud
+from aiockpt.backends.cloud import PARTS, CloudBackend, PartMemory, part_bytes
 from aiockpt.errors import (
     ObjectExistsError,
     StorageError,
@@ -211,7 +210,7 @@ async def test_a_part_that_fails_is_sent_again_by_the_client(monkeypatch: pytest
 async def test_a_part_that_keeps_failing_fails_the_file_for_good_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cloud_upload, "part_bytes", lambda size: 1 << 14)
+    monkeypatch.setattr(cloud, "part_bytes", lambda size: 1 << 14)
     data = patterned(1 << 14)
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
@@ -254,7 +253,7 @@ async def test_an_aborted_file_leaves_no_parts_behind(monkeypatch: pytest.Monkey
 async def test_an_upload_holds_no_more_than_its_parts_and_the_one_being_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cloud_upload, "part_bytes", lambda size: 1 << 14)
+    monkeypatch.setattr(cloud, "part_bytes", lambda size: 1 << 14)
     data = patterned(1 << 14)
     count = 4 * PARTS
     async with run_naive_s3() as server:

@@ -21,8 +21,7 @@ from hdfs_native import Client, WriteOptions
 
 from aiockpt.backends.hdfs import HdfsBackend
 from aiockpt.backends.hdfs_client import FlushedWriter, create_file
-from aiockpt.backends.hdfs_concat import WebHdfs
-from aiockpt.backends.hdfs_upload import HdfsUpload, OrderedStream
+from aiockpt.backends.hdfs_upload import HdfsUpload, OrderedStream, WebHdfs
 from aiockpt.errors import (
     ObjectNotFoundError,
     StorageError,

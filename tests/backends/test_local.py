@@ -14,7 +14,8 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_handle import Handle
-from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES, UnfilledBuffers
+from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES
+from aiockpt.backends.ranges import Buffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.open import open_backend
@@ -576,7 +577,7 @@ async def test_a_random_source_that_repeats_itself_is_an_error() -> None:
 
 def test_buffers_are_taken_in_order_and_in_part() -> None:
     first, second = bytearray(3), bytearray(5)
-    buffers = UnfilledBuffers([memoryview(first), memoryview(b""), memoryview(second)])
+    buffers = Buffers([memoryview(first), memoryview(b""), memoryview(second)])
     assert [run.nbytes for run in buffers.peek(4)] == [3, 1]
     for run in buffers.take(4):
         run[:] = b"x" * run.nbytes
@@ -586,7 +587,7 @@ def test_buffers_are_taken_in_order_and_in_part() -> None:
 
 
 def test_one_call_gets_no_more_buffers_than_the_system_takes() -> None:
-    buffers = UnfilledBuffers([memoryview(mmap.mmap(-1, 1)) for _ in range(1500)])
+    buffers = Buffers([memoryview(mmap.mmap(-1, 1)) for _ in range(1500)])
     assert len(buffers.peek(1 << 20)) == os.sysconf("SC_IOV_MAX") == 1024
 
 

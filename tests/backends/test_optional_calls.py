@@ -18,7 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.backends.local_optional import FALLBACKS, OptionalCall
+from aiockpt.backends.local_handle import FALLBACKS, OptionalCall
 from aiockpt.errors import ObjectNotFoundError, StorageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Space

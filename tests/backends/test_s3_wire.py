@@ -17,8 +17,9 @@ import pytest
 from aiohttp import ClientPayloadError, web
 
 from aiockpt.backends import s3_wire
+from aiockpt.backends.ranges import Buffers
 from aiockpt.backends.s3_body import Body
-from aiockpt.backends.s3_wire import Sink, receive
+from aiockpt.backends.s3_wire import receive
 from aiockpt.testing.backend_suite import patterned
 
 SIZE = 3 << 20
@@ -108,11 +109,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return tried
 
 
-async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryview]) -> Sink:
-    sink = Sink(into)
+async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryview]) -> int:
     async with session.get(url, ssl=False) as response:
-        await receive(response, sink, lambda: None)
-    return sink
+        return await receive(response, Buffers(into), lambda: None)
 
 
 async def get_three_times(url: str, cuts: Sequence[int]) -> None:
@@ -121,9 +120,9 @@ async def get_three_times(url: str, cuts: Sequence[int]) -> None:
         for _ in range(3):
             memory = memoryview(bytearray(SIZE))
             edges = [0, *cuts, SIZE]
-            sink = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
+            came_bytes = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
             assert memory == BODY
-            assert sink.came_bytes == SIZE
+            assert came_bytes == SIZE
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
@@ -151,7 +150,7 @@ async def test_more_than_there_is_room_for_is_counted_and_harms_no_later_answer(
 ) -> None:
     async with aiohttp.ClientSession() as session:
         memory = memoryview(bytearray(SIZE - 5))
-        assert (await get(session, url, [memory])).came_bytes == SIZE
+        assert await get(session, url, [memory]) == SIZE
         assert memory == BODY[:-5]
         whole = memoryview(bytearray(SIZE))
         await get(session, url, [whole])
@@ -261,8 +260,8 @@ async def test_an_encrypted_body_is_told_to_move_while_it_comes_by_the_task_that
 
     async for url in _run(served, certificate):
         async with aiohttp.ClientSession() as session, session.get(url, ssl=False) as response:
-            sink = Sink([memoryview(bytearray(SIZE))])
-            await receive(response, sink, lambda: tasks.append(asyncio.current_task()))
+            buffers = Buffers([memoryview(bytearray(SIZE))])
+            await receive(response, buffers, lambda: tasks.append(asyncio.current_task()))
     assert tasks
     assert set(tasks) == {asyncio.current_task()}
 

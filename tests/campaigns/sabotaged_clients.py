@@ -19,14 +19,10 @@ import anyio
 import obstore
 from obstore.exceptions import GenericError
 
-from aiockpt.backends import cloud, fsspec_files, hdfs_reader, local_reader
-from aiockpt.backends.cloud import CloudReader
-from aiockpt.backends.fsspec_files import FsspecReader
-from aiockpt.backends.hdfs_reader import HdfsReader
+from aiockpt.backends import cloud, fsspec, hdfs, local_reader, s3
 from aiockpt.backends.local import LocalBackend
-from aiockpt.backends.memory import MemoryReader
+from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.backends.s3_client import Bucket, Settings
-from aiockpt.backends.s3_reader import S3Reader
 from aiockpt.errors import StorageError, StorageTransferError
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.world import World
@@ -104,7 +100,10 @@ class Saboteur:
 def foreign(key: str, data: bytes, saboteur: Saboteur) -> Reader:
     """Return a backend from elsewhere: it shows what comes as it comes, and does not mind what is missing."""
 
-    class Foreign(MemoryReader):
+    async def fill(_: int, buffers: Buffers, __: Seen | None) -> None:
+        raise AssertionError(f"{key}: {buffers.left_bytes} bytes are read by its own read()")
+
+    class Foreign(RangeReader):
         async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
             size = sum(view.nbytes for view in into)
             answer = saboteur.answer(data, offset, size)
@@ -121,7 +120,7 @@ def foreign(key: str, data: bytes, saboteur: Saboteur) -> Reader:
                 kind = saboteur.dice.choice((StorageError, StorageTransferError))
                 raise kind("the line broke", key=key, retryable=True)
 
-    return Foreign(key, data, Limiter("foreign", 4))
+    return Foreign(key, len(data), fill)
 
 
 def on_cloud(key: str, data: bytes, saboteur: Saboteur) -> Reader:
@@ -135,7 +134,7 @@ def on_cloud(key: str, data: bytes, saboteur: Saboteur) -> Reader:
                 raise GenericError(f"HttpError {{ kind: {saboteur.dice.choice(('Decode', 'Timeout', 'Request'))} }}")
             return b"".join(answer.pieces)
 
-    return CloudReader(cast("Any", Store()), key, len(data), Limiter("cloud", 4))
+    return cloud.open_reader(cast("Any", Store()), key, len(data), Limiter("cloud", 4))
 
 
 def on_fsspec(key: str, data: bytes, saboteur: Saboteur) -> Reader:
@@ -160,7 +159,7 @@ def on_fsspec(key: str, data: bytes, saboteur: Saboteur) -> Reader:
         def open(self, _: str) -> File:
             return File()
 
-    return FsspecReader(cast("Any", Folder()), key, len(data), Limiter("fsspec", 4))
+    return fsspec.open_reader(cast("Any", Folder()), key, len(data), Limiter("fsspec", 4))
 
 
 def on_hdfs(key: str, data: bytes, saboteur: Saboteur) -> Reader:
@@ -178,7 +177,7 @@ def on_hdfs(key: str, data: bytes, saboteur: Saboteur) -> Reader:
                 name = saboteur.dice.choice(("DataTransferError", "ChecksumError", "BlocksNotFound"))
                 raise RuntimeError(f'{name}("broke")')
 
-    return HdfsReader(cast("Any", File()), key, Limiter("hdfs", 4))
+    return hdfs.open_reader(cast("Any", File()), key, Limiter("hdfs", 4))
 
 
 class _Content:
@@ -259,7 +258,7 @@ def on_s3(key: str, data: bytes, saboteur: Saboteur) -> Reader:
         async def client(self) -> Any:
             return Client()
 
-    return S3Reader(SabotagedBucket("b", "", Settings()), key, len(data), "tag", Limiter("s3", 4))
+    return s3.open_reader(SabotagedBucket("b", "", Settings()), key, len(data), "tag", Limiter("s3", 4))
 
 
 async def on_disk(key: str, data: bytes, saboteur: Saboteur) -> Reader:
@@ -317,8 +316,8 @@ def small_pieces(size: int) -> Iterator[None]:
     with (
         patch.object(obstore, "get_range_async", get_range),
         patch.object(cloud, "_PIECE_BYTES", size),
-        patch.object(fsspec_files, "_PIECE_BYTES", size),
-        patch.object(hdfs_reader, "_SHOWN_BYTES", size),
+        patch.object(fsspec, "PIECE_BYTES", size),
+        patch.object(hdfs, "SHOWN_BYTES", size),
         patch.object(local_reader, "PIECE_BYTES", size),
     ):
         yield

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.backends.memory import MemoryBackend, MemoryReader
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.backends.ranges import RangeReader
 from aiockpt.format.manifest import encode_manifest
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
@@ -56,7 +57,7 @@ class Wide(MemoryBackend):
             return self._paper[folder][1][:max_bytes]
         return await super().get(key, max_bytes)
 
-    async def open(self, key: str) -> MemoryReader:
+    async def open(self, key: str) -> RangeReader:
         self.asked["open"] += 1
         return await super().open(key)
 
