@@ -47,8 +47,8 @@ class FileSystem(Protocol):
     def invalidate_cache(self) -> object: ...
 
 
+# Creates a file with some bytes, or raises ``FileExistsError``.
 Create = Callable[[FileSystem, str, bytes], None]
-"""Creates a file with some bytes, or raises ``FileExistsError``."""
 
 
 @contextmanager

@@ -39,8 +39,8 @@ from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_ke
 _BLOCK_WRITES = 4
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
+# What a read shows at once at most: it is in the CPU's cache still.
 SHOWN_BYTES = 1 << 20
-"""What a read shows at once at most: it is in the CPU's cache still."""
 _ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
 _NS_PER_MS = 1_000_000
 _TEMPORARY = ".tmp"

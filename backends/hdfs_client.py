@@ -39,8 +39,8 @@ from aiockpt.redaction import redact_error
 if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
 
+# Bytes of one call to the library: more costs more CPU (new memory), less more turns of the GIL [measured].
 PIECE_BYTES = 1 << 20
-"""Bytes of one call to the library: more costs more CPU (new memory), less more turns of the GIL [measured]."""
 
 _ONE_NAMENODE = {"dfs.client.failover.max.attempts": "0"}
 _NAMESERVICE = {"dfs.client.failover.max.attempts": "3"}

@@ -31,13 +31,13 @@ from aiockpt.errors import CheckpointError, StorageError, StorageTimeoutError, S
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
+# A stream that has not moved for so long is missing a block that is never written.
 TURN_TIMEOUT_S = 600.0
-"""A stream that has not moved for so long is missing a block that is never written."""
 _TIMEOUT_S = 30.0
+# The first request of its life takes a NameNode some seconds.
 _PROBE_TIMEOUT_S = 10.0
-"""The first request of its life takes a NameNode some seconds."""
+# Servers and gateways take request lines of 8 KiB; longer lists are sent in batches.
 _SOURCES_BYTES = 6000
-"""Servers and gateways take request lines of 8 KiB; longer lists are sent in batches."""
 
 
 class _Way(Protocol):

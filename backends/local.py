@@ -44,8 +44,8 @@ _BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
 _AT_ONCE = 8  # how often a folder may be removed under a writer before it waits
+# What a network file system answers from a cache is a minute old at most, and a few seconds as a rule.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
-"""What a network file system answers from a cache is a minute old at most, and a few seconds as a rule."""
 _NAMES = 16  # random ones, before something is wrong with the source
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

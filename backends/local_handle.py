@@ -28,8 +28,8 @@ from aiockpt.runtime.world import Files
 
 logger = logging.getLogger("aiockpt")
 
+# O_DIRECT needs offsets, lengths and addresses to be a multiple of it; enough for every disk we know.
 PAGE_BYTES = 4096
-"""O_DIRECT needs offsets, lengths and addresses to be a multiple of it; enough for every disk we know."""
 
 
 OptionalCall = Literal["fallocate", "O_DIRECT", "preadv2", "link", "statfs", "fsync of a folder"]

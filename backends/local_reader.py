@@ -32,8 +32,8 @@ from aiockpt.storage.backend import Seen
 
 PIECE_BYTES = 4 << 20
 BOUNCE_BYTES = 8 << 20
+# Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are.
 BELIEVED_BYTES = 64 << 20
-"""Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are."""
 
 
 class BouncePool:

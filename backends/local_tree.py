@@ -23,8 +23,8 @@ from aiockpt.backends.local_handle import Handle, OptionalCalls
 from aiockpt.errors import ObjectNotFoundError, StorageError, from_os_error
 from aiockpt.runtime.world import Files
 
+# Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder.
 LEFTOVER_PREFIX = ".tmp-"
-"""Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder."""
 
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _ADVICE = {

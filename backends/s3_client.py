@@ -38,16 +38,16 @@ from aiockpt.runtime.limits import Limiter, note_progress, run_blocking
 from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import check_key
 
+# aiobotocore makes the class of its clients when it runs.
 S3Client = Any
-"""aiobotocore makes the class of its clients when it runs."""
 
 Addressing = Literal["auto", "path", "virtual"]
 _CONNECTIONS = 64
 _SERVICE_FILES = (("s3", "service-2"), ("s3", "endpoint-rule-set-1"))
 _SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
+# What closes each open client. A collector that found it with its bucket would leave the connections open: a loop that ends
+# closes only what is still there.
 _held: dict[object, tuple[asyncio.AbstractEventLoop, AsyncGenerator[S3Client, None]]] = {}
-"""What closes each open client. A collector that found it with its bucket would leave the connections open: a loop that ends
-closes only what is still there."""
 
 
 class StoreSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from botocore.exceptions import (
@@ -49,61 +49,120 @@ from aiockpt.errors import (
 )
 from aiockpt.redaction import redact, redact_error
 
-EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
-"""Codes that require a new try with fresh credentials."""
-
-_GONE = {"NoSuchKey", "NotFound", "404"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _NO_BUCKET = {"NoSuchBucket"}
-_TAKEN = {"PreconditionFailed", "412"}
-_BUSY = {"ConditionalRequestConflict", "OperationAborted"}
 _THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 _THROTTLED |= {"TooManyRequests", "TooManyRequestsException", "RequestThrottled", "ServiceUnavailable", "503", "429"}
 _TIMED_OUT = {"RequestTimeout", "RequestTimeoutException"}
 _DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
-_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"}
-_OTHER_REGION = {
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-}
+_OTHER_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _CLOCK = {"RequestTimeTooSkewed"}
-_UNKNOWN_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
+_VIRTUAL = {"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess", "VirtualHostDomainRequired"}
 _RETRYABLE_STATUS = {500, 502, 504}
 _ACCESS_STATUS = {401, 403}
 _UNKNOWN_STATUS = {400, 404, 405, 411, 415, 501}
-_VIRTUAL = {"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess", "VirtualHostDomainRequired"}
 _ELSEWHERE = {301, 302, 303, 307, 308}
 
-_NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what else the AWS tools read."
+
+class _Meaning(NamedTuple):
+    """What codes of an answer, or errors of the client, are of ours, and the next action."""
+
+    of: Any
+    kind: type[StorageError]
+    advice: str = ""
+    retryable: bool | None = None
+
+    def error(self, message: str, key: str) -> StorageError:
+        return self.kind(f"{message}. {self.advice}" if self.advice else message, key=key, retryable=self.retryable)
 
 
-def says_expired(error: BaseException) -> bool:
+_ANSWERS = (
+    _Meaning({"NoSuchKey", "NotFound", "404"}, ObjectNotFoundError),
+    _Meaning(_NO_BUCKET, StorageError, "Create the bucket, or check its name and AWS_ENDPOINT_URL."),
+    _Meaning({"PreconditionFailed", "412"}, ObjectExistsError),
+    _Meaning({"ConditionalRequestConflict", "OperationAborted"}, StorageError, retryable=True),
+    _Meaning(_THROTTLED, StorageThrottledError),
+    _Meaning(_TIMED_OUT, StorageTimeoutError),
+    _Meaning(_DAMAGED, StorageTransferError),
+    _Meaning(
+        {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"},
+        StorageFullError,
+        "Free space or raise the quota.",
+    ),
+    _Meaning(
+        _EXPIRED,
+        StorageAccessError,
+        "The credentials expired; they are read again for the next call: renew them if they stay old.",
+        retryable=True,
+    ),
+    _Meaning(
+        {"InvalidAccessKeyId", "SignatureDoesNotMatch"},
+        StorageAccessError,
+        "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE: they are not this store's.",
+    ),
+    _Meaning(_CLOCK, StorageAccessError, "Set this machine's clock: S3 wants it."),
+    _Meaning(_OTHER_REGION, StorageError, "The bucket is in another region: set AWS_REGION, or region=… ."),
+    _Meaning(
+        _VIRTUAL,
+        StorageError,
+        "The store wants the bucket in the host's name: set addressing_style = virtual below s3 = in the AWS configuration,"
+        " or pass addressing='virtual'.",
+    ),
+    _Meaning(
+        {"NoSuchUpload"},
+        StorageError,
+        "The multipart upload was aborted, by a lifecycle rule or a clean-up: save again.",
+    ),
+    _Meaning({"NotImplemented", "501"}, StorageError, "The store lacks a part of S3 that was asked for."),
+)
+# The first that fits counts.
+_FAILURES = (
+    _Meaning(
+        (NoCredentialsError, PartialCredentialsError),
+        StorageAccessError,
+        "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what else the AWS tools read.",
+    ),
+    _Meaning(ProfileNotFound, StorageAccessError, "Check AWS_PROFILE and the AWS configuration files."),
+    _Meaning((ConnectTimeoutError, ReadTimeoutError, TimeoutError), StorageTimeoutError),
+    _Meaning((aiohttp.ClientPayloadError, FlexibleChecksumError), StorageTransferError),
+    _Meaning(
+        (EndpointConnectionError, ProxyConnectionError),
+        StorageError,
+        "Is the store up, and AWS_ENDPOINT_URL right?",
+        retryable=True,
+    ),
+    _Meaning(SSLError, StorageError, "Check the certificate (AWS_CA_BUNDLE) and https or http."),
+)
+
+
+def says_expired(error: BaseException | None) -> bool:
     """Return whether *error* means that the credentials have expired."""
-    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in EXPIRED
+    return _code(error) in _EXPIRED
 
 
 def says_little(error: ClientError) -> bool:
     """Return whether *error* refuses without saying why, as the answer to a HEAD must: it has a status and no code."""
-    return error.response.get("Error", {}).get("Code") in ("400", "401", "403")
+    return _code(error) in ("400", "401", "403")
 
 
 def says_no_upload(error: BaseException | None) -> bool:
     """Return whether *error* means that there is no such multipart upload: it may have been finished."""
-    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchUpload"
+    return _code(error) == "NoSuchUpload"
 
 
 def says_denied(error: BaseException | None) -> bool:
     """Return whether *error* means that a policy does not allow this call with these credentials."""
-    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in ("AccessDenied", "403")
+    return _code(error) in ("AccessDenied", "403")
 
 
 def says_empty(error: ClientError) -> bool:
     """Return whether *error* means that the requested range begins where the object ends."""
-    return error.response.get("Error", {}).get("Code") in ("InvalidRange", "416")
+    return _code(error) in ("InvalidRange", "416")
 
 
 def says_damaged(error: ClientError) -> bool:
     """Return whether *error* means that the bytes received do not match their checksum."""
-    return error.response.get("Error", {}).get("Code") in _DAMAGED
+    return _code(error) in _DAMAGED
 
 
 def says_unknown(error: ClientError) -> bool:
@@ -112,10 +171,17 @@ def says_unknown(error: ClientError) -> bool:
     Stores have no common code for it: NotImplemented, InvalidArgument, InvalidRequest, MalformedXML, and
     SignatureDoesNotMatch from those that sign without the headers that they do not know.
     """
-    code = error.response.get("Error", {}).get("Code", "")
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    known = EXPIRED | _TIMED_OUT | _NO_BUCKET | _OTHER_REGION | _CLOCK | (_DAMAGED - {"InvalidDigest"})
-    return code == "SignatureDoesNotMatch" or (status in _UNKNOWN_STATUS and code not in known)
+    known = _EXPIRED | _TIMED_OUT | _NO_BUCKET | _OTHER_REGION | _CLOCK | (_DAMAGED - {"InvalidDigest"})
+    return _code(error) == "SignatureDoesNotMatch" or (_status(error) in _UNKNOWN_STATUS and _code(error) not in known)
+
+
+def _code(error: BaseException | None) -> str:
+    """Return the store's code for *error*, "" where it is no answer of a store, or has none."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 @contextmanager
@@ -142,114 +208,37 @@ def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exceptio
 
 def _from_answer(error: ClientError, doing: str, where: str, key: str) -> StorageError:
     """Return ours for an answer of the store."""
-    code = str(error.response.get("Error", {}).get("Code", ""))
+    code, status = _code(error), _status(error)
     said = error.response.get("Error", {}).get("Message", "")
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     message = f"{doing}: {code}" + (f": {said}" if said and said != code else "") + f" (HTTP {status})"
-    for codes, make in _MEANINGS:
-        if code in codes:
-            return make(message, where, key)
+    if code == "InvalidObjectState":
+        return archived(message, key)
+    for meaning in _ANSWERS:
+        if code in meaning.of:
+            return meaning.error(message, key)
     if status in _ELSEWHERE:
-        place = redact(
-            error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("location", "another place")
-        )
+        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         return StorageError(
-            f"{message}. It sends this request on to {place}, which is not asked: only the store that was named is believed."
-            " Set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to where the store is.",
+            f"{message}. It sends this request on to {redact(headers.get('location', 'another place'))}, which is not asked:"
+            " only the store that was named is believed. Set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to where"
+            " the store is.",
             key=key,
         )
     if status == 404 and not code.startswith("NoSuch"):
         return ObjectNotFoundError(message, key=key)
     if status in _ACCESS_STATUS:
-        return _denied(message, where, key)
+        return StorageAccessError(f"{message}. Check that these credentials may read, write and list {where}.", key=key)
     if status in (429, 503):
         return StorageThrottledError(message, key=key)
     return StorageError(message, key=key, retryable=status in _RETRYABLE_STATUS)
 
 
-def _denied(message: str, where: str, key: str) -> StorageError:
-    return StorageAccessError(f"{message}. Check that these credentials may read, write and list {where}.", key=key)
-
-
-def _expired(message: str, where: str, key: str) -> StorageError:
-    return StorageAccessError(
-        f"{message}. The credentials expired; they are read again for the next call: renew them if they stay old.",
-        key=key,
-        retryable=True,
-    )
-
-
-_MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], StorageError]]] = [
-    (_GONE, lambda message, where, key: ObjectNotFoundError(message, key=key)),
-    (
-        _NO_BUCKET,
-        lambda message, where, key: StorageError(
-            f"{message}. Create the bucket, or check its name and AWS_ENDPOINT_URL.", key=key
-        ),
-    ),
-    (_TAKEN, lambda message, where, key: ObjectExistsError(message, key=key)),
-    ({"InvalidObjectState"}, lambda message, where, key: archived(message, key)),
-    (_BUSY, lambda message, where, key: StorageError(message, key=key, retryable=True)),
-    (_THROTTLED, lambda message, where, key: StorageThrottledError(message, key=key)),
-    (_TIMED_OUT, lambda message, where, key: StorageTimeoutError(message, key=key)),
-    (_DAMAGED, lambda message, where, key: StorageTransferError(message, key=key)),
-    (_FULL, lambda message, where, key: StorageFullError(f"{message}. Free space or raise the quota.", key=key)),
-    (EXPIRED, _expired),
-    (
-        _UNKNOWN_KEY,
-        lambda message, where, key: StorageAccessError(
-            f"{message}. Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE: they are not this store's.",
-            key=key,
-        ),
-    ),
-    (
-        _CLOCK,
-        lambda message, where, key: StorageAccessError(f"{message}. Set this machine's clock: S3 wants it.", key=key),
-    ),
-    (
-        _OTHER_REGION,
-        lambda message, where, key: StorageError(
-            f"{message}. The bucket is in another region: set AWS_REGION, or region=… .", key=key
-        ),
-    ),
-    (
-        _VIRTUAL,
-        lambda message, where, key: StorageError(
-            f"{message}. The store wants the bucket in the host's name: set addressing_style = virtual below s3 = in the"
-            " AWS configuration, or pass addressing='virtual'.",
-            key=key,
-        ),
-    ),
-    (
-        {"NoSuchUpload"},
-        lambda message, where, key: StorageError(
-            f"{message}. The multipart upload was aborted, by a lifecycle rule or a clean-up: save again.", key=key
-        ),
-    ),
-    (
-        {"NotImplemented", "501"},
-        lambda message, where, key: StorageError(
-            f"{message}. The store lacks a part of S3 that was asked for.", key=key
-        ),
-    ),
-]
-
-
 def _from_client(error: Exception, doing: str, key: str) -> StorageError:
     """Return ours for a failure of the client: there was no answer, or none that makes sense."""
     message = f"{doing}: {error or type(error).__name__}"
-    if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return StorageAccessError(f"{message}. {_NO_CREDENTIALS}", key=key)
-    if isinstance(error, ProfileNotFound):
-        return StorageAccessError(f"{message}. Check AWS_PROFILE and the AWS configuration files.", key=key)
-    if isinstance(error, ConnectTimeoutError | ReadTimeoutError | TimeoutError):
-        return StorageTimeoutError(message, key=key)
-    if isinstance(error, aiohttp.ClientPayloadError | FlexibleChecksumError):
-        return StorageTransferError(message, key=key)
-    if isinstance(error, EndpointConnectionError | ProxyConnectionError):
-        return StorageError(f"{message}. Is the store up, and AWS_ENDPOINT_URL right?", key=key, retryable=True)
-    if isinstance(error, SSLError):
-        return StorageError(f"{message}. Check the certificate (AWS_CA_BUNDLE) and https or http.", key=key)
+    for meaning in _FAILURES:
+        if isinstance(error, meaning.of):
+            return meaning.error(message, key)
     if isinstance(getattr(error, "kwargs", {}).get("error", error), FileNotFoundError | PermissionError):
         return StorageAccessError(
             f"{message}. Check AWS_CA_BUNDLE and the files that the AWS configuration names.", key=key
@@ -340,8 +329,7 @@ def _provider_errors(method: str, where: str) -> Iterator[None]:
 
 def _is_busy_service(error: Exception) -> bool:
     if isinstance(error, ClientError):
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        return status == 429 or status >= 500 or "Throttl" in error.response.get("Error", {}).get("Code", "")
+        return _status(error) == 429 or _status(error) >= 500 or "Throttl" in _code(error)
     return isinstance(error, HTTPClientError | ConnectionError | TimeoutError) or (
         getattr(error, "kwargs", {}).get("provider") in ("container-role", "iam-role")
         and bool(_BUSY_SERVICE.search(str(error)))

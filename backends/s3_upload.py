@@ -31,8 +31,8 @@ from aiockpt.storage.backend import Seen
 
 PART_LIMIT = 10_000
 _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
+# Among the parameters of a checksum: each part states its own; no parameter of S3.
 _IN_PARTS = "in parts"
-"""Among the parameters of a checksum: each part states its own; no parameter of S3."""
 
 
 def choose_part_bytes(size: int, wanted: int) -> int:

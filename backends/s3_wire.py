@@ -26,12 +26,12 @@ from aiohttp.http import StreamWriter
 
 from aiockpt.backends.ranges import Buffers
 
+# Bytes sent between two checks; aiohttp's transport copies what the socket does not accept of it.
 SLICE_BYTES = 1 << 20
-"""Bytes sent between two checks; aiohttp's transport copies what the socket does not accept of it."""
 _WITH_HEADERS_BYTES = 32 << 10
 _READ_AHEAD_BYTES = 1 << 20
+# Seconds between two checks whether an encrypted body still comes.
 LOOK_S = 0.5
-"""Seconds between two checks whether an encrypted body still comes."""
 
 
 async def receive(response: ClientResponse, buffers: Buffers, moved: Callable[[], object]) -> int:

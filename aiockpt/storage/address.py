@@ -147,6 +147,7 @@ def _sftp(found: re.Match[str]) -> str:
 
 _NO_SETTING = r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?i:none|true|false|null)$"
 _LOST_SLASH = r"\1://\2 (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
+# Whether it is looked for in URLs, too; pattern, what it is, what was likely meant. The first that fits counts.
 _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] = (
     (True, rf"^[{_BLANKS}]|[{_BLANKS}]$", "a blank at its beginning or end", _stripped),
     (True, rf"^[{_QUOTES}]|^\w+://.*[{_QUOTES}]$", "quotes that are part of the string", _stripped),
@@ -213,4 +214,3 @@ _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] 
     (False, r"[^/]/(~(?:/.*)?)$", "a home folder behind another folder", r"\1"),
     (False, r"\*", "a pattern that was not expanded", "the folder itself"),
 )
-"""Whether it is looked for in URLs, too; pattern, what it is, what was likely meant. The first that fits counts."""

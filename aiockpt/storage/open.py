@@ -28,16 +28,17 @@ from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 
 GROUP = "aiockpt.backends"
+# Backends of ours that need a client library: scheme → module, class, the extra that installs it.
 _OURS = {
     "s3": ("aiockpt.backends.s3", "S3Backend", "s3"),
     "hdfs": ("aiockpt.backends.hdfs", "HdfsBackend", "hdfs"),
     "gs": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
     "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
 }
-"""Backends of ours that need a client library: scheme → module, class, the extra that installs it."""
 
+# What a web server shows can be read file by file, and neither listed nor written.
 _WEB = ("http", "https")
-"""What a web server shows can be read file by file, and neither listed nor written."""
+# How object stores are called by web browsers, and here.
 _WEB_ADDRESSES = tuple(
     (re.compile(rf"https?://{web}"), place)
     for web, place in (
@@ -47,7 +48,6 @@ _WEB_ADDRESSES = tuple(
         (r"\w+\.blob\.core\.windows\.net/([^?#]+)", r"az://\1"),
     )
 )
-"""How object stores are called by web browsers, and here."""
 
 
 def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None = None) -> Backend:

@@ -90,10 +90,10 @@ class Retrying(Forwarding):
         return f"<Retrying {self.inner!r}, {seen.retries} retries of {seen.calls} calls, breaker {seen.breaker}>"
 
 
+# They do not fail in a way that another attempt would mend; of an abort the contract says that it raises nothing.
 _MADE_ONCE = frozenset({"close", "reader.close", "upload.abort"})
-"""They do not fail in a way that another attempt would mend; of an abort the contract says that it raises nothing."""
+# Their size is a limit, or announced: no bytes that take their time.
 _ANSWER_AT_ONCE = frozenset({"get", "create"})
-"""Their size is a limit, or announced: no bytes that take their time."""
 
 
 def _attempt(call: BackendCall, _: Backend) -> Attempt[Any]:

@@ -196,8 +196,8 @@ T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
 """One attempt; its argument is whether an earlier one failed, which may have taken effect all the same."""
 OnRetry = Callable[[StorageRetried], object]
+# Called with each failure that is tried again, and with how many the call has had in a row.
 _on_failure: ContextVar[Callable[[StorageError, int], object] | None] = ContextVar("on_failure", default=None)
-"""Called with each failure that is tried again, and with how many the call has had in a row."""
 
 
 class RetryStatistics(msgspec.Struct, frozen=True, kw_only=True):
