@@ -29,7 +29,7 @@ from aiockpt.redaction import HIDDEN, hide, hide_options, redact, redact_error
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.open import open_backend
 from aiockpt.tools.cli.main import main
-from aiockpt.worker.setup import compose_setup
+from aiockpt.worker.client import compose_setup
 
 
 @pytest.fixture(autouse=True)

@@ -104,23 +104,23 @@ class RelayedStore:
         """Remove what is under *key*; return whether something was."""
         return bool(self._ask(Question("delete_key", [key])))
 
-    def hear(self, number: int, reply: Reply) -> None:
+    def receive(self, number: int, reply: Reply) -> None:
         """Accept the reply to a question."""
         waiting = self._waiting.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
-    def lose(self) -> None:
+    def fail_all(self) -> None:
         """Note that no reply will come any more. On the thread that receives the replies."""
         self._lost = True
         for number in list(self._waiting):
-            self.hear(number, Reply(failure=GONE))
+            self.receive(number, Reply(failure=GONE))
 
     def _ask(self, question: Question) -> Value:
         number = next(self._numbers)
         waiting = self._waiting[number] = concurrent.futures.Future()
         try:
-            if self._lost:  # after it waits: `lose` has found it, or is found here
+            if self._lost:  # after it waits: `fail_all` has found it, or is found here
                 raise ConnectionError(GONE)
             self._send(number, question)
             reply = waiting.result(DEADLINE_S)

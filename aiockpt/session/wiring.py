@@ -256,7 +256,7 @@ def make_destination(
 def share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
     """Return memory that a writer process can see, when one can write to these places."""
     from aiockpt.runtime.shared_memory import SharedMemory
-    from aiockpt.worker.setup import check_worker
+    from aiockpt.worker.client import check_worker
 
     check_worker(tiers, backends, world)
     return SharedMemory()

@@ -20,6 +20,6 @@ Guarantees:
 - Errors of the writer are raised in the trainer as what they are, events reach the trainer's observers, in order.
 
 Read in this order: `messages`; `client` and `connection` (the trainer's side); `process` (how a writer starts, and how it
-ends); `root`, `server` and `writing` (the writer's side). The frames themselves are `aiockpt.runtime.channel`; how a
+ends); `root` and `server` (the writer's side). The frames themselves are `aiockpt.runtime.channel`; how a
 writer asks the store, `aiockpt.runtime.relay`; what it does without, `aiockpt.ranks.storage_fallback`.
 """

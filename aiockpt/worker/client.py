@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import anyio
@@ -18,17 +19,18 @@ import msgspec
 
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.find import ListedStep, Look
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import SaveJob, emit_start
-from aiockpt.errors import CheckpointError
+from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.futures import SaveResult
-from aiockpt.options import Tier
+from aiockpt.options import Options, Tier
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.promise import Promise, SavePromise
+from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import ask
 from aiockpt.runtime.shared_memory import SharedMemory
+from aiockpt.runtime.world import World
+from aiockpt.storage.address import parse_address
+from aiockpt.storage.backend import Backend
 from aiockpt.worker.connection import Connection, PendingSave
 from aiockpt.worker.messages import (
     Answer,
@@ -47,21 +49,47 @@ from aiockpt.worker.messages import (
     Save,
     Seen,
     Settled,
+    Setup,
     Tidied,
-    TierSettled,
+    TierSetup,
     Written,
     decode_answer,
     encode,
+    pack,
     to_json,
+    unpack,
 )
-from aiockpt.worker.packed_errors import pack, unpack
 from aiockpt.worker.process import WriterProcess
-from aiockpt.worker.setup import compose_setup
 
 logger = logging.getLogger("aiockpt")
 
 END_S = 60.0
 """How long a writer may take to end once it has hung up."""
+
+
+_INSTEAD = "; use worker='thread'"
+
+
+def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> None:
+    """Return when a process of its own can write to these places.
+
+    Raises:
+        UsageError: it cannot; gives the reason.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(f"worker='process' needs memory that two processes share (Linux: memfd_create){_INSTEAD}")
+    if world is not None:
+        raise UsageError(f"worker='process': a process cannot be given this world={world!r:.60}{_INSTEAD}")
+    for tier, backend in zip(tiers, backends, strict=True):
+        if not isinstance(tier.url, str | os.PathLike):
+            raise UsageError(
+                f"worker='process': {type(tier.url).__name__} is an object of this process; give the URL or path from which "
+                f"another one can make it{_INSTEAD}"
+            )
+        if backend.traits.scope == "process":
+            raise UsageError(
+                f"worker='process': {backend.url} is memory of this process; shm:// is this host's{_INSTEAD}"
+            )
 
 
 class WriterClient:
@@ -79,11 +107,15 @@ class WriterClient:
         self, here: Destination, coordinator: Coordinator, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks
     ) -> None:
         self._here, self._coordinator = here, coordinator
+        # Which places there are, and what lies there, this process knows itself.
+        self.places, self.takes, self.places_for = here.places, here.takes, here.places_for
+        self.prepare, self.stages = here.prepare, here.stages
+        self.list_steps, self.tell_lost = here.list_steps, here.tell_lost
         self._tiers = tiers
         self._memory = memory
         self.engine = here.engine
         self._ranks = ranks
-        self._talking = Limiter("writer", 2)
+        self._calls = Limiter("writer", 2)
         self._setup = compose_setup(tiers, self.engine.options, ranks)
         self._hastened: tuple[int, dict[str, float]] = (-1, {})
         self._replacing = anyio.Lock()
@@ -91,31 +123,10 @@ class WriterClient:
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
         self._connection = self._start()
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """The nearest first."""
-        return self._here.places
-
-    def takes(self, step: int) -> bool:
-        """Return whether *step* is saved at all."""
-        return self._here.takes(step)
-
-    def places_for(self, step: int) -> Sequence[Place]:
-        """Return the places that the writer may write a save of *step* to."""
-        return self._here.places_for(step)
-
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
         """Have the writer save *step* to the durable place that finishes it soonest."""
         self._hastened = step, dict(seconds)
         self._here.hasten(step, seconds)
-
-    def prepare(self, promise: SavePromise) -> None:
-        """Give *promise* a stage for each place, where there are several."""
-        self._here.prepare(promise)
-
-    def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
-        """Return those that `prepare` gave to *promise*."""
-        return self._here.stages(promise)
 
     # ------------------------------------------------------------------ saves
 
@@ -138,7 +149,7 @@ class WriterClient:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
         self._pending[job.number] = self._begun[job.number] = pending
         job.hand_over = connection.takes_windows(job, self.engine.pool)
-        job.hand_samples = lambda sampling: connection.tell(Sampled(job.number, sampling.tables()))
+        job.hand_samples = lambda sampling: connection.send(Sampled(job.number, sampling.tables()))
         connection.begin(save, job.plan)
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
@@ -177,7 +188,7 @@ class WriterClient:
                 await pending.answer.settled()
             except anyio.get_cancelled_exc_class() as cancelled:
                 with anyio.CancelScope(shield=True):
-                    await self._tell(pending.connection, Cancel(job.number, pack(job.why(cancelled))))
+                    await self._send(pending.connection, Cancel(job.number, pack(job.why(cancelled))))
                     await pending.answer.settled_within(engine.options.deadlines.commit_s)
                 if not pending.is_committed:
                     raise
@@ -197,32 +208,24 @@ class WriterClient:
         if not promise.snapshotted.is_settled:
             promise.cancel()
 
-    async def close(self, patience_s: float) -> None:
+    async def close(self, timeout_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
         connection = self._connection
         for pending in list(self._pending.values()):
-            pending.look_again()  # the writer does not ask any more
-        await self._tell(connection, Close())
-        await connection.buried.settled_within(patience_s)
+            pending.recheck()  # the writer does not ask any more
+        await self._send(connection, Close())
+        await connection.buried.settled_within(timeout_s)
         if not connection.buried.is_settled:
-            logger.warning("%r still writes after %g s; it goes on without this process", connection, patience_s)
-            connection.left_alone = True
+            logger.warning("%r: still writing after %g s; it goes on without this process", connection, timeout_s)
+            connection.detached = True
             connection.process.hang_up()
             await connection.buried.settled_within(END_S)
-        await self._here.close(patience_s)
+        await self._here.close(timeout_s)
 
-    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """Notify the other ranks that copies ended with their writer."""
-        await self._here.tell_lost(step, nonce, numbers, error)
-
-    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds in each place, from here."""
-        return await self._here.list_steps(look)
-
-    async def _tell(self, connection: Connection, order: Order) -> None:
+    async def _send(self, connection: Connection, order: Order) -> None:
         """Send a writer something that may be lost if it is gone."""
         with suppress(CheckpointError):
-            await run_blocking(self._talking, connection.tell, order)
+            await run_blocking(self._calls, connection.send, order)
 
     # ------------------------------------------------------------------ the writer's life
 
@@ -230,7 +233,7 @@ class WriterClient:
         options = self.engine.options
         process = WriterProcess(encode(self._setup), self._memory.fd, options.io.nice, options.deadlines.slab_s)
         connection = Connection(process)
-        self.engine.loop.submit(self._listen, connection)
+        self.engine.loop.submit(self._receive, connection)
         return connection
 
     async def _replace(self, dead: Connection) -> Connection:
@@ -239,27 +242,27 @@ class WriterClient:
             if self._connection is dead:
                 dead.process.hang_up()
                 await dead.buried.settled()
-                self._connection = await run_blocking(self._talking, self._start)
+                self._connection = await run_blocking(self._calls, self._start)
         return self._connection
 
-    async def _listen(self, connection: Connection) -> None:
+    async def _receive(self, connection: Connection) -> None:
         """Handle the messages of a writer, to its end."""
         answers = connection.process.answers
         try:
             while (frame := await answers.receive()) is not None:
-                self._hear(connection, decode_answer(frame))
+                self._handle(connection, decode_answer(frame))
         except Exception:
-            logger.exception("what %r says is not understood", connection)
+            logger.exception("%r: a message could not be read; the writer is given up", connection)
         await self._bury(connection)
 
     async def _bury(self, connection: Connection) -> None:
         """Reap a writer; then put back the slabs that it had, and end its saves."""
         process = connection.process
         process.hang_up()
-        if connection.left_alone:
+        if connection.detached:
             process.leave()
         else:
-            await run_blocking(self._talking, process.end, END_S)
+            await run_blocking(self._calls, process.end, END_S)
         connection.lose()
         for number in list(connection.lent):
             connection.take_back(number, self.engine.pool)
@@ -274,24 +277,24 @@ class WriterClient:
         for pending, tiers in copies:
             await self.tell_lost(pending.step, pending.nonce, tiers, connection.death())
 
-    def _hear(self, connection: Connection, answer: Answer) -> None:
+    def _handle(self, connection: Connection, answer: Answer) -> None:
         """Handle one message."""
         match answer:
             case Freed():
                 connection.take_back(answer.slab, self.engine.pool)
             case Happened():
                 self.engine.emit(answer.event)
-            case Reached() | TierSettled() | Settled() | Tidied():
+            case Reached() | Settled() | Tidied():
                 pending = self._pending.get(answer.number)
                 if pending is None:  # of one that was given up
                     return
-                pending.hear(answer)
+                pending.settle(answer)
                 if pending.ended:
                     del self._pending[answer.number]
             case Written():
                 self.engine.loop.in_worker(self._confirm, connection, answer.number)
             case GaveUp():
-                self._hear_given_up(answer)
+                self._report_given_up(answer)
             case Asked():
                 self.engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
             case Seen():
@@ -303,23 +306,49 @@ class WriterClient:
         """Ask the store for a writer: one question at a time, so one worker is enough."""
         reply = ask(self._ranks.store, asked.question)
         with suppress(CheckpointError):  # the writer is gone; the reply has no receiver
-            connection.tell(Replied(asked.number, reply))
+            connection.send(Replied(asked.number, reply))
 
     def _confirm(self, connection: Connection, number: int) -> None:
         """Let a writer vote, unless the state changed while it was copied: then its save is being cancelled."""
         pending = self._pending.get(number)
-        if pending is not None and pending.look_again() is None:
+        if pending is not None and pending.recheck() is None:
             with suppress(CheckpointError):
-                connection.tell(Confirmed(number))
+                connection.send(Confirmed(number))
 
-    def _hear_given_up(self, told: GaveUp) -> None:
+    def _report_given_up(self, gave_up: GaveUp) -> None:
         """Apply the tier's ``on_error``."""
-        error = unpack(told.failure)
-        on_error = None if told.tier is None else self._tiers[told.tier].on_error
+        error = unpack(gave_up.failure)
+        on_error = None if gave_up.tier is None else self._tiers[gave_up.tier].on_error
         if not callable(on_error):
-            self.engine.tell_given_up(told.step, error)
+            self.engine.tell_given_up(gave_up.step, error)
             return
         try:
             on_error(error)
         except Exception:
-            logger.exception("on_error of %s raised; the tier goes on", self.places[told.tier or 0].backend.url)
+            logger.exception("on_error of %s raised; the tier goes on", self.places[gave_up.tier or 0].backend.url)
+
+
+def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setup:
+    """Return the first message for a writer of this one of the *ranks*."""
+    return Setup(
+        tiers=tuple(map(_order, tiers)),
+        io=options.io,
+        deadlines=options.deadlines,
+        on_exists=options.on_exists,
+        screen=options.screen,
+        log_level=logging.getLogger("aiockpt").getEffectiveLevel(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+
+
+def _order(tier: Tier) -> TierSetup:
+    return TierSetup(
+        url=parse_address(tier.url).url,
+        every=tier.every,
+        keep=tier.retention,
+        deadline=tier.deadline,
+        bandwidth=tier.bandwidth,
+        on_error="call" if callable(tier.on_error) else tier.on_error,
+        content=tier.content,
+    )

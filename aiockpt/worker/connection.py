@@ -22,11 +22,10 @@ from aiockpt.worker.messages import (
     Settled,
     SlabFilled,
     Tidied,
-    TierSettled,
     encode,
     strip_plan,
+    unpack,
 )
-from aiockpt.worker.packed_errors import unpack
 from aiockpt.worker.process import WriterProcess
 
 
@@ -37,7 +36,7 @@ class Connection:
         process: the writer.
         lent: slabs that it has, by number.
         broken: why it reported that it cannot work.
-        left_alone: whether it may go on although its messages are no longer received.
+        detached: whether it may go on although its messages are no longer received.
         buried: resolved when it is gone and has nothing of ours.
     """
 
@@ -45,12 +44,12 @@ class Connection:
         self.process = process
         self.lent: dict[int, Slab] = {}
         self.broken: Exception | None = None
-        self.left_alone = False
+        self.detached = False
         self.buried: Promise[None] = Promise("the end of a writer process")
         self._lost = False
         self._plan = ""
 
-    def tell(self, *orders: Order) -> None:
+    def send(self, *orders: Order) -> None:
         """Send *orders*; when this returns they will arrive. Any thread but the loop's.
 
         Raises:
@@ -100,7 +99,7 @@ class Connection:
                 self.take_back(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes
-            self.tell(SlabFilled(job.number, place, slab.number))
+            self.send(SlabFilled(job.number, place, slab.number))
 
         return hand_over
 
@@ -132,7 +131,7 @@ class PendingSave:
         step, nonce: which one.
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
-        look_again: compares the state with its copy, if that was not done; returns why the save ends when it was torn.
+        recheck: compares the state with its copy, if that was not done; returns why the save ends when it was torn.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class PendingSave:
         save: Save,
         promise: SavePromise,
         stages: Sequence[Promise[SaveResult]],
-        look_again: Callable[[], BaseException | None] = lambda: None,
+        recheck: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         step = self.step = save.step
         self.nonce = save.nonce
@@ -150,7 +149,7 @@ class PendingSave:
         self.answer: Promise[SaveResult] = Promise(f"save of step {step}, in the writer")
         self.tidied: Promise[None] = Promise(f"save of step {step}, tidied")
         self._orphaned = False
-        self.look_again = look_again
+        self.recheck = recheck
         self._promise = promise
 
     @property
@@ -172,17 +171,19 @@ class PendingSave:
         """Return how its writer died, if it did, and the save does not go on without it."""
         return self.connection.death() if self._orphaned else None
 
-    def hear(self, answer: Reached | TierSettled | Settled | Tidied) -> None:
+    def settle(self, answer: Reached | Settled | Tidied) -> None:
         """Resolve or fail what the writer reports."""
         match answer:
             case Reached(stage="written"):
                 self._promise.reach(self._promise.written)
             case Reached():
                 self._promise.reach(self._promise.in_memory)
-            case TierSettled():
-                _settle(self.stages[answer.tier], answer)
             case Settled():
-                _settle(self.answer, answer)
+                stage = self.answer if answer.tier is None else self.stages[answer.tier]
+                if answer.result is not None:
+                    stage.resolve(answer.result)
+                elif answer.failure is not None:
+                    stage.fail(unpack(answer.failure))
             case Tidied():
                 self.tidied.resolve(None)
 
@@ -191,16 +192,9 @@ class PendingSave:
 
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """
-        self._orphaned = not self.connection.left_alone
+        self._orphaned = not self.connection.detached
         if self.answer.is_settled:
             for stage in self.stages:
                 stage.fail(error)
         self.answer.fail(error)
         self.tidied.resolve(None)
-
-
-def _settle(stage: Promise[SaveResult], answer: TierSettled | Settled) -> None:
-    if answer.result is not None:
-        stage.resolve(answer.result)
-    elif answer.failure is not None:
-        stage.fail(unpack(answer.failure))

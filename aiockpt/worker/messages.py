@@ -1,17 +1,21 @@
 """Messages between trainer and writer: frames of msgpack, each one struct; no pickle, no code, no tensor.
 
 Saves are named by their *number*, tiers by their place (0 is the nearest), windows by theirs in the plan, slabs by theirs
-in the pool.
+in the pool. An error of aiockpt, or a builtin one, arrives as the same class with the same message and attributes, any other
+as a `CheckpointError` that names it; its traceback comes as a note.
 """
 
 from __future__ import annotations
 
+import builtins
+import traceback
 from typing import Any, Literal
 
 import msgspec
 
-from aiockpt import events
+from aiockpt import errors, events
 from aiockpt.engine.round import SaveRound
+from aiockpt.errors import CheckpointError
 from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
@@ -19,7 +23,16 @@ from aiockpt.pipeline.lineage import Position
 from aiockpt.planning.write_plan import FilePlan, SavePlan, Window
 from aiockpt.redaction import redact
 from aiockpt.runtime.relay import Question, Reply
-from aiockpt.worker.packed_errors import Failure
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error, ready to be sent. *number* is the errno of an OSError of the system."""
+
+    kind: str
+    message: str
+    attributes: dict[str, Any]
+    notes: list[str]
+    number: int | None = None
 
 
 class TierSetup(msgspec.Struct, frozen=True):
@@ -34,7 +47,7 @@ class TierSetup(msgspec.Struct, frozen=True):
     content: Content
 
     def __repr__(self) -> str:
-        return f"<TierOrder {redact(self.url)!r}>"
+        return f"<TierSetup {redact(self.url)!r}>"
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -185,21 +198,13 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
     stage: Literal["written", "in_memory"]
 
 
-class TierSettled(msgspec.Struct, frozen=True, tag=True):
-    """A save is in a tier, or will not be."""
-
-    number: int
-    tier: int
-    result: SaveResult | None = None
-    failure: Failure | None = None
-
-
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """A save is committed, or has failed."""
+    """A save is committed, or has failed; with *tier*: it is in that tier, or will not be."""
 
     number: int
     result: SaveResult | None = None
     failure: Failure | None = None
+    tier: int | None = None
 
 
 class Tidied(msgspec.Struct, frozen=True, tag=True):
@@ -235,9 +240,11 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Answer = Freed | Happened | Written | Reached | TierSettled | Settled | Tidied | GaveUp | Asked | Seen | Broken
+Answer = Freed | Happened | Written | Reached | Settled | Tidied | GaveUp | Asked | Seen | Broken
 """From the writer."""
 
+to_json, from_json = msgspec.json.encode, msgspec.json.decode
+"""For trees of values, which are JSON in the receipt, too."""
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -254,11 +261,51 @@ def _bare(file: FilePlan) -> tuple[Window, ...]:
     return tuple(msgspec.structs.replace(window, copies=()) for window in file.windows)
 
 
-def to_json(tree: Any) -> bytes:
-    """Return a tree of values as JSON: what it is in the receipt."""
-    return msgspec.json.encode(tree)
+_PLAIN = (str, int, float, bool, type(None))
 
 
-def from_json(data: bytes) -> Any:
-    """Return the tree."""
-    return msgspec.json.decode(data)
+def pack(error: BaseException) -> Failure:
+    """Return *error* as it is sent."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(
+        kind=type(error).__name__,
+        message=str(error),
+        attributes={name: value for name, value in vars(error).items() if _is_plain(value) and name != "__notes__"},
+        notes=[*getattr(error, "__notes__", ()), f"in the writer process:\n{trace}"],
+        number=error.errno if isinstance(error, OSError) else None,
+    )
+
+
+def unpack(failure: Failure) -> Exception:
+    """Return the error that was sent."""
+    error = _make(failure)
+    for note in failure.notes:
+        error.add_note(note)
+    return error
+
+
+def _make(failure: Failure) -> Exception:
+    kind = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        make = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
+        try:
+            error = make(kind, failure.message)  # past constructors that would write the message anew
+        except TypeError:  # made of more than a message, as a group is
+            return CheckpointError(f"{failure.kind}: {failure.message}")
+        error.args = (failure.message,)
+        vars(error).update({name: _as_tuples(value) for name, value in failure.attributes.items()})
+        if str(error) == failure.message:
+            if isinstance(error, OSError) and failure.number is not None:
+                error.errno = failure.number
+            return error
+    return CheckpointError(f"{failure.kind}: {failure.message}")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -30,11 +30,21 @@ from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-from aiockpt.worker.messages import Answer, AnyEvent, Asked, Broken, GaveUp, Happened, Seen, Setup, TierSetup, encode
-from aiockpt.worker.packed_errors import pack
+from aiockpt.worker.messages import (
+    Answer,
+    AnyEvent,
+    Asked,
+    Broken,
+    GaveUp,
+    Happened,
+    Seen,
+    Setup,
+    TierSetup,
+    encode,
+    pack,
+)
 from aiockpt.worker.process import ignore_signals
-from aiockpt.worker.server import Service, receive
-from aiockpt.worker.writing import LentSlabs, Post
+from aiockpt.worker.server import LentSlabs, Post, Service, receive
 
 logger = logging.getLogger("aiockpt")
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import anyio
 from anyio.abc import TaskGroup
 
+from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.save import SaveJob
+from aiockpt.engine.save import SaveCall, SaveJob
+from aiockpt.engine.snapshotter import Capture
+from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
-from aiockpt.planning.write_plan import SavePlan
+from aiockpt.pipeline.upload import Handover
+from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.channel import Receiver
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.relay import RelayedStore
+from aiockpt.runtime.shared_memory import map_shared
+from aiockpt.runtime.slabs import Slab
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.state.shards import ShardedState
 from aiockpt.worker.messages import (
+    Answer,
     Cancel,
     Close,
     Confirmed,
+    Freed,
     Order,
     Plan,
     Reached,
@@ -31,13 +41,15 @@ from aiockpt.worker.messages import (
     Settled,
     SlabFilled,
     Tidied,
-    TierSettled,
+    Written,
     decode_order,
+    from_json,
+    pack,
+    unpack,
 )
-from aiockpt.worker.packed_errors import pack, unpack
-from aiockpt.worker.writing import LentSlabs, Post, Writing
 
 logger = logging.getLogger("aiockpt")
+Post = Callable[[Answer], object]
 
 
 async def receive(orders: Receiver) -> Order | None:
@@ -70,57 +82,51 @@ class Service:
 
     async def serve(self, orders: Receiver) -> None:
         """Handle what arrives, and when nothing more will: finish what is complete, and give up the rest."""
-        async with open_tasks() as hearing:
+        async with open_tasks() as receiving:
             async with open_tasks() as tasks:
-                await self._take_all(orders, tasks)
+                await self._accept_all(orders, tasks)
                 tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
                 for writing in self._saves.values():
                     writing.go_on_if_complete()
-                hearing.start_soon(self._hear_store, orders)
+                receiving.start_soon(self._receive_replies, orders)
             await self._destination.close(self._deadline_s)
-            hearing.cancel_scope.cancel()
+            receiving.cancel_scope.cancel()
 
-    async def _take_all(self, orders: Receiver, tasks: TaskGroup) -> None:
+    async def _accept_all(self, orders: Receiver, tasks: TaskGroup) -> None:
         """Handle what arrives until nothing more will."""
         try:
             while (order := await receive(orders)) is not None and not isinstance(order, Close):
-                self._take(order, tasks)
+                self._accept(order, tasks)
         except BaseException:
-            self._store.lose()  # no reply is received any more, and a thread that waits for one cannot be cancelled
+            self._store.fail_all()  # no reply is received any more, and a thread that waits for one cannot be cancelled
             raise
 
-    async def _hear_store(self, orders: Receiver) -> None:
+    async def _receive_replies(self, orders: Receiver) -> None:
         """Receive the replies that are still to come, to the end of the trainer or of all work here."""
         try:
             while (order := await receive(orders)) is not None:
                 if isinstance(order, Replied):
-                    self._store.hear(order.number, order.reply)
+                    self._store.receive(order.number, order.reply)
         finally:
-            self._store.lose()
+            self._store.fail_all()
 
-    def _take(self, order: Order, tasks: TaskGroup) -> None:
+    def _accept(self, order: Order, tasks: TaskGroup) -> None:
         match order:
             case Plan():
                 self._plan = order.plan
             case Save():
                 self._begin(order, tasks)
+            case Replied():
+                self._store.receive(order.number, order.reply)
             case SlabFilled():
                 slab = self._slabs.borrow(order.slab)
-                if order.number in self._saves:
-                    self._saves[order.number].arrive(order.window, slab)
+                if (writing := self._saves.get(order.number)) is None:  # the save has failed meanwhile
+                    self._slabs.give(slab)
                 else:
-                    self._slabs.give(slab)  # the save has failed meanwhile
-            case Sampled():
-                if order.number in self._saves:
-                    self._saves[order.number].take_tables(order.tables)
-            case Cancel():
-                if order.number in self._saves:
-                    self._saves[order.number].job.stop(unpack(order.why))
-            case Confirmed():
-                if order.number in self._saves:
-                    self._saves[order.number].confirmed.resolve(None)
-            case Replied():
-                self._store.hear(order.number, order.reply)
+                    writing.arrive(order.window, slab)
+            case Sampled() | Cancel() | Confirmed():
+                if (writing := self._saves.get(order.number)) is not None:
+                    writing.accept(order)
 
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
@@ -134,38 +140,136 @@ class Service:
         """Write one save, and clean up after it."""
         job = writing.job
         self._destination.prepare(job.promise)
-        self._tell_stages(job)
+        self._report_stages(job)
         try:
             result = await job.run(self._destination.save)
             error = job.promise.error
             self._post(Settled(job.number, result, None if error is None else pack(error)))
             if result is not None and not result.existed and self._engine.rank == 0:
-                await self._clean_up(result)
+                try:
+                    await self._destination.clean_up(result)
+                except Exception:  # the step is safe; other saves must not end with this one
+                    logger.exception("cleaning up after step %d", result.step)
         finally:
             del self._saves[job.number]
             self._post(Tidied(job.number))
 
-    async def _clean_up(self, result: SaveResult) -> None:
-        try:
-            await self._destination.clean_up(result)
-        except Exception:  # the step is safe; other saves must not end with this one
-            logger.exception("cleaning up after step %d", result.step)
-
-    def _tell_stages(self, job: SaveJob) -> None:
+    def _report_stages(self, job: SaveJob) -> None:
         """Have the trainer notified of what *job* reaches."""
         promise, number = job.promise, job.number
-        _when_reached(promise.written, lambda: self._post(Reached(number, "written")))
-        _when_reached(promise.in_memory, lambda: self._post(Reached(number, "in_memory")))
+
+        def report_reached(point: Promise[None], name: Literal["written", "in_memory"]) -> None:
+            if point.error is None:
+                self._post(Reached(number, name))
+
+        def report_settled(stage: Promise[SaveResult], tier: int) -> None:
+            error = stage.error
+            result, failure = (stage.value, None) if error is None else (None, pack(error))
+            self._post(Settled(number, result, failure, tier))
+
+        promise.written.when_settled(partial(report_reached, promise.written, "written"))
+        promise.in_memory.when_settled(partial(report_reached, promise.in_memory, "in_memory"))
         for tier, stage in enumerate(self._destination.stages(promise)):
-            stage.when_settled(partial(self._tell_tier, number, tier, stage))
+            stage.when_settled(partial(report_settled, stage, tier))
 
-    def _tell_tier(self, number: int, tier: int, stage: Promise[SaveResult]) -> None:
-        error = stage.error
-        if error is None:
-            self._post(TierSettled(number, tier, result=stage.value))
+
+class Writing:
+    """One save, its windows on their way from the trainer.
+
+    Attributes:
+        confirmed: resolved when the trainer has compared the state once more, after the copy; or has ended.
+    """
+
+    def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan, post: Post) -> None:
+        engine.lineage.take_position(order.position)
+        state = ShardedState(
+            tensors=(),
+            alias=order.alias,
+            values=from_json(order.values),
+            per_rank=from_json(order.per_rank),
+            structure="",
+            left_out=order.left_out,
+        )
+        call = SaveCall(
+            save_round=order.save_round,
+            metrics=order.metrics,
+            user=from_json(order.user),
+            config=from_json(order.config),
+            begun_ns=order.begun_ns,
+        )
+        self.job = SaveJob(engine, call, Capture(state=state))
+        self.job.agreed = True  # by the trainer, which posts it for the others
+        self.job.number = order.number
+        self.job.nonce = order.nonce
+        self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
+        if order.unsure:
+            self.job.confirm = self._ask
+        self._post = post
+        self.job.plan = plan
+        self.job.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
+        self._windows: list[Window] = [window for file in plan.files for window in file.windows]
+        self._missing = len(self._windows) + order.compares
+        self._resolve_if_complete()
+
+    async def _ask(self) -> None:
+        """Wait for the trainer's confirmation. A torn snapshot comes as a `Cancel`."""
+        if not self.confirmed.is_settled:
+            self._post(Written(self.job.number))
+            await self.confirmed.settled()
+
+    def arrive(self, number: int, slab: Slab) -> None:
+        """Accept a full slab."""
+        window = self._windows[number]
+        self.job.slabs[window.file].arrive(window, slab)
+        self._missing -= 1
+        self._resolve_if_complete()
+
+    def accept(self, order: Sampled | Cancel | Confirmed) -> None:
+        """Accept what the trainer reports beside the windows."""
+        match order:
+            case Sampled():
+                self.job.replica_tables = lambda: order.tables
+                self._missing -= 1
+                self._resolve_if_complete()
+            case Cancel():
+                self.job.stop(unpack(order.why))
+            case Confirmed():
+                self.confirmed.resolve(None)
+
+    def _resolve_if_complete(self) -> None:
+        if not self._missing:
+            self.job.copied.resolve(None)
+
+    def go_on_if_complete(self) -> None:
+        """Stop when windows are missing: the trainer has ended, and they will not come, nor will its confirmation.
+
+        When it sent the last window nothing had changed. Its second comparison could have found only an operation that was
+        under way then, on a tensor that it changed without permission.
+        """
+        step = self.job.step
+        self.confirmed.resolve(None)
+        if self._missing:
+            logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
+            self.job.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
         else:
-            self._post(TierSettled(number, tier, failure=pack(error)))
+            logger.info("the trainer has ended; step %d is written all the same", step)
 
 
-def _when_reached(stage: Promise[None], tell: Callable[[], object]) -> None:
-    stage.when_settled(lambda: None if stage.error else tell())
+class LentSlabs:
+    """The trainer's slabs, as many as it has sent: mapped once, returned by a message."""
+
+    def __init__(self, memory_fd: int, slab_bytes: int, post: Post) -> None:
+        self._memory_fd = memory_fd
+        self._slab_bytes = slab_bytes
+        self._post = post
+        self._known: dict[int, Slab] = {}
+
+    def borrow(self, number: int) -> Slab:
+        """Return slab *number*, which the trainer has filled."""
+        if number not in self._known:
+            self._known[number] = Slab(map_shared(self._memory_fd, number, self._slab_bytes), number)
+        return self._known[number]
+
+    def give(self, slab: Slab) -> None:
+        """Let the trainer fill it again."""
+        self._post(Freed(slab.number))

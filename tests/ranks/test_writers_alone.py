@@ -196,7 +196,7 @@ class Relay:
     def _ask(self, number: int, question: Question) -> None:
         self.asked.append((number, question))
         if not self.silent.is_set():
-            self.store.hear(number, ask(self.real, question))
+            self.store.receive(number, ask(self.real, question))
 
 
 def test_every_verb_of_a_store_is_relayed() -> None:
@@ -232,7 +232,7 @@ def test_when_the_other_process_is_gone_who_waits_and_who_asks_is_told_at_once()
     waiting = threading.Thread(target=wait)
     waiting.start()
     until(lambda: relay.asked, "the question")
-    relay.store.lose()
+    relay.store.fail_all()
     waiting.join(10)
     assert len(raised) == 1
     with pytest.raises(ConnectionError, match="is gone"):

@@ -16,12 +16,12 @@ def test_a_process_that_is_silent_is_not_waited_for_without_end(monkeypatch: pyt
     store = RelayedStore(lambda number, question: asked.append(number))
     with pytest.raises(ConnectionError, match=r"said nothing for 0\.05 s"):
         store.get("key")
-    store.hear(asked[0], Reply(b"late"))  # harms nobody
+    store.receive(asked[0], Reply(b"late"))  # harms nobody
 
 
 def test_who_waits_hears_at_once_that_nobody_will_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "DEADLINE_S", 600)  # far beyond the test's own timeout: who waited for it would hang
-    store = RelayedStore(lambda number, question: threading.Timer(0.05, store.lose).start())
+    store = RelayedStore(lambda number, question: threading.Timer(0.05, store.fail_all).start())
     with pytest.raises(ConnectionError, match="gone"):
         store.get("key")
     with pytest.raises(ConnectionError, match="gone"):

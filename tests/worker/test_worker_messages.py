@@ -30,8 +30,18 @@ from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.worker.connection import Connection, PendingSave
-from aiockpt.worker.messages import AnyEvent, Plan, Save, Settled, decode_order, encode, strip_plan
-from aiockpt.worker.packed_errors import Failure, pack, unpack
+from aiockpt.worker.messages import (
+    AnyEvent,
+    Failure,
+    Plan,
+    Save,
+    Settled,
+    decode_order,
+    encode,
+    pack,
+    strip_plan,
+    unpack,
+)
 from aiockpt.worker.server import Service
 
 
@@ -121,13 +131,13 @@ def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None
     for committed in (False, True):
         far: Promise[SaveResult] = Promise("far")
         pending = PendingSave(
-            cast(Connection, SimpleNamespace(left_alone=committed, death=RuntimeError)),
+            cast(Connection, SimpleNamespace(detached=committed, death=RuntimeError)),
             save_order(1),
             SavePromise(1),
             [far],
         )
         if committed:
-            pending.hear(Settled(1, result))
+            pending.settle(Settled(1, result))
         pending.fail(errors.WriterLostError("gone"))
         assert far.is_settled == committed
         assert pending.is_committed == committed
@@ -328,7 +338,7 @@ async def test_a_writer_that_cannot_go_on_has_nobody_wait_for_the_store() -> Non
     waiting.start()
     orders: Any = SimpleNamespace(receive=fails)
     with pytest.raises(OSError, match="no descriptors"):
-        await service._take_all(orders, cast(Any, None))
+        await service._accept_all(orders, cast(Any, None))
     waiting.join(5)
     assert not waiting.is_alive()
 
