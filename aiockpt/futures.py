@@ -25,7 +25,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     """A checkpoint that was loaded: what ``await load`` returns.
 
     Attributes:
-        step, id, generation: which one.
+        step, id, generation: which one; -1, "" and 0 of a foreign checkpoint, after which training begins at step 0.
         bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it, *received_bytes* came from
             other ranks of the ``load_group``, which had read them.
         seconds: from the call to the last verified block.

@@ -98,9 +98,9 @@ def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
     over = f", {len(loaded.skipped)} newer passed over" if loaded.skipped else ""
     differing = f", {len(loaded.differences)} differences" if loaded.differences else ""
     logger.info(
-        "%s step %d: %s in %.2f s, from %s%s%s",
+        "%s %s: %s in %.2f s, from %s%s%s",
         "forked from" if forked else "loaded",
-        loaded.step,
+        "a foreign checkpoint" if loaded.step < 0 else f"step {loaded.step}",
         size(loaded.bytes),
         loaded.seconds,
         loaded.url,

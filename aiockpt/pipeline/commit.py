@@ -90,9 +90,12 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The step that a run had loaded; which save of it that was, and what that came from, the newest first."""
+    """The step that a run had loaded; which save of it that was, and what that came from, the newest first.
 
-    id: str
+    A foreign checkpoint has neither id nor ancestors.
+    """
+
+    id: str | None
     ancestors: Ancestors
     forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
 
@@ -120,7 +123,8 @@ def begin(
     attempt = Attempt(entry.id, entry.step, nonce, generation, sequence, run, None, rank, world_size, older=older)
     if parent is None:
         return attempt
-    changed = {"parent": parent.id, "ancestors": parent.ancestors, "forked_from": parent.forked_from}
+    ancestors = parent.ancestors or msgspec.UNSET
+    changed = {"parent": parent.id, "ancestors": ancestors, "forked_from": parent.forked_from}
     return msgspec.structs.replace(attempt, **changed)
 
 

@@ -503,7 +503,8 @@ class StepInfo(msgspec.Struct, frozen=True):
         run: which checkpointer saved it.
         weights_only: whether it holds weights alone: thinned, or copied so.
         finite: whether no number in its tensors is NaN or infinite; None where it was not checked (``screen="finite"``).
-        forked_from: place, step id and run of the step of another place that it goes back to (``load(…, fork=…)``).
+        forked_from: place, step id and run of the step of another place that it goes back to (``load(…, fork=…)``); of a
+            foreign checkpoint its address alone.
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
 
@@ -526,7 +527,7 @@ class StepInfo(msgspec.Struct, frozen=True):
 
     def tell_origin(self) -> str:
         """Return in words what the run began from, where that was a step of another place; else nothing."""
-        return "" if self.forked_from is None else f"forked from {self.forked_from[0]} {self.forked_from[1]}"
+        return "" if self.forked_from is None else f"forked from {' '.join(self.forked_from[:2])}".rstrip()
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:

@@ -20,6 +20,7 @@ from aiockpt.errors import StorageError
 from aiockpt.format.manifest import MAX_OLDER, Manifest, Older
 from aiockpt.pipeline.commit import Attempt, Parent, begin
 from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
+from aiockpt.redaction import redact
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
@@ -169,7 +170,7 @@ class Lineage:
         """
         heads = [entry.head for entry in entries if entry.head]
         family = set(self.runs)
-        if self._parent is None or self._passed_by:
+        if self._parent is None or not self._parent.ancestors or self._passed_by:
             return family
         run_of = {head.id: head.run for head in heads}
         family.add(self._parent.ancestors[0][0])
@@ -209,6 +210,11 @@ class Lineage:
         self._passed_by |= self._listed  # the newest of them was chosen
         self._enter(self._make_run())
         self._catch_up(loaded.sequence)
+
+    def begin_from_foreign(self, url: str) -> None:
+        """Begin a line of saves at a checkpoint of another program, at *url*, which has neither step nor run."""
+        self._parent = Parent(None, (), (redact(url), "", ""))
+        self._enter(self._make_run())
 
     def _catch_up(self, clock: int) -> None:
         """Have the saves from now on be newer than one with that logical clock."""

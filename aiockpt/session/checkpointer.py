@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, TypeVarTuple, get_args
 
 import msgspec
 import torch
@@ -68,6 +68,9 @@ from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
+
+if TYPE_CHECKING:
+    from aiockpt.convert.foreign.fork import ForeignFork
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -378,7 +381,9 @@ class Checkpointer:
                 another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
                 optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` lists what did.
             fork: another run's place, from whose *step* this run begins while it has no step of its own; later starts load
-                the newest of their own. What is saved records where it came from (``StepInfo.forked_from``).
+                the newest of their own. What is saved records where it came from (``StepInfo.forked_from``). Or what other
+                programs wrote: ``dcp:///path`` (all that `aiockpt.convert.foreign` opens) fills the state by its names,
+                ``hf://`` before a path or a URL of a folder of safetensors fills the module alone; neither has steps.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
@@ -405,6 +410,7 @@ class Checkpointer:
             refuse_value("load", "optimizer_state", optimizer_state, '"by_optimizer" or "by_parameter"')
         asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
         request = self._probe.asked(asked)
+        foreign = self._open_foreign(fork, request)
         promise: LoadPromise[LoadResult | None] = LoadPromise(
             "load of the newest step" if step is None else f"load of step {step}"
         )
@@ -424,7 +430,7 @@ class Checkpointer:
                 forked = False
                 if fork is not None and filled is None:
                     forked, number = True, fork_number
-                    filled = await self._load_fork(fork, request, number)
+                    filled = await (foreign.load() if foreign else self._load_fork(fork, request, number))
             if self._engine.rank == 0:
                 log_loaded(None if filled is None else filled.result, forked=forked)
             promise.on_finish = self._probe.watch_load(asked, filled)
@@ -434,6 +440,14 @@ class Checkpointer:
 
         promise.follow(self._loop.submit(run))
         return LoadFuture(promise)
+
+    def _open_foreign(self, fork: Place | None, request: LoadRequest) -> ForeignFork | None:
+        """Return what loads from a checkpoint of another program; None where *fork* is a place of steps."""
+        if not isinstance(fork, str) or not fork.startswith(("dcp://", "hf://")):
+            return None
+        from aiockpt.convert.foreign.fork import ForeignFork
+
+        return ForeignFork(self._engine, self._coordinator, fork, request)
 
     async def _load_fork(self, where: Place, request: LoadRequest, number: int) -> Filled:
         """Fill a state from another run's place, which is written to by no save from here."""

@@ -118,8 +118,8 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
             raise _no_place(scheme, url)
         if scheme == "dcp":
             raise UsageError(
-                f"{url!r}: a checkpoint of torch.distributed.checkpoint is no place for steps. Load it by "
-                f"aiockpt.convert.foreign.load({url!r}, state), or make a step of it: aiockpt convert {url} RUN"
+                f"{url!r}: a checkpoint of torch.distributed.checkpoint is no place for steps. Begin a run from it by "
+                f"resume(state, fork={url!r}), or make a step of it: aiockpt convert {url} RUN"
             )
         if scheme in others:
             return _import_fsspec()

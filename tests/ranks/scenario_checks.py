@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,6 +61,27 @@ def state_dicts_of_torch_load_into_others_and_training_goes_on_bit_by_bit() -> N
             other["model"], other["optimizer"], model_state_dict=dicts["model"], optim_state_dict=dicts["optimizer"]
         )
         assert [train(other["model"], other["optimizer"]) for _ in range(2)] == losses, kind
+        done_with(root)
+
+
+@check(4)
+def weights_that_other_programs_wrote_fill_the_parts_of_each_rank() -> None:
+    """Rows, columns and both, by `fork="hf://…"` and `fork="dcp://…"`."""
+    for kind in ("fsdp2", "hsdp", "tp", "tp-fsdp2"):
+        root = shared_folder()
+        one = Even()
+        if dist.get_rank() == 0:
+            save_file(
+                {name: torch.full_like(tensor, 3.0) for name, tensor in one.state_dict().items()},
+                root / "w.safetensors",
+            )
+            full = {"model": {name: torch.full_like(tensor, 3.0) for name, tensor in one.state_dict().items()}}
+            torch.save(full, root / "w.pt")
+        dist.barrier()
+        for fork in (f"hf://{root}", f"dcp://{root}/w.pt"):
+            state = {"model": job(PARALLELISMS[kind], Even, 2)["model"]}
+            load(root / f"run-{fork[:2]}", state, fork=fork)
+            assert all(bool((full == 3.0).all()) for full in gather(state).full.values()), (kind, fork)
         done_with(root)
 
 

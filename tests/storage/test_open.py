@@ -132,10 +132,7 @@ def test_the_world_is_handed_on() -> None:
         ("file://host/run", "three slashes"),
         ("file://run", "three slashes"),
         ("nosuch://x", "file://, .*memory://.*entry point 'nosuch'"),
-        (
-            "dcp:///old/run",
-            r"aiockpt\.convert\.foreign\.load\('dcp:///old/run', state\).*aiockpt convert dcp:///old/run",
-        ),
+        ("dcp:///old/run", r"resume\(state, fork='dcp:///old/run'\).*aiockpt convert dcp:///old/run"),
         ("http://host/run", "http:// serves can be neither listed nor written.*s3://bucket/run"),
         ("HTTPS://host/run", "https:// serves.*sftp://"),
         (7, "int is neither"),

@@ -45,31 +45,45 @@ def load(
     """
     if not isinstance(checkpoint, Foreign):
         checkpoint = open_checkpoint(checkpoint, trust_pickle=trust_pickle)
-    saved = StateWalker().walk(checkpoint.state)
-    held: dict[str, list[TensorShard]] = {}
-    for shard in saved.tensors:
-        held.setdefault(shard.name, []).append(shard)
-    facts = {name: (shards[0].dtype, shards[0].shape) for name, shards in held.items()}
-    axes = {name: shards[0].axes for name, shards in held.items() if shards[0].axes is not None}
-    stored = Stored(facts, saved.alias, saved.values, where=f"{checkpoint.kind} at {checkpoint.path}", axes=axes)
-    target = open_target(state, stored, only=only, strict=strict, rename=Rules(rename) if rename else map)
-    with torch.no_grad():
-        for wanted in target.wanted:
-            _fill(wanted, held[saved.alias.get(wanted.name, wanted.name)])
+    content = SourceState(checkpoint)
+    target = open_target(state, content.stored, only=only, strict=strict, rename=Rules(rename) if rename else map)
+    for wanted in target.wanted:
+        content.fill(wanted)
     target.apply()
     return (*target.problems, *target.told)
 
 
-def _fill(wanted: TensorShard, held: Sequence[TensorShard]) -> None:
-    for box, into in _parts(wanted):
-        for shard in held:
-            for there, source in _parts(shard):
-                shared = box.intersect(there)
-                if shared is not None:
-                    _window(into, box, shared).copy_(_window(source, there, shared))
+class SourceState:
+    """Tensors and values of a foreign checkpoint: *stored*, to be matched with a state, and `fill`, which copies tensors."""
+
+    def __init__(self, checkpoint: Foreign) -> None:
+        saved = StateWalker().walk(checkpoint.state)
+        held: dict[str, list[TensorShard]] = {}
+        for shard in saved.tensors:
+            held.setdefault(shard.name, []).append(shard)
+        facts = {name: (shards[0].dtype, shards[0].shape) for name, shards in held.items()}
+        axes = {name: shards[0].axes for name, shards in held.items() if shards[0].axes is not None}
+        where = f"{checkpoint.kind} at {checkpoint.path}"
+        self.stored = Stored(facts, saved.alias, saved.values, where=where, axes=axes)
+        self._held = held
+
+    def fill(self, wanted: TensorShard) -> None:
+        """Copy the elements of *wanted*, which bears a name of `stored`."""
+        for shard in self._held[self.stored.alias.get(wanted.name, wanted.name)]:
+            for there, source in boxes_of(shard):
+                copy_shared(wanted, there, source)
 
 
-def _parts(shard: TensorShard) -> Iterator[tuple[Box, torch.Tensor]]:
+@torch.no_grad()
+def copy_shared(wanted: TensorShard, there: Box, source: torch.Tensor) -> None:
+    """Copy what *wanted* and the box *there*, whose elements *source* holds, have in common."""
+    for box, into in boxes_of(wanted):
+        shared = box.intersect(there)
+        if shared is not None:
+            _window(into, box, shared).copy_(_window(source, there, shared))
+
+
+def boxes_of(shard: TensorShard) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box of a shard with its elements, in the shape of the box."""
     if len(shard.boxes) == 1:
         yield (
