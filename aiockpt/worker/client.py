@@ -208,19 +208,19 @@ class WriterClient:
         if not promise.snapshotted.is_settled:
             promise.cancel()
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self, patience_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
         connection = self._connection
         for pending in list(self._pending.values()):
             pending.recheck()  # the writer does not ask any more
         await self._send(connection, Close())
-        await connection.buried.settled_within(timeout_s)
+        await connection.buried.settled_within(patience_s)
         if not connection.buried.is_settled:
-            logger.warning("%r: still writing after %g s; it goes on without this process", connection, timeout_s)
+            logger.warning("%r: still writing after %g s; it goes on without this process", connection, patience_s)
             connection.detached = True
             connection.process.hang_up()
             await connection.buried.settled_within(END_S)
-        await self._here.close(timeout_s)
+        await self._here.close(patience_s)
 
     async def _send(self, connection: Connection, order: Order) -> None:
         """Send a writer something that may be lost if it is gone."""

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,10 @@ def fixed() -> Any:
     return made
 
 
+def _run(more: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {"run": {**values, **more}}
+
+
 BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "a tensor": lambda: {"w": torch.ones(1)},
@@ -139,13 +144,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, ...]]] =
         lambda: {"meta": {"config": {"a": {"b": {"c": 0.5}}}, "ema": w(0.5)}, "blob": bytearray(b"x" * 70_000)},
         lambda: {"meta": {"config": {"a": {"b": {"c": 0.25}}}, "ema": w(0.25)}, "blob": bytearray()}, ()),
     **{f"only here, beside {name}": (
-        lambda more=more: {"run": {"epoch": 3, **more}},
-        lambda more=more: {"run": {"epoch": 0, "old": [1], "older": {}, **more}},
+        partial(_run, more, epoch=3),
+        partial(_run, more, epoch=0, old=[1], older={}),
         ("run: only in the state, and removed: 'old', 'older'",))
        for name, make in BESIDE.items() for more in (make(),)},
     **{f"only there, beside {name}": (
-        lambda more=more: {"run": {"history": [torch.ones(2), {"lr": 1}], "note": "x", "epoch": 3, **more}},
-        lambda more=more: {"run": {"epoch": 0, **more}}, ())
+        partial(_run, more, history=[torch.ones(2), {"lr": 1}], note="x", epoch=3),
+        partial(_run, more, epoch=0), ())
        for name, make in BESIDE.items() for more in (make(),)},
 }
 # fmt: on

@@ -6,8 +6,8 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from queue import Queue
 from typing import Any
 
@@ -50,8 +50,8 @@ def trained(make: Make) -> Make:
     return wraps(make)(lambda *args, **how: make(*args, **{"count": "trained", **how}))
 
 
-sampled, opaque, streamed, read, packed = map(
-    trained, (loaders.sampled, loaders.opaque, loaders.streamed, loaders.read, loaders.packed)
+sampled, opaque, streamed, read, packed = (
+    trained(make) for make in (loaders.sampled, loaders.opaque, loaders.streamed, loaders.read, loaders.packed)
 )
 WITH_WORKERS = [(sampled, 0), (sampled, 2), (opaque, 0), (opaque, 2), (streamed, 0), (streamed, 2), (read, 0)]
 
@@ -342,16 +342,18 @@ def test_misuse_is_refused() -> None:
     loader.trained(one)
     loader.trained(number=1)
     give = "give the batch, or number="
-    for call, message in (
+    wrong: list[Any] = [2, -1, True, "1"]
+    calls: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: loader.trained(one), "a list is no batch that waits to be trained: it was trained before"),
         (lambda: loader.trained(list(two)), "not the very object"),
         (loader.trained, give),
         (lambda: loader.trained(two, number=1), give),
         (lambda: loader.trained(number=1), "batch 1 was trained before"),
-        *((lambda number=number: loader.trained(number=number), "give a number that") for number in (2, -1, True, "1")),
+        *((partial(loader.trained, number=number), "give a number that") for number in wrong),
         (lambda: handed.trained(one), r"give Loader\(…, count='trained'\)"),
         (handed.numbered, r"give Loader\(…, count='trained'\)"),
-    ):
+    )
+    for call, message in calls:
         with pytest.raises(UsageError, match=message):
             call()
 

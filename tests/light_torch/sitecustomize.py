@@ -48,7 +48,9 @@ class _LightLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do the one thing that a program without a compiler needs of the real ones: random generators get their class."""
-        if module.__name__ == "torch._meta_registrations" and hasattr(sys.modules["torch._C"], "_set_generator_metaclass"):
+        if module.__name__ == "torch._meta_registrations" and hasattr(
+            sys.modules["torch._C"], "_set_generator_metaclass"
+        ):
             import_module("torch._C")._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
