@@ -26,7 +26,7 @@ from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, 
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.discover import find_copy, find_copy_in, look_at
-from aiockpt.pipeline.fetch import CopySource, VerifiedBlocks
+from aiockpt.pipeline.fetch import CopySource, StepFiles
 from aiockpt.pipeline.upload import BlockSums
 from aiockpt.runtime.limits import Limiter, Pace, note_progress, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
@@ -243,7 +243,7 @@ class _FileMover:
         self._windows = windows
         self._pace = pace
         self._on_copied = on_copied
-        self._blocks = VerifiedBlocks(source.sources)
+        self._blocks = StepFiles.of_copies(source.sources)
         self._sums = BlockSums(self._file.size, self._file.block)
 
     async def move(self, target: Backend, token: str) -> FileEntry:

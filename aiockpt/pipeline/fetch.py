@@ -14,8 +14,10 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Protocol
 
 import anyio
@@ -34,7 +36,7 @@ from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
-from aiockpt.format.validate import check_header, pieces_by_file
+from aiockpt.format.validate import Placed, check_header, pieces_by_file
 from aiockpt.options import Content
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.passes import Landing
@@ -111,8 +113,257 @@ class BlockCheck:
             self._left -= len(view)
 
 
+Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
+"""Finds the other copies of a save."""
+
+
+async def _nowhere() -> Sequence[StepCopy]:
+    return ()
+
+
+class _Opened(msgspec.Struct, frozen=True, eq=False):
+    """A file that is open, and how many bytes its header has; 0 where that was not read."""
+
+    reader: Reader
+    header_bytes: int
+
+
+class StepFiles:
+    """The data files of one step: each block is compared, and one that is lost here is read from another copy.
+
+    Files stay open until `release` or `close`. One that cannot be opened in a copy is not tried there again.
+
+    Args:
+        here: the copy that is read.
+        elsewhere: finds other copies of the same save, the nearest first; called once, when something cannot be had here.
+        verify: whether blocks are compared.
+        check_headers: whether the header of each file is compared with the manifest before anything of it is read.
+        now_ns: the monotonic time, from any thread.
+    """
+
+    def __init__(
+        self,
+        here: StepCopy,
+        elsewhere: Elsewhere = _nowhere,
+        *,
+        verify: bool = True,
+        check_headers: bool = True,
+        now_ns: Callable[[], int] = UNTOLD.now_ns,
+    ) -> None:
+        self._copies = [here]
+        self._manifest = here.manifest
+        self._elsewhere: Elsewhere | None = elsewhere
+        self._verify = verify
+        self._check_headers = check_headers
+        self._now_ns = now_ns
+        self._decoding = Limiter("header", 1)
+        self._opened: dict[tuple[int, int], _Opened | CheckpointError] = {}
+        self._opening: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
+        self._logged: set[tuple[int, int]] = set()
+
+    @cached_property
+    def _placed(self) -> Sequence[Sequence[Placed]]:
+        return pieces_by_file(self._manifest)
+
+    @classmethod
+    def of_copies(cls, copies: Sequence[StepCopy]) -> StepFiles:
+        """Return the files of a step that is in *copies*, the nearest first, for one that reads all that is in them."""
+
+        async def others() -> Sequence[StepCopy]:
+            return copies[1:]
+
+        return cls(copies[0], others, check_headers=False)
+
+    async def header_bytes(self, index: int) -> int:
+        """Open file number *index*, and return the bytes of its header.
+
+        Raises:
+            CorruptionError, StorageError: as `read`.
+        """
+        try:
+            return (await self._open(0, index)).header_bytes
+        except (CorruptionError, StorageError) as error:
+            for number in await self._others():
+                with suppress(CorruptionError, StorageError):
+                    opened = await self._open(number, index)
+                    self._log_other(number, index, 0, error)
+                    return opened.header_bytes
+            raise
+
+    async def read(self, index: int, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill *into* with consecutive whole blocks of file number *index*; return how long was hashed, in ns.
+
+        Args:
+            offset: a block boundary.
+
+        Raises:
+            CorruptionError, StorageError: no copy has them; the error is that of the nearest one.
+        """
+        try:
+            return await self._read_from(0, index, offset, into)
+        except (CorruptionError, StorageError) as error:
+            others = await self._others()
+            if others and not await self._read_from_any(others, index, offset, into, error):
+                await self._read_each_block(index, offset, into, error)
+            elif not others:
+                raise
+            return 0
+
+    async def _read_each_block(
+        self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
+    ) -> None:
+        """Read what no copy has as a whole, as each may lack another block; raise *error* for one that none has."""
+        size, block = sum(map(len, into)), self._manifest.files[index].block
+        if size <= block:
+            raise error
+        for at in range(0, size, block):
+            part = cut_views(into, at, min(at + block, size))
+            if not await self._read_from_any(range(len(self._copies)), index, offset + at, part, error):
+                raise error
+
+    async def _read_from_any(
+        self, numbers: Iterable[int], index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
+    ) -> bool:
+        for number in numbers:
+            with suppress(CorruptionError, StorageError):
+                await self._read_from(number, index, offset, into)
+                self._log_other(number, index, offset, error)
+                return True
+        return False
+
+    async def _read_from(self, number: int, index: int, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill *into* from one copy; a block that came damaged is read once more."""
+        file, reader = self._manifest.files[index], (await self._open(number, index)).reader
+        check = BlockCheck(file, offset, self._now_ns) if self._verify else None
+        key = self._key(number, index)
+        try:
+            await reader.read(offset, into, check)
+            if check is None:
+                return 0
+            check.check_complete(into)
+            for block in check.bad_blocks:
+                logger.warning("%s: block %d came damaged and is read once more", key, block)
+                start, end = block_range(block, file.size, file.block)
+                again = BlockCheck(file, start)
+                part = cut_views(into, start - offset, end - offset)
+                await reader.read(start, part, again)
+                again.check_complete(part)
+                if again.bad_blocks:
+                    raise self._corruption(key, index, block)
+        except StorageError as error:
+            raise _as_damage(key, offset, error) from error
+        return check.hash_ns
+
+    async def _others(self) -> Sequence[int]:
+        """Return the numbers of the other copies, which are searched for once."""
+        async with self._opening[-1]:
+            if self._elsewhere is not None:
+                self._copies += await self._elsewhere()
+                self._elsewhere = None
+        return range(1, len(self._copies))
+
+    async def _open(self, number: int, index: int) -> _Opened:
+        """Open a file of one copy, whose size and header agree with the manifest."""
+        async with self._opening[index]:
+            if (number, index) not in self._opened:
+                try:
+                    self._opened[number, index] = await self._open_checked(number, index)
+                except (CorruptionError, StorageError) as error:
+                    self._opened[number, index] = error
+        opened = self._opened[number, index]
+        if isinstance(opened, CheckpointError):
+            raise opened
+        return opened
+
+    async def _open_checked(self, number: int, index: int) -> _Opened:
+        file, key = self._manifest.files[index], self._key(number, index)
+        try:
+            reader = await self._copies[number].backend.open(key)
+        except ObjectNotFoundError as error:
+            raise CorruptionError(f"{key} is missing: {error}", key=key) from error
+        except StorageError as error:
+            raise _as_damage(key, 0, error) from error
+        try:
+            if reader.size != file.size:
+                raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
+            if not self._check_headers:
+                return _Opened(reader, 0)
+            try:
+                return _Opened(reader, await self._check_header(reader, key, index))
+            except CorruptionError as error:
+                logger.warning("%s; it is read once more", error)
+                return _Opened(reader, await self._check_header(reader, key, index))
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await reader.close()
+            raise
+
+    async def _check_header(self, reader: Reader, key: str, index: int) -> int:
+        size, length = self._manifest.files[index].size, bytearray(8)
+        if size < len(length):
+            raise CorruptionError(f"{key}: {size} bytes are too few for a header", key=key)
+        await _read_start(reader, key, length)
+        header_bytes = len(length) + int.from_bytes(length, "little")
+        if header_bytes > min(size, MAX_HEADER_BYTES):
+            raise CorruptionError(f"{key}: its header says {header_bytes} bytes, which it cannot have", key=key)
+        prefix = bytearray(header_bytes)
+        await _read_start(reader, key, prefix)
+        try:
+            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
+        except CorruptionError as error:
+            raise CorruptionError(f"{key}: {error}", key=key, offset=0) from error
+        return header_bytes
+
+    def _compare_header(self, index: int, prefix: bytes) -> None:
+        """On a worker thread: a header that is padded to a block takes 20 ms, in which the loop could start reads."""
+        header = decode_header(prefix, self._manifest.files[index].size)
+        check_header(index, self._manifest, header, self._placed[index])
+
+    def _corruption(self, key: str, index: int, block: int) -> CorruptionError:
+        file = self._manifest.files[index]
+        start, end = block_range(block, file.size, file.block)
+        names = [name for name, piece in self._placed[index] if piece.start < end and start < piece.end]
+        return CorruptionError(
+            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds "
+            f"{list_names(names) or 'the header'}. Load another step, or another copy of this one.",
+            key=key,
+            offset=start,
+            tensors=names,
+        )
+
+    def _key(self, number: int, index: int) -> str:
+        manifest = self._copies[number].manifest
+        return f"{manifest.id}/{manifest.files[index].p}"
+
+    def _log_other(self, number: int, index: int, offset: int, error: CheckpointError) -> None:
+        if number and (number, index) not in self._logged:
+            self._logged.add((number, index))
+            key, where = self._key(0, index), self._copies[number].backend.url
+            logger.warning("%s: bytes from %d on are read from %s: %s", key, offset, where, error)
+
+    async def release(self, index: int) -> None:
+        """Close file number *index* in all copies."""
+        with anyio.CancelScope(shield=True):
+            for number, other in [place for place in self._opened if place[1] == index]:
+                opened = self._opened.pop((number, other))
+                if isinstance(opened, _Opened):
+                    await opened.reader.close()
+
+    async def close(self) -> None:
+        """Close all files."""
+        for index in {index for _, index in self._opened}:
+            await self.release(index)
+
+
+async def _read_start(reader: Reader, key: str, into: bytearray) -> None:
+    try:
+        await reader.read(0, [memoryview(into)])
+    except StorageError as error:
+        raise _as_damage(key, 0, error) from error
+
+
 class Fetcher:
-    """Reads the data files of one manifest.
+    """Reads the data files of one manifest into memories, a few runs at once.
 
     Args:
         backend: where from.
@@ -134,24 +385,17 @@ class Fetcher:
         read_bytes: int,
         verify: bool = True,
         on_read: Callable[[int], object] = lambda _: None,
-        elsewhere: Callable[[], Awaitable[Sequence[StepCopy]]] | None = None,
+        elsewhere: Elsewhere = _nowhere,
         stages: Stages = UNTOLD,
     ) -> None:
-        self._here = StepCopy(backend, manifest)
         self._manifest = manifest
+        self._files = StepFiles(StepCopy(backend, manifest), elsewhere, verify=verify, now_ns=stages.now_ns)
         self._memories = memories
         self._read_bytes = read_bytes
         self._verify = verify
         self._on_read = on_read
-        self._placed = pieces_by_file(manifest)
         self._reading = Limiter("read", backend.traits.block_reads)
-        self._decoding = Limiter("header", 1)
-        self._opening = anyio.Lock()
-        self._elsewhere = elsewhere
         self._stages = stages
-        self._others: Sequence[StepCopy] | None = None
-        self._asking = anyio.Lock()
-        self._kept: dict[int, tuple[Reader, int]] = {}
 
     async def fetch(self, landings: Mapping[int, Sequence[Landing]]) -> None:
         """Fill the targets of one pass, all files at once; raises as `fetch_file`."""
@@ -165,33 +409,28 @@ class Fetcher:
         Raises:
             CorruptionError: the file is missing, has another size or header, or a block is not what was saved.
         """
-        file = self._manifest.files[index]
-        with self._stages.time("read", file.p) as told:
-            await self._fetch_file(index, landings, told)
+        with self._stages.time("read", self._manifest.files[index].p) as told:
+            try:
+                await self._fetch_file(index, landings, told)
+            finally:
+                await self._files.release(index)
 
     async def _fetch_file(self, index: int, landings: Sequence[Landing], told: StageTally) -> None:
-        file = self._manifest.files[index]
-        reader, header_bytes = await self._open(index, file)
+        file, header_bytes = self._manifest.files[index], await self._files.header_bytes(index)
         if self._verify and not (landings and landings[0].start < header_bytes):
             landings = [Landing(0, header_bytes, GAP, 0), *landings]  # its blocks are verified like all others
-        try:
-            reads = plan_reads(
-                landings,
-                file.size,
-                block_bytes=file.block,
-                read_bytes=max(self._read_bytes // file.block, 1) * file.block,
-                whole_blocks=self._verify,
-            )
-            async with open_tasks() as tasks:
-                for read in reads:
-                    await self._reading.__aenter__()
-                    into = [
-                        self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments
-                    ]
-                    tasks.start_soon(self._read, reader, index, read.offset, into, told)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await reader.close()
+        reads = plan_reads(
+            landings,
+            file.size,
+            block_bytes=file.block,
+            read_bytes=self._unit_bytes(index),
+            whole_blocks=self._verify,
+        )
+        async with open_tasks() as tasks:
+            for read in reads:
+                await self._reading.__aenter__()
+                into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
+                tasks.start_soon(self._read, index, read.offset, into, told)
 
     async def fetch_span(self, index: int, offset: int, into: memoryview, *, header: bool = False) -> None:
         """Fill *into* with consecutive whole blocks of file number *index*, which stays open until `close`.
@@ -203,177 +442,43 @@ class Fetcher:
         Raises:
             CorruptionError: as `fetch_file`.
         """
-        block = self._manifest.files[index].block
-        reader, header_bytes = await self._keep_open(index)
-        unit = max(self._read_bytes // block, 1) * block
+        block, unit = self._manifest.files[index].block, self._unit_bytes(index)
+        header_bytes = await self._files.header_bytes(index)
         reads = [(offset + at, into[at : at + unit]) for at in range(0, len(into), unit)]
         if header and self._verify and offset:
             reads.insert(0, (0, memoryview(bytearray(min(-(-header_bytes // block) * block, offset)))))
         async with open_tasks() as tasks:
             for start, memory in reads:
                 await self._reading.__aenter__()
-                tasks.start_soon(self._read, reader, index, start, [memory], StageTally())
-
-    async def _keep_open(self, index: int) -> tuple[Reader, int]:
-        async with self._opening:
-            if index not in self._kept:
-                self._kept[index] = await self._open(index, self._manifest.files[index])
-            return self._kept[index]
+                tasks.start_soon(self._read, index, start, [memory], StageTally())
 
     async def close(self) -> None:
         """Close the files that `fetch_span` keeps open."""
-        with anyio.CancelScope(shield=True):
-            while self._kept:
-                await self._kept.popitem()[1][0].close()
+        await self._files.close()
 
     async def verify_file(self, index: int) -> None:
         """Read and compare every block of file number *index*."""
         await self.fetch_file(index, [Landing(0, self._manifest.files[index].size, GAP, 0)])
 
-    async def _open(self, index: int, file: FileEntry) -> tuple[Reader, int]:
-        """Open a file whose size and header agree with the manifest; return it and the bytes of its header."""
-        try:
-            return await self._open_copy(self._here, index)
-        except (CorruptionError, StorageError) as error:
-            for other in await self._other_copies():
-                with suppress(CorruptionError, StorageError):
-                    opened = await self._open_copy(other, index)
-                    logger.warning("%s is read from %s: %s", self._key(file), other.backend.url, error)
-                    return opened
-            raise
+    def _unit_bytes(self, index: int) -> int:
+        """Return the bytes of one read: whole blocks."""
+        block = self._manifest.files[index].block
+        return max(self._read_bytes // block, 1) * block
 
-    async def _open_copy(self, copy: StepCopy, index: int) -> tuple[Reader, int]:
-        file = copy.manifest.files[index]
-        key = self._key(file)
+    async def _read(self, index: int, offset: int, into: Sequence[memoryview], told: StageTally) -> None:
         try:
-            reader = await copy.backend.open(key)
-        except ObjectNotFoundError as error:
-            raise CorruptionError(f"{key} is missing: {error}", key=key) from error
-        except StorageError as error:
-            raise _as_damage(key, 0, error) from error
-        try:
-            if reader.size != file.size:
-                raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
-            try:
-                return reader, await self._check_header(reader, index, file)
-            except CorruptionError as error:
-                logger.warning("%s; it is read once more", error)
-                return reader, await self._check_header(reader, index, file)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await reader.close()
-            raise
-
-    async def _other_copies(self) -> Sequence[StepCopy]:
-        """Return the other copies, searched for once."""
-        if self._elsewhere is None:
-            return ()
-        async with self._asking:
-            if self._others is None:
-                self._others = await self._elsewhere()
-            return self._others
-
-    async def _check_header(self, reader: Reader, index: int, file: FileEntry) -> int:
-        length = bytearray(8)
-        await self._fill(reader, file, 0, memoryview(length))
-        header_bytes = 8 + int.from_bytes(length, "little")
-        if header_bytes > min(file.size, MAX_HEADER_BYTES):
-            key = self._key(file)
-            raise CorruptionError(f"{key}: its header says {header_bytes} bytes, which it cannot have", key=key)
-        prefix = bytearray(header_bytes)
-        await self._fill(reader, file, 0, memoryview(prefix))
-        try:
-            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
-        except CorruptionError as error:
-            raise CorruptionError(f"{self._key(file)}: {error}", key=self._key(file), offset=0) from error
-        return header_bytes
-
-    def _compare_header(self, index: int, prefix: bytes) -> None:
-        """On a worker thread: a header that is padded to a block takes 20 ms, in which the loop could start reads."""
-        header = decode_header(prefix, self._manifest.files[index].size)
-        check_header(index, self._manifest, header, self._placed[index])
-
-    async def _fill(self, reader: Reader, file: FileEntry, offset: int, into: memoryview) -> None:
-        if offset + len(into) > file.size:
-            key = self._key(file)
-            raise CorruptionError(f"{key}: {file.size} bytes are too few for a header", key=key)
-        try:
-            await reader.read(offset, [into])
-        except StorageError as error:
-            raise _as_damage(self._key(file), offset, error) from error
-
-    async def _read(
-        self, reader: Reader, index: int, offset: int, into: Sequence[memoryview], told: StageTally
-    ) -> None:
-        try:
-            try:
-                told.hash_ns += await self._read_checked(reader, index, offset, into)
-            except (CorruptionError, StorageError) as error:
-                await self._read_elsewhere(index, offset, into, error)
+            told.hash_ns += await self._files.read(index, offset, into)
         finally:
             await self._reading.__aexit__()
         size = sum(map(len, into))
         told.bytes += size
         self._on_read(size)
 
-    async def _read_checked(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> int:
-        """Fill *into* from *offset*; a block that came damaged is read once more. Return how long was hashed, in ns."""
-        file = self._manifest.files[index]
-        check = BlockCheck(file, offset, self._stages.now_ns) if self._verify else None
-        try:
-            await reader.read(offset, into, check)
-            if check is not None:
-                check.check_complete(into)
-            for block in check.bad_blocks if check else ():
-                logger.warning("%s: block %d came damaged and is read once more", self._key(file), block)
-                start, end = block_range(block, file.size, file.block)
-                again = BlockCheck(file, start)
-                part = cut_views(into, start - offset, end - offset)
-                await reader.read(start, part, again)
-                again.check_complete(part)
-                if again.bad_blocks:
-                    raise self._corruption(index, file, block)
-            return check.hash_ns if check else 0
-        except StorageError as error:
-            raise _as_damage(self._key(file), offset, error) from error
-
-    async def _read_elsewhere(
-        self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
-    ) -> None:
-        """Read what one copy could not give from another one; raise *error* when none can."""
-        for other in await self._other_copies():
-            file = other.manifest.files[index]
-            with suppress(CorruptionError, StorageError):
-                reader = await other.backend.open(self._key(file))
-                try:
-                    await self._read_checked(reader, index, offset, into)
-                finally:
-                    with anyio.CancelScope(shield=True):
-                        await reader.close()
-                logger.warning("%s: bytes from %d on are read from %s", self._key(file), offset, other.backend.url)
-                return
-        raise error
-
     def _memory(self, target: int, offset: int, size: int) -> memoryview:
         if target == GAP:
             return memoryview(bytearray(size))
         memory = self._memories[target]
         return memory if size == len(memory) else memory[offset : offset + size]
-
-    def _corruption(self, index: int, file: FileEntry, block: int) -> CorruptionError:
-        start, end = block_range(block, file.size, file.block)
-        names = [name for name, piece in self._placed[index] if piece.start < end and start < piece.end]
-        key = self._key(file)
-        return CorruptionError(
-            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds "
-            f"{list_names(names) or 'the header'}. Load another step, or another copy of this one.",
-            key=key,
-            offset=start,
-            tensors=names,
-        )
-
-    def _key(self, file: FileEntry) -> str:
-        return f"{self._manifest.id}/{file.p}"
 
 
 def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:
@@ -387,71 +492,6 @@ def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:
 #
 # Guarantees: whatever is copied, each block that is read is compared with its checksum, and one that a copy lacks is read
 # from the next one.
-
-
-class VerifiedBlocks:
-    """Reads whole blocks of the files of one step, from the nearest copy that has them as they were saved.
-
-    Args:
-        sources: copies of the one attempt, the nearest first.
-    """
-
-    def __init__(self, sources: Sequence[StepCopy]) -> None:
-        self._sources = sources
-        self._readers: dict[tuple[int, int], Reader] = {}
-        self._opening = anyio.Lock()
-
-    async def read(self, index: int, offset: int, into: Sequence[memoryview]) -> None:
-        """Fill *into* with consecutive blocks of file number *index*.
-
-        Raises:
-            CorruptionError, StorageError: no copy has them; the error is that of the nearest one.
-        """
-        try:
-            await self._read_run(index, offset, into)
-        except CheckpointError:
-            size, block = sum(map(len, into)), self._sources[0].manifest.files[index].block
-            if len(self._sources) == 1 or size <= block:
-                raise
-            for at in range(0, size, block):  # each copy may lack another block
-                await self._read_run(index, offset + at, cut_views(into, at, min(at + block, size)))
-
-    async def _read_run(self, index: int, offset: int, into: Sequence[memoryview]) -> None:
-        """Fill *into* from the nearest copy that has all of it."""
-        failure: CheckpointError | None = None
-        for number, source in enumerate(self._sources):
-            file = source.manifest.files[index]
-            check = BlockCheck(file, offset)
-            try:
-                reader = await self._open(number, index)
-                await reader.read(offset, into, check)
-                check.check_complete(into)
-            except CheckpointError as error:
-                failure = failure or error
-                continue
-            if not check.bad_blocks:
-                return
-            key = f"{source.manifest.id}/{file.p}"
-            failure = failure or CorruptionError(
-                f"{key}: block {check.bad_blocks[0]} is not what was saved, and no other copy has it",
-                key=key,
-                offset=offset,
-            )
-        assert failure is not None
-        raise failure
-
-    async def _open(self, number: int, index: int) -> Reader:
-        async with self._opening:
-            if (number, index) not in self._readers:
-                source = self._sources[number]
-                path = source.manifest.files[index].p
-                self._readers[number, index] = await source.backend.open(f"{source.manifest.id}/{path}")
-            return self._readers[number, index]
-
-    async def close(self) -> None:
-        """Close the files."""
-        while self._readers:
-            await self._readers.popitem()[1].close()
 
 
 class CopySource(Protocol):
@@ -475,7 +515,7 @@ class CopySource(Protocol):
     @property
     def window_bytes(self) -> int: ...
 
-    async def read(self, blocks: VerifiedBlocks, index: int, offset: int, view: memoryview) -> None:
+    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
         """Fill *view*, a window or what is left of the file, with the bytes of file number *index* from *offset*."""
 
     def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
@@ -492,7 +532,7 @@ class WholeStep:
         self._manifest = sources[0].manifest
         self.id, self.attempt, self.files = self._manifest.id, self._manifest.attempt, self._manifest.files
 
-    async def read(self, blocks: VerifiedBlocks, index: int, offset: int, view: memoryview) -> None:
+    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
         await blocks.read(index, offset, [view])
 
     def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
@@ -514,7 +554,7 @@ class WeightsOfStep:
         self.id, self.attempt = self._whole.id, plan.votes[0].attempt
         self.files = tuple(file.entry for file in plan.files)
 
-    async def read(self, blocks: VerifiedBlocks, index: int, offset: int, view: memoryview) -> None:
+    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
         made = self._plan.files[index]
         window = made.plan.windows[offset // self.window_bytes]
         for copy in window.copies:
@@ -525,7 +565,7 @@ class WeightsOfStep:
             for some in _apart(landings):
                 await self._fetch(blocks, file, some, view)
 
-    async def _fetch(self, blocks: VerifiedBlocks, file: int, landings: Sequence[Landing], view: memoryview) -> None:
+    async def _fetch(self, blocks: StepFiles, file: int, landings: Sequence[Landing], view: memoryview) -> None:
         """Fill what lands in *view*; what else is in the blocks is read too, to compare them."""
         stored = self._whole.files[file]
         reads = plan_reads(

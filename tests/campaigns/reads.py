@@ -24,7 +24,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CheckpointError
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.pipeline.fetch import Fetcher, VerifiedBlocks
+from aiockpt.pipeline.fetch import Fetcher, StepFiles
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Reader, Seen
 from aiockpt.storage.forwarding import Forwarding, ForwardingReader
@@ -198,7 +198,7 @@ class Sabotage:
 
             return read_cut, reader.close
         if self.dice.random() < 0.3:
-            blocks = VerifiedBlocks(places)
+            blocks = StepFiles.of_copies(places)
             return lambda offset, into: blocks.read(0, offset, [into]), blocks.close
 
         async def others() -> Sequence[StepCopy]:

@@ -139,7 +139,7 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
     data = bytearray(damaged.read_bytes())
     data[5000] ^= 1
     damaged.write_bytes(data)
-    with pytest.raises(CorruptionError, match="block 1 is not what was saved"):
+    with pytest.raises(CorruptionError, match=r"block 1 \(bytes 4096–8192\) is not what was saved; it holds w0"):
         await copy([a], c)
     assert not (await look_at(c, STEP)).committed
     await copy([a, b], c)

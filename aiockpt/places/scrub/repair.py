@@ -36,7 +36,7 @@ from aiockpt.pipeline.collect import remove_overtaken
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.copy import Windows, copy_step, remove_strays, rewrite_files
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest
-from aiockpt.pipeline.fetch import VerifiedBlocks, open_copy_source
+from aiockpt.pipeline.fetch import StepFiles, open_copy_source
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
 from aiockpt.units import count
@@ -264,27 +264,15 @@ def _is_damage(error: CheckpointError) -> bool:
 
 async def _read_file(place: Place, manifest: Manifest, index: int, pace: Pace, on_read: OnRead) -> None:
     file = manifest.files[index]
-    key = f"{manifest.id}/{file.p}"
-    there = (await place.backend.stat(key)).size
-    if there != file.size:
-        raise CorruptionError(f"{key}: {there} bytes in storage, {file.size} were saved", key=key)
     unit = max(place.engine.options.io.read_bytes // file.block, 1) * file.block
     window = memoryview(bytearray(min(file.size, unit)))
-    blocks = VerifiedBlocks([StepCopy(place.backend, manifest)])
+    files = StepFiles.of_copies([StepCopy(place.backend, manifest)])
     try:
         for offset in range(0, file.size, unit):
             size = min(unit, file.size - offset)
             await pace.let_through(size)
-            await _read_twice(blocks, index, offset, window[:size])
+            await files.read(index, offset, [window[:size]])
             on_read(size)
     finally:
         with anyio.CancelScope(shield=True):
-            await blocks.close()
-
-
-async def _read_twice(blocks: VerifiedBlocks, index: int, offset: int, into: memoryview) -> None:
-    """Read and compare some blocks; what is not what was saved may have been damaged on its way, and is read once more."""
-    try:
-        await blocks.read(index, offset, [into])
-    except CorruptionError:
-        await blocks.read(index, offset, [into])
+            await files.close()
