@@ -16,8 +16,7 @@ from aiockpt.engine.place import Place
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
-from aiockpt.planning.passes import Landing
-from aiockpt.planning.read_plan import GAP, BlockRead, plan_reads
+from aiockpt.planning.read_plan import GAP, BlockRead, Landing, plan_reads
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import TensorShard

@@ -39,8 +39,7 @@ from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
 from aiockpt.options import Content
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.planning.passes import Landing
-from aiockpt.planning.read_plan import GAP, plan_reads
+from aiockpt.planning.read_plan import GAP, Landing, plan_reads
 from aiockpt.planning.weights import WeightsPlan, plan_weights
 from aiockpt.planning.write_plan import HEADER
 from aiockpt.runtime.limits import Limiter, run_blocking

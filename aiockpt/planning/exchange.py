@@ -20,7 +20,7 @@ from operator import attrgetter
 
 import msgspec
 
-from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import Landing
 
 MIN_PARCEL_BYTES = 1 << 20
 """Smaller parcels cost more in messages than they gain in evenness."""

@@ -25,7 +25,7 @@ from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, Tenso
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, prefixes
 from aiockpt.planning.modules import keep_modules
-from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import Landing
 from aiockpt.planning.write_plan import HEADER, PAGE_BYTES, WEIGHTS, FilePlan, Window, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard

@@ -24,7 +24,7 @@ from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import BlockCheck, Fetcher
 from aiockpt.planning.exchange import Exchange, FileSpan, SharedRange, landings_of, landings_within
-from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import Landing
 from aiockpt.ranks.peers import Peers, PeersLostError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks

@@ -19,7 +19,7 @@ from aiockpt.planning.exchange import (
     plan_exchange,
     wanted_spans,
 )
-from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import Landing
 from tests.example_counts import examples
 
 BLOCKS = (1024, 4096)

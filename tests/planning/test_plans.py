@@ -14,8 +14,7 @@ from aiockpt.errors import StateMismatchError
 from aiockpt.format.manifest import Manifest, TensorEntry
 from aiockpt.format.safetensors import decode_header
 from aiockpt.format.validate import check_header
-from aiockpt.planning.passes import Landing
-from aiockpt.planning.read_plan import GAP, Wanted, plan_load, plan_reads
+from aiockpt.planning.read_plan import GAP, Landing, Wanted, plan_load, plan_reads
 from aiockpt.planning.write_plan import HEADER, PAGE_BYTES, SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
