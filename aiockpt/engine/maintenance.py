@@ -34,10 +34,9 @@ from aiockpt.pipeline.collect import (
     thin,
     why_unread,
 )
-from aiockpt.pipeline.copy import Windows, copy_step
+from aiockpt.pipeline.copy import Windows, copy_step, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, look_into, read_generation, scan, tell
 from aiockpt.pipeline.discover import StepInfo as StepInfo
-from aiockpt.pipeline.fetch import open_copy_source
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.policies.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
 from aiockpt.runtime.limits import Pace

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Protocol
 
 import anyio
 import msgspec
-import numpy as np
 
 from aiockpt.errors import (
     CheckpointError,
@@ -30,18 +28,14 @@ from aiockpt.errors import (
     ObjectNotFoundError,
     StorageError,
     StorageTransferError,
-    UsageError,
 )
 from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
-from aiockpt.options import Content
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.read_plan import GAP, Landing, plan_reads
-from aiockpt.planning.weights import WeightsPlan, plan_weights
-from aiockpt.planning.write_plan import HEADER
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.stages import UNTOLD, Stages, StageTally
 from aiockpt.runtime.tasks import open_tasks
@@ -485,144 +479,3 @@ def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:
     if not error.damaged:
         return error
     return CorruptionError(f"{key} cannot be read at {offset}: {error}", key=key, offset=offset)
-
-
-# Sources of a copy: all of a step, as it is, or its weights in files of their own.
-#
-# Guarantees: whatever is copied, each block that is read is compared with its checksum, and one that a copy lacks is read
-# from the next one.
-
-
-class CopySource(Protocol):
-    """What is copied: a step to be, from copies of one.
-
-    Attributes:
-        sources: the copies it is made of, the nearest first.
-        id, attempt: what it is called wherever it gets to.
-        files: its data files: where they should lie, and all else but the sums, which only the copy finds.
-        window_bytes: of one read and write; all windows of a file but the last have so many.
-    """
-
-    @property
-    def sources(self) -> Sequence[StepCopy]: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def attempt(self) -> str: ...
-    @property
-    def files(self) -> Sequence[FileEntry]: ...
-    @property
-    def window_bytes(self) -> int: ...
-
-    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
-        """Fill *view*, a window or what is left of the file, with the bytes of file number *index* from *offset*."""
-
-    def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
-        """Return its manifest where *files* are durable; may take a while."""
-        ...
-
-
-class WholeStep:
-    """All of a step, as it is."""
-
-    def __init__(self, sources: Sequence[StepCopy], window_bytes: int) -> None:
-        self.sources = sources
-        self.window_bytes = window_bytes
-        self._manifest = sources[0].manifest
-        self.id, self.attempt, self.files = self._manifest.id, self._manifest.attempt, self._manifest.files
-
-    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
-        await blocks.read(index, offset, [view])
-
-    def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
-        return msgspec.structs.replace(self._manifest, generation=generation, write_id=write_id, files=tuple(files))
-
-
-class WeightsOfStep:
-    """The weights of a step, in files of their own.
-
-    Args:
-        plan: for windows of *window_bytes*.
-    """
-
-    def __init__(self, sources: Sequence[StepCopy], plan: WeightsPlan, window_bytes: int) -> None:
-        self.sources = sources
-        self._whole = sources[0].manifest
-        self._plan = plan
-        self.window_bytes = window_bytes
-        self.id, self.attempt = self._whole.id, plan.votes[0].attempt
-        self.files = tuple(file.entry for file in plan.files)
-
-    async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
-        made = self._plan.files[index]
-        window = made.plan.windows[offset // self.window_bytes]
-        for copy in window.copies:
-            if copy.source == HEADER:
-                part = made.plan.header[copy.source_offset : copy.source_offset + copy.size]
-                view[copy.window_offset : copy.window_offset + copy.size] = part
-        for file, landings in made.landings(window).items():
-            for some in _apart(landings):
-                await self._fetch(blocks, file, some, view)
-
-    async def _fetch(self, blocks: StepFiles, file: int, landings: Sequence[Landing], view: memoryview) -> None:
-        """Fill what lands in *view*; what else is in the blocks is read too, to compare them."""
-        stored = self._whole.files[file]
-        reads = plan_reads(
-            landings,
-            stored.size,
-            block_bytes=stored.block,
-            read_bytes=max(self.window_bytes // stored.block, 1) * stored.block,
-            whole_blocks=True,
-        )
-        for read in reads:
-            into = [
-                np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
-                if segment.target == GAP
-                else view[segment.target_offset : segment.target_offset + segment.size]
-                for segment in read.segments
-            ]
-            await blocks.read(file, read.offset, into)
-
-    def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
-        return self._plan.manifest(files, generation, write_id)
-
-
-def _apart(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
-    """Yield sorted landings in groups without overlaps: two tensors of a manifest may claim the same bytes."""
-    some: list[Landing] = []
-    for landing in landings:
-        if some and landing.start < some[-1].end:
-            yield some
-            some = []
-        some.append(landing)
-    yield some
-
-
-async def open_copy_source(
-    sources: Sequence[StepCopy], content: Content, *, window_bytes: int, file_bytes: int
-) -> CopySource:
-    """Return what is copied of the step that *sources* have.
-
-    Args:
-        window_bytes: the most that one read and write may take.
-        file_bytes: where a data file that must be made ends.
-
-    Raises:
-        UsageError: it has no weights, or blocks larger than a window.
-    """
-    whole = sources[0].manifest
-    largest = max(whole.files, key=lambda file: file.block, default=None)
-    if largest is not None and largest.block > window_bytes:
-        raise UsageError(
-            f"{largest.p}: blocks of {largest.block:,} bytes, and windows of {window_bytes:,}: give "
-            f"IO(read_bytes={largest.block})"
-        )
-    if largest is not None:
-        window_bytes -= window_bytes % largest.block
-    if content == "full":
-        return WholeStep(sources, window_bytes)
-
-    def plan() -> WeightsPlan:
-        return plan_weights(whole, window_bytes=window_bytes, file_bytes=file_bytes)
-
-    return WeightsOfStep(sources, await run_blocking(Limiter("plan weights", 1), plan), window_bytes)

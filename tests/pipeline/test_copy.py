@@ -15,9 +15,8 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.copy import CopySource, Windows, copied_files, copy_files, copy_step, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
-from aiockpt.pipeline.fetch import CopySource, open_copy_source
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import OsClock, World

@@ -15,9 +15,8 @@ from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.format import merge
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Content
-from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
-from aiockpt.pipeline.fetch import open_copy_source
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.planning.weights import has_weights_only, weights_attempt
 from aiockpt.runtime.limits import Pace

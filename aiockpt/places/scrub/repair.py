@@ -34,9 +34,9 @@ from aiockpt.events import StepDamaged, StepRepaired
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.collect import remove_overtaken
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.copy import Windows, copy_step, remove_strays, rewrite_files
+from aiockpt.pipeline.copy import Windows, copy_step, open_copy_source, remove_strays, rewrite_files
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest
-from aiockpt.pipeline.fetch import StepFiles, open_copy_source
+from aiockpt.pipeline.fetch import StepFiles
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
 from aiockpt.units import count

@@ -19,9 +19,8 @@ from aiockpt.errors import CheckpointError, RankFailedError, SaveSkippedError
 from aiockpt.format.manifest import FileEntry
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.copy import CopySource, Windows, copied_files, copy_files, copy_step, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, find_copy
-from aiockpt.pipeline.fetch import CopySource, open_copy_source
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.runtime.limits import Pace, note_progress
 
