@@ -1,4 +1,4 @@
-"""Are modules saved under the names of the bare module, whatever wraps or hooks them?"""
+"""Modules are saved under the names of the bare module, whatever wraps or hooks them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ def small() -> Any:
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
 
-def test_names_are_those_of_the_state_dict_below_the_key_of_the_state() -> None:
-    model = small()
-    assert names({"model": model}) == [f"model.{name}" for name in model.state_dict()]
-
-
 class Buffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +30,11 @@ class Buffers(nn.Module):
         self.register_parameter("none", None)
 
 
-def test_buffers_that_do_not_persist_and_empty_slots_are_left_out() -> None:
-    assert names({"m": Buffers()}) == ["m.kept"]
+def test_names_are_those_of_the_state_dict_below_the_key_of_the_state() -> None:
+    model = small()
+    assert names({"model": model}) == [f"model.{name}" for name in model.state_dict()]
+    assert names({"m": Buffers()}) == ["m.kept"]  # no buffers that do not persist, no empty slots
+    assert names({"m": nn.Sequential(SavesOnly(2, 3))}) == ["m.0.doubled"]
 
 
 @pytest.fixture
@@ -134,10 +132,6 @@ class LoadsOnly(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
-def test_a_module_that_only_saves_its_own_way_does() -> None:
-    assert names({"m": nn.Sequential(SavesOnly(2, 3))}) == ["m.0.doubled"]
-
-
 def test_a_module_that_only_loads_its_own_way_does_and_knows_its_version(save: Any) -> None:
     found: dict[str, Any] = {"m": nn.Sequential(LoadsOnly(2, 3))}
     saved = save({"m": nn.Sequential(LoadsOnly(2, 3))})
@@ -211,33 +205,27 @@ def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -
     assert target.missing == ("model.more",)
 
 
-def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
-    def tied() -> nn.Module:
-        model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
-        model["head"].weight = model["embed"].weight
-        return model
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
 
-    saved = save({"model": tied()})
+
+def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
+    saved, found = save({"model": tied()}), {"model": tied()}
     assert list(saved.bytes) == ["model.embed.weight"]
     assert saved.walked.alias == {"model.head.weight": "model.embed.weight"}
-    found: dict[str, Any] = {"model": tied()}
     target = saved.load(found)
     assert len(target.wanted) == 1
     assert target.written == {"model.embed.weight", "model.head.weight"}
     assert saved.equals(found)
 
 
-def test_a_tied_checkpoint_fills_both_of_an_untied_model(save: Any) -> None:
-    shared = torch.arange(4.0)
-    saved = save({"a": shared, "b": shared})
-    found: dict[str, Any] = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    assert len(saved.load(found).wanted) == 2
+def test_a_tied_checkpoint_fills_both_of_an_untied_model_and_not_the_other_way(save: Any) -> None:
+    shared, found = torch.arange(4.0), {"a": torch.zeros(4), "b": torch.zeros(4)}
+    assert len(save({"a": shared, "b": shared}).load(found).wanted) == 2
     assert torch.equal(found["a"], shared)
     assert torch.equal(found["b"], shared)
-
-
-def test_a_tied_model_refuses_a_checkpoint_of_two_tensors(save: Any) -> None:
-    shared = torch.zeros(4)
     with pytest.raises(StateMismatchError, match="b: shares its memory with a, but the checkpoint has two tensors"):
         save({"a": torch.ones(4), "b": torch.ones(4)}).load({"a": shared, "b": shared})
 
@@ -248,10 +236,6 @@ def test_the_same_memory_seen_differently_is_stored_each_on_its_own() -> None:
     walked = StateWalker().walk(state)
     assert [shard.name for shard in walked.tensors] == ["a", "b", "c", "d", "e"]
     assert walked.alias == {}
-    packed = torch.ones(4, dtype=torch.uint8)
-    assert StateWalker().walk({"a": packed, "b": packed.view(vars(torch)["uint4"])}).alias == {}
-
-
-def test_empty_tensors_are_tied_to_nothing() -> None:
-    empty = torch.empty(0)
-    assert StateWalker().walk({"a": empty, "b": empty}).alias == {}
+    packed, empty = torch.ones(4, dtype=torch.uint8), torch.empty(0)
+    for other in ({"a": packed, "b": packed.view(vars(torch)["uint4"])}, {"a": empty, "b": empty}):
+        assert StateWalker().walk(other).alias == {}

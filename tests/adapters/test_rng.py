@@ -1,4 +1,4 @@
-"""Do random numbers go on where they were?"""
+"""Random numbers go on where they were."""
 
 from __future__ import annotations
 
