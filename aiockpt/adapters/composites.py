@@ -110,31 +110,22 @@ def _take_quantized(plain: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[
 
 def find_class(name: str, here: type | None) -> type | None:
     """Return the class called *name*, if it is that of what is *here*, or was declared safe to load; else None."""
-    if here is not None and class_name(here) == name:
-        return here
-    for declared in torch.serialization.get_safe_globals():
-        cls = declared[0] if isinstance(declared, tuple) else declared
-        if isinstance(cls, type) and issubclass(cls, torch.Tensor) and class_name(cls) == name:
-            return cls
-    return None
+    declared = (one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals())
+    safe = (one for one in declared if isinstance(one, type) and issubclass(one, torch.Tensor))
+    return next((cls for cls in (here, *safe) if cls is not None and class_name(cls) == name), None)
 
 
 def put_together(
-    kind: str,
-    cls: type | None,
-    tensors: Mapping[str, torch.Tensor],
-    facts: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
+    written: CompositeNode, cls: type | None, tensors: Mapping[str, torch.Tensor], facts: Any
 ) -> torch.Tensor:
     """Return a tensor that is made of *tensors*; raises whatever torch, or the class, raises for parts that do not fit."""
-    if kind == SUBCLASS:
+    shape = written.shape
+    if written.kind == SUBCLASS:
         unflatten: Any = getattr(cls, "__tensor_unflatten__")  # noqa: B009  torch.Tensor does not declare it
-        made: torch.Tensor = unflatten(dict(tensors), facts, torch.Size(shape), stride)
+        made: torch.Tensor = unflatten(dict(tensors), facts, torch.Size(shape), written.stride)
         return made
-    if kind == QUANTIZED:
-        return _make_quantized(tensors, facts, dtype, shape)
+    if written.kind == QUANTIZED:
+        return _make_quantized(tensors, facts, written.dtype, shape)
     layout = _LAYOUTS[facts["layout"]]
     if layout == torch.sparse_coo:
         found = torch.sparse_coo_tensor(tensors["indices"], tensors["values"], shape, check_invariants=True)
@@ -219,9 +210,8 @@ def is_composite_node(node: Node) -> bool:
 
 
 def _is_part(node: Node) -> bool:
-    if is_composite_node(node):
-        return bool(node[TAG] == COMPOSITE)
-    return type(node) is dict and node.get(TAG) == "tensor" and type(node.get("name")) is str
+    kind = node.get(TAG) if type(node) is dict else None
+    return kind == COMPOSITE or (kind == "tensor" and type(node.get("name")) is str)
 
 
 def write_composite(tensor: Any, path: Path, encoder: Encoder) -> Node:
@@ -264,10 +254,8 @@ def write_facts(parts: Parts, path: Path, encoder: Encoder) -> dict[str, Node]:
 
 def box_key(boxes: tuple[Box, ...]) -> str:
     """Return which elements of a whole a part has, as text."""
-    ranges = (
-        ",".join(f"{low}:{low + size}" for low, size in zip(box.offsets, box.sizes, strict=True)) for box in boxes
-    )
-    return "+".join(ranges)
+    axes = (zip(box.offsets, box.sizes, strict=True) for box in boxes)
+    return "+".join(",".join(f"{low}:{low + size}" for low, size in ranges) for ranges in axes)
 
 
 def read_written(node: Mapping[str, Any], path: Path) -> CompositeNode:
@@ -299,7 +287,7 @@ def make(
         ManifestError: its parts do not fit each other.
     """
     try:
-        return put_together(written.kind, cls, tensors, facts, written.dtype, written.shape, written.stride)
+        return put_together(written, cls, tensors, facts)
     except Exception as error:
         raise damaged(path, f"cannot be put together ({type(error).__name__}: {error})") from error
 

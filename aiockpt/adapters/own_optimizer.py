@@ -41,13 +41,20 @@ class OwnOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the local parts of DTensors, outside autograd."""
         said = self._keeper.state_dict()
-        shapes = [list(map(_local_shape, group["params"])) for group in self._keeper.param_groups]
         return {
             "class": class_name(type(innermost(self._keeper))),
-            "shapes": shapes,
-            "groups": [_without_names(group) for group in said["param_groups"]],
+            "shapes": self._shapes(),
+            "groups": [{key: group[key] for key in group if key not in NAMES} for group in said["param_groups"]],
             "state": {number: _take_apart(entry) for number, entry in said["state"].items()},
         }
+
+    def _shapes(self) -> list[list[list[int]]]:
+        """Return the shape of what this rank has of each parameter of each group."""
+        groups = (
+            [local_of(one) if is_dtensor(one) else one for one in group["params"]]
+            for group in self._keeper.param_groups
+        )
+        return [[list(one.shape) for one in some] for some in groups]
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load such a state.
@@ -55,8 +62,7 @@ class OwnOptimizer:
         Raises:
             ValueError: it is not that of this optimizer, or its parameters are spread in another way here.
         """
-        keeper = self._keeper
-        here = [list(map(_local_shape, group["params"])) for group in keeper.param_groups]
+        keeper, here = self._keeper, self._shapes()
         own = {class_name(type(keeper)), class_name(type(innermost(keeper)))}  # 0.1.0 has written that of the wrapper
         if saved["class"] not in own or saved["shapes"] != here:
             raise ValueError(
@@ -79,14 +85,6 @@ class OwnOptimizer:
             if number in state:
                 keeper.state[parameter] = state[number]
         keeper.__setstate__({"state": keeper.state, "param_groups": keeper.param_groups})
-
-
-def _without_names(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NAMES}
-
-
-def _local_shape(parameter: torch.Tensor) -> list[int]:
-    return list((local_of(parameter) if is_dtensor(parameter) else parameter).shape)
 
 
 def _take_apart(value: Any) -> Any:

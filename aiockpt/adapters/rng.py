@@ -58,8 +58,8 @@ class RNG:
         """
         started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
-            "torch": _to_bytes(torch.get_rng_state()),
-            "cuda": [_to_bytes(state) for state in torch.cuda.get_rng_state_all()] if started else [],
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "cuda": [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()] if started else [],
             "python": _read_python(),
             "numpy": _read_numpy(),
         }
@@ -101,11 +101,14 @@ def derive_state(state: Mapping[str, Any], rank: int, step: int) -> dict[str, An
 
     try:
         content = hashlib.blake2b(repr(_sorted(state)).encode()).digest()
+        words = [
+            seed("numpy", size_bytes=32) >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)
+        ]  # as numpy takes them
         return {
-            "torch": _to_bytes(torch.Generator().manual_seed(seed("torch")).get_state()),
+            "torch": torch.Generator().manual_seed(seed("torch")).get_state().numpy().tobytes(),
             "cuda": [seed("cuda", device) for device in range(len(state["cuda"]))],
             "python": _read_python(random.Random(seed("python", size_bytes=32))),
-            "numpy": _read_numpy(np.random.RandomState(_words(seed("numpy", size_bytes=32)))),
+            "numpy": _read_numpy(np.random.RandomState(words)),
         }
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
@@ -120,11 +123,6 @@ def _sorted(value: Any) -> Any:
     return value
 
 
-def _words(seed: int) -> list[int]:
-    """Return a seed of 32 bytes as the 32-bit words that numpy takes."""
-    return [seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)]
-
-
 def _write_cuda(device: int, state: bytes | int) -> None:
     """Set a device's generator: to a state of it, or to the seed of a derived stream."""
     if isinstance(state, bytes):
@@ -132,10 +130,6 @@ def _write_cuda(device: int, state: bytes | int) -> None:
     else:
         with torch.cuda.device(device):
             torch.cuda.manual_seed(state)
-
-
-def _to_bytes(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

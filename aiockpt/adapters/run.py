@@ -57,7 +57,7 @@ class Run:
 
     def put(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, is_buffer: bool = False) -> str:
         """Gather a tensor and return its name; *flat* and *is_buffer* as for `describe`."""
-        return self._gather(tensor_name(path), path, tensor, flat, is_buffer=is_buffer)
+        return self._gather(tensor_name(path), path, tensor, flat, is_buffer)
 
     def same(self, found: object, expected: object) -> None:
         """Check that the state still holds the object that was walked.
@@ -77,7 +77,7 @@ class Run:
         return self._gather(tensor_name(path, self._rank), path, tensor)
 
     def _gather(
-        self, name: str, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, is_buffer: bool = False
+        self, name: str, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, is_buffer: bool = False
     ) -> str:
         self.leaves.append(describe(name, tensor, path, flat, is_buffer=is_buffer))
         return name
