@@ -57,6 +57,19 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+class Thing:
+    """An object with a state of any form."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 class Saved:
     """A saved state; trees have been through JSON, tensors through bytes."""
 

@@ -1,4 +1,4 @@
-"""Are tensors that are made of other tensors saved and filled? Through the public API."""
+"""Tensors that are made of other tensors are saved and filled. Through the public API."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_only_a_part_leaves_the_rest_of_its_dict_alone() -> None:
     assert result.differences == ()
 
 
-def test_a_buffer_that_somebody_looks_into_is_replaced_and_told() -> None:
+def test_a_buffer_in_use_elsewhere_is_replaced_and_told() -> None:
     data, numbers = bytearray(b"abc"), array("i", [1])
     with memoryview(data), memoryview(numbers):
         result = resume({"v": bytearray(b"longer"), "n": array("i", [1, 2])}, found := {"v": data, "n": numbers})

@@ -1,4 +1,4 @@
-"""Are long lists of numbers stored as arrays, and is a tree that grows too large told of in time, by name?"""
+"""Long lists of numbers are stored as arrays, and a tree that grows too large is warned of in time, by name."""
 
 from __future__ import annotations
 

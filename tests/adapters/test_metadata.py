@@ -1,4 +1,4 @@
-"""Is the ``_metadata`` of a ``state_dict()`` stored, and handed back as it was? Through the public API."""
+"""The ``_metadata`` of a ``state_dict()`` is stored, and handed back as it was. Through the public API."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from aiockpt.errors import StateMismatchError
+from tests.adapters.conftest import Thing
 from tests.adapters.test_optimizers import State, build, train, two_groups
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -125,24 +126,14 @@ def test_a_dict_keeps_how_a_step_is_computed_here(save: Any) -> None:
     train(found, 1)
 
 
-class Average:
-    """An object whose state has a tensor, so that its dict is one of named tensors."""
-
-    def __init__(self, value: float) -> None:
-        self.state: dict[str, Any] = {"mean": torch.full((2,), value), "count": int(value)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def test_an_object_with_tensors_and_its_dict_load_into_each_other(save: Any) -> None:
-    found, template = Average(1.0), Average(2.0).state_dict()
-    save({"average": Average(5.0).state_dict()}).load({"average": found})
-    save({"average": Average(6.0)}).load({"average": template})
-    for state, value in ((found.state, 5), (template, 6)):
+    five, six, found, template = (
+        {"mean": torch.full((2,), value), "count": int(value)} for value in (5.0, 6.0, 1.0, 2.0)
+    )
+    holder = Thing(found)
+    save({"average": five}).load({"average": holder})
+    save({"average": Thing(six)}).load({"average": template})
+    for state, value in ((holder.state, 5), (template, 6)):
         assert (state["mean"].tolist(), state["count"]) == ([value, value], value)
 
 

@@ -1,4 +1,4 @@
-"""Does the state of each parameter follow it when optimizers have changed their make-up, and is the rest told by name?"""
+"""The state of each parameter follows it when optimizers have changed their make-up; the rest is reported by name."""
 
 from __future__ import annotations
 

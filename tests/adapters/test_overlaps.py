@@ -1,4 +1,4 @@
-"""Are templates whose tensors share a part of their memory filled rightly, or refused?"""
+"""Templates whose tensors share a part of their memory are filled rightly, or refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.adapters.differences import separate
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
@@ -133,3 +134,45 @@ def test_whether_elements_share_memory_is_told_from_strides() -> None:
             assert len(set(view.reshape(-1).tolist())) == view.numel(), view.stride()
         real = torch.arange(64).view(4, 4, 4).permute(dice.sample(range(3), 3))
         assert has_memory_of_its_own(real[:: dice.randrange(1, 4), dice.randrange(4) :, :: dice.randrange(1, 4)])
+
+
+# Which tensors lie in the memory of others, to the byte.
+
+FLAT = torch.arange(12.0)
+
+
+def test_what_begins_where_another_ends_does_not_touch_it() -> None:
+    memory = TensorMemory([FLAT[2:6]])
+    assert not memory.touches(FLAT[:2])
+    assert memory.touches(FLAT[:3])
+    assert memory.touches(FLAT[5:])
+    assert not memory.touches(FLAT[6:])
+    assert not memory.touches(FLAT[3:3])
+
+
+def test_a_matrix_ends_with_its_last_element() -> None:
+    memory = TensorMemory([FLAT[:6].view(2, 3)])
+    assert memory.touches(FLAT[5:])
+    assert not memory.touches(FLAT[6:])
+
+
+def test_what_is_in_another_is_so_with_all_of_it() -> None:
+    memory = TensorMemory([FLAT[2:6], FLAT[8:10]])
+    assert FLAT[2:6] in memory
+    assert FLAT[3:5] in memory
+    assert FLAT[1:3] not in memory
+    assert FLAT[5:7] not in memory
+    assert FLAT[6:8] not in memory
+
+
+def test_the_gaps_of_a_strided_tensor_are_not_its_own() -> None:
+    memory = TensorMemory([FLAT[::2]])
+    assert FLAT[::2] in memory
+    assert FLAT[2:4] not in memory
+    assert memory.touches(FLAT[1::2])
+    assert not memory.touches(FLAT[11:])
+
+
+def test_around_a_tensor_is_all_of_its_storage() -> None:
+    assert TensorMemory([FLAT[2:4]], around=True).touches(FLAT[10:])
+    assert not TensorMemory([FLAT[2:4]], around=True).touches(torch.zeros(3))

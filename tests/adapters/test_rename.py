@@ -1,4 +1,4 @@
-"""Does ``map=`` find its names, and is an entry that renames nothing told?"""
+"""``map=`` and ``rename=`` find their names, and an entry that renames nothing is refused."""
 
 from __future__ import annotations
 

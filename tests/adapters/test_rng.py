@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.adapters.native import RNG, StateWalker, per_rank
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.rng import RNG, derive_state, per_rank
 from aiockpt.errors import StateMismatchError, UsageError
+from tests.adapters.conftest import Thing
+from tests.adapters.worlds import World
 
 
-def draw() -> list[float]:
-    return [
+def draw() -> tuple[float, ...]:
+    return (
         torch.rand(1).item(),
         torch.randn(3).sum().item(),
         random.random(),
         random.gauss(0, 1),
         float(np.random.rand()),
         float(np.random.randn()),
-    ]
+    )
 
 
 def test_every_generator_goes_on_where_it_was(save: Any) -> None:
@@ -35,11 +38,8 @@ def test_every_generator_goes_on_where_it_was(save: Any) -> None:
 
 
 def test_generators_are_set_after_everything_else(save: Any) -> None:
-    class Draws:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+    class Draws(Thing):
+        def load_state_dict(self, state: Any) -> None:
             draw()
 
     state = {"rng": RNG(), "draws": Draws()}
@@ -83,31 +83,97 @@ def test_tensors_of_two_ranks_have_different_names() -> None:
     assert names == {"x@rank0", "x@rank1"}
 
 
-class Loader:
+class OfARank(Thing):
     aiockpt_per_rank = True
 
-    def __init__(self) -> None:
-        self.position = 0
+
+class Data(Thing, torch.utils.data.Dataset[int]):
+    pass
+
+
+@pytest.mark.parametrize("make", [OfARank, Data, lambda state=None: per_rank(OfARank(state))])
+def test_what_reads_data_belongs_to_its_rank(save: Any, make: Any) -> None:
+    saved, found = save({"loader": make({"position": 5})}), make()
+    assert saved.stored.values == {"loader": {"$": "per_rank"}}
+    saved.load({"loader": found})
+    assert getattr(found, "value", found).state == {"position": 5}
+
+
+# Each rank gets a stream of its own, whatever the number of ranks becomes.
+
+
+class OnRank(RNG):
+    """The generators as one of several ranks left them."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.kept = super().state_dict()
+        self.next = draw()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        return self.kept
 
 
-class Data(torch.utils.data.Dataset[int]):
-    state_dict = Loader.state_dict
-    load_state_dict = Loader.load_state_dict
-    position = 0
+def resume(saved: World, size: int) -> list[tuple[float, ...]]:
+    """Return what each rank of another world draws first."""
+    drawn = []
+    for rank in range(size):
+        saved.load_one({"rng": RNG()}, rank, size)
+        drawn.append(draw())
+    return drawn
 
 
-@pytest.mark.parametrize("make", [Loader, Data, lambda: per_rank(Loader())])
-def test_what_reads_data_belongs_to_its_rank(save: Any, make: Any) -> None:
-    state = {"loader": make()}
-    getattr(state["loader"], "value", state["loader"]).position = 5
-    saved = save(state)
-    assert saved.stored.values == {"loader": {"$": "per_rank"}}
-    found: dict[str, Any] = {"loader": make()}
-    saved.load(found)
-    assert getattr(found["loader"], "value", found["loader"]).position == 5
+def save_all(size: int, step: int = 1, seed: int = 0) -> tuple[World, list[tuple[float, ...]]]:
+    ranks = [OnRank(seed + rank) for rank in range(size)]
+    return World([{"rng": rank} for rank in ranks], step=step), [rank.next for rank in ranks]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_were_there_go_on_with_their_own_numbers(size: int) -> None:
+    saved, expected = save_all(3)
+    assert resume(saved, size) == expected[:size]
+
+
+def test_no_new_rank_draws_what_another_draws() -> None:
+    saved, expected = save_all(2)
+    drawn = resume(saved, 7)
+    assert drawn[:2] == expected
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == 7
+
+
+def test_a_new_rank_draws_the_same_after_each_load_and_something_else_after_another_step_or_state() -> None:
+    first, again, other_step, other_state = save_all(2), save_all(2), save_all(2, step=2), save_all(2, seed=9)
+    new = [resume(saved, 3)[2] for saved, _ in (first, again, other_step, other_state)]
+    assert new[0] == new[1]
+    assert len(set(new)) == 3
+
+
+def test_a_new_rank_depends_on_the_saved_rank_of_its_number_modulo_theirs() -> None:
+    ranks = [OnRank(seed) for seed in (1, 2)]
+    saved = World([{"rng": rank} for rank in ranks], step=4)
+    saved.load_one({"rng": RNG()}, 3, 4)
+    RNG().load_state_dict(derived := derive_state(ranks[1].kept, 3, 4))
+    expected = draw()
+    saved.load_one({"rng": RNG()}, 3, 4)
+    assert draw() == expected
+    assert derived != derive_state(ranks[0].kept, 3, 4)
+
+
+def test_every_device_gets_a_seed_of_its_own() -> None:
+    state = {**RNG().state_dict(), "cuda": [b"\0" * 16, b"\1" * 16]}
+    seeds = derive_state(state, 2, 1)["cuda"]
+    assert len(set(seeds)) == 2
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_a_new_rank_of_a_checkpoint_without_any_state_says_so() -> None:
+    with pytest.raises(StateMismatchError, match="rng: in the state but not in the checkpoint"):
+        World([{"step": 1}]).load_one({"rng": RNG()}, 1, 2)
+
+
+def test_nothing_is_derived_from_what_is_no_state() -> None:
+    with pytest.raises(UsageError, match="no stream of random numbers"):
+        derive_state({"torch": b""}, 1, 1)

@@ -1,4 +1,4 @@
-"""Do modules that load themselves get what is stored, and only they? Through the public API."""
+"""Modules that load themselves get what is stored, and only they. Through the public API."""
 
 from __future__ import annotations
 

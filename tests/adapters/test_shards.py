@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused(make: Any, says: str) -> None:
 
 
 class Ragged(torch.Tensor):
-    """A tensor of someone else's, which knows what torch.distributed.checkpoint asks for."""
+    """A foreign tensor that has the methods which torch.distributed.checkpoint calls."""
 
     parts: dict[tuple[int, ...], torch.Tensor]
 

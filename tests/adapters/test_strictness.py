@@ -1,4 +1,4 @@
-"""Does ``strict=`` raise the differences of the parts that it is about, and report those of the others?"""
+"""``strict=`` raises the differences of the parts that it is about, and reports those of the others."""
 
 from __future__ import annotations
 

@@ -14,19 +14,7 @@ from aiockpt.adapters.target import TensorRef
 from aiockpt.errors import ManifestError, StateMismatchError, UsageError
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Opaque
-
-
-class Thing:
-    """An object with a state of any form."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
+from tests.adapters.conftest import Thing
 
 
 def job(value: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which tensors are saved bit by bit, and which are refused?"""
+"""Tensors that are saved bit by bit, and those that are refused."""
 
 from __future__ import annotations
 

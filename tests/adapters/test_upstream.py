@@ -1,4 +1,4 @@
-"""Are the private parts of other libraries that the package reaches for still what it was written for?
+"""The private parts of other libraries that the package uses are still what it was written for.
 
 Ruff's SLF001 forbids private names of others; ``pyproject.toml`` lists the modules that need some. Here each of these names
 is pinned: by a digest of the source that gives it its meaning, or by what it does where it has no source in Python.

@@ -1,4 +1,4 @@
-"""Is a plain value whose type changed told as a difference, and nothing that is only a usual turn of events?"""
+"""A plain value whose type changed is a difference, and nothing that is only a usual turn of events."""
 
 from __future__ import annotations
 

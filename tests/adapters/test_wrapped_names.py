@@ -1,4 +1,4 @@
-"""Do models and their ``state_dict()``s find each other whatever was wrapped around them, and their optimizers with them?"""
+"""Models and their ``state_dict()``s find each other whatever was wrapped around them, and their optimizers with them."""
 
 from __future__ import annotations
 
