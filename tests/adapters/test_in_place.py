@@ -100,15 +100,18 @@ def fixed() -> Any:
     return made
 
 
-def _run(more: dict[str, Any], **values: Any) -> dict[str, Any]:
-    return {"run": {**values, **more}}
-
-
 BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "a tensor": lambda: {"w": torch.ones(1)},
     "a module": lambda: {"w": nn.Linear(1, 1)},
 }
+
+
+def beside(make: Callable[[], dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"run": {**deepcopy(values), **make()}}
+
+
 # fmt: off
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, ...]]] = {
     # what is saved, what is here, and what is told, or the place of it
@@ -144,14 +147,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, ...]]] =
         lambda: {"meta": {"config": {"a": {"b": {"c": 0.5}}}, "ema": w(0.5)}, "blob": bytearray(b"x" * 70_000)},
         lambda: {"meta": {"config": {"a": {"b": {"c": 0.25}}}, "ema": w(0.25)}, "blob": bytearray()}, ()),
     **{f"only here, beside {name}": (
-        partial(_run, more, epoch=3),
-        partial(_run, more, epoch=0, old=[1], older={}),
+        partial(beside, make, {"epoch": 3}), partial(beside, make, {"epoch": 0, "old": [1], "older": {}}),
         ("run: only in the state, and removed: 'old', 'older'",))
-       for name, make in BESIDE.items() for more in (make(),)},
+       for name, make in BESIDE.items()},
     **{f"only there, beside {name}": (
-        partial(_run, more, history=[torch.ones(2), {"lr": 1}], note="x", epoch=3),
-        partial(_run, more, epoch=0), ())
-       for name, make in BESIDE.items() for more in (make(),)},
+        partial(beside, make, {"history": [torch.ones(2), {"lr": 1}], "note": "x", "epoch": 3}),
+        partial(beside, make, {"epoch": 0}), ())
+       for name, make in BESIDE.items()},
 }
 # fmt: on
 

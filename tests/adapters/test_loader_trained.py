@@ -50,9 +50,8 @@ def trained(make: Make) -> Make:
     return wraps(make)(lambda *args, **how: make(*args, **{"count": "trained", **how}))
 
 
-sampled, opaque, streamed, read, packed = (
-    trained(make) for make in (loaders.sampled, loaders.opaque, loaders.streamed, loaders.read, loaders.packed)
-)
+sampled, opaque, streamed = trained(loaders.sampled), trained(loaders.opaque), trained(loaders.streamed)
+read, packed = trained(loaders.read), trained(loaders.packed)
 WITH_WORKERS = [(sampled, 0), (sampled, 2), (opaque, 0), (opaque, 2), (streamed, 0), (streamed, 2), (read, 0)]
 
 
@@ -342,8 +341,8 @@ def test_misuse_is_refused() -> None:
     loader.trained(one)
     loader.trained(number=1)
     give = "give the batch, or number="
-    wrong: list[Any] = [2, -1, True, "1"]
-    calls: tuple[tuple[Callable[[], object], str], ...] = (
+    wrong: Any = (2, -1, True, "1")
+    calls: list[tuple[Callable[[], object], str]] = [
         (lambda: loader.trained(one), "a list is no batch that waits to be trained: it was trained before"),
         (lambda: loader.trained(list(two)), "not the very object"),
         (loader.trained, give),
@@ -352,7 +351,7 @@ def test_misuse_is_refused() -> None:
         *((partial(loader.trained, number=number), "give a number that") for number in wrong),
         (lambda: handed.trained(one), r"give Loader\(…, count='trained'\)"),
         (handed.numbered, r"give Loader\(…, count='trained'\)"),
-    )
+    ]
     for call, message in calls:
         with pytest.raises(UsageError, match=message):
             call()

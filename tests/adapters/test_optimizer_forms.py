@@ -127,12 +127,12 @@ def test_a_dict_keeps_how_a_step_is_computed_here(save: Any) -> None:
 
 
 def test_an_object_with_tensors_and_its_dict_load_into_each_other(save: Any) -> None:
-    five, six, found, template = (
-        {"mean": torch.full((2,), value), "count": int(value)} for value in (5.0, 6.0, 1.0, 2.0)
-    )
-    holder = Thing(found)
-    save({"average": five}).load({"average": holder})
-    save({"average": Thing(six)}).load({"average": template})
+    def average(value: float) -> dict[str, Any]:
+        return {"mean": torch.full((2,), value), "count": int(value)}
+
+    holder, template = Thing(average(1.0)), average(2.0)
+    save({"average": average(5.0)}).load({"average": holder})
+    save({"average": Thing(average(6.0))}).load({"average": template})
     for state, value in ((holder.state, 5), (template, 6)):
         assert (state["mean"].tolist(), state["count"]) == ([value, value], value)
 
