@@ -2,18 +2,15 @@
 
 Guarantees, besides those of the contract:
 
-- ``put_new`` is a conditional create (``If-None-Match: *``, ``x-goog-if-generation-match: 0``). gs:// and az:// keep
-  it by their own documentation; any other store must prove it once, before the first object is created
-  (docs/format.md#commit-on-object-stores).
-- ``create`` claims its key by creating a small object; the data replace it when the upload is finished, at once. So
-  one of several creators wins here as well, and a crash leaves a small object that no receipt names.
-- No call is sent twice by the client, so that retries are made in one place (`aiockpt.storage`). The one exception are
-  the parts of an upload: obstore accepts a stream, which cannot be sent again from outside.
+- ``put_new`` is a conditional create. gs:// and az:// keep the condition by their own documentation; any other store must
+  prove it once, before the first object is created (docs/format.md#commit-on-object-stores).
+- ``create`` claims its key by creating a small object, which the data replace at once when the upload is finished: one of
+  several creators wins, and a crash leaves a small object that no receipt names.
+- The client sends no call twice, but for the parts of an upload: obstore accepts a stream, which cannot be sent again
+  from outside.
 
-Not kept: ``delete`` removes keys in batches, and within a batch in any order.
-
-Memory: besides the caller's, an upload holds the parts in flight (`PARTS` of 16 MiB), since obstore keeps
-references to what it is given and does not report when it releases them.
+Not kept: ``delete`` removes keys in batches, and within a batch in any order. An upload holds the parts in flight
+(`PARTS` of 16 MiB) besides the caller's memory: obstore keeps references, and does not report when it drops them.
 """
 
 from __future__ import annotations

@@ -2,18 +2,16 @@
 
 Guarantees, and where this last resort is weaker than the contract:
 
-- ``put_new`` has one winner where the file system can create exclusively. That is tested: before the first create
-  several threads race for one name, and exactly one must win. Else the place is refused, unless *unsafe_commit* is
-  given. The test is no proof; of the two methods that fsspec has for it, those that are known to check first and write
-  then are not considered.
-- ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a
-  crash may see a part of a small object; its digest shows it, and it counts as bad (docs/format.md#commit-on-posix).
+- ``put_new`` has one winner where the file system can create exclusively. That is tested before the first create: several
+  threads race for one name, and exactly one must win. Else the place is refused, unless *unsafe_commit* is given. The test
+  is no proof; fsspec's methods that are known to check first and write then are not considered.
+- ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a crash may
+  see a part of a small object; its digest shows it, and it counts as bad (docs/format.md#commit-on-posix).
 - ``durable`` means that the far side has acknowledged the bytes; whether it has flushed them, fsspec does not know.
 - Symbolic links are handled by the far side.
 
-All calls run on worker threads, also those of asynchronous file systems, which then use fsspec's own loop: each of them
-has its own handling of sessions and loops, and this way there is one path for all. fsspec owns its file systems and
-keeps them for the next user, so `close` does not close them.
+All calls run on worker threads, also those of asynchronous file systems, which then use fsspec's own loop. fsspec owns its
+file systems and keeps them for the next user, so `close` does not close them.
 """
 
 from __future__ import annotations

@@ -2,18 +2,15 @@
 
 Guarantees, besides those of the contract:
 
-- A key is absent or whole: small objects are written to a temporary file and renamed, which the NameNode does in one
-  step; without overwriting for ``put_new``, so one racer wins. Temporary files are in ``.tmp`` below the root, are never
-  listed, and go after a day by the NameNode's clock.
+- A key is absent or whole: small objects are written to a temporary file and renamed, without overwriting for ``put_new``,
+  so one racer wins. Temporary files are in ``.tmp`` below the root, are never listed, and go after a day.
 - **Durable** means: the NameNode has the name in its edit log, and every byte was flushed (``hsync``) on every DataNode of
-  its pipeline before the file was closed. That survives the death of this process, of its host, and of DataNodes as far as
-  there are replicas. A power cut of all replicas at once is survived only where the DataNodes also flush their folders:
-  set ``dfs.datanode.synconclose=true`` for that.
+  its pipeline before the file was closed. A power cut of all replicas at once is survived only where the DataNodes also
+  flush their folders: set ``dfs.datanode.synconclose=true`` for that.
 - No call to a server runs on the event loop (see `hdfs_client`).
 
-A file is closed when a DataNode has reported its last block to the NameNode; the client polls again after 0.5 s when that
-is missing, so a small object often costs that long. ``dfs.namenode.file.close.num-committed-allowed=1`` (Hadoop 2.9)
-avoids it.
+The client polls again after 0.5 s when a DataNode has not yet reported the last block of a file that is closed, so a small
+object often costs that long. ``dfs.namenode.file.close.num-committed-allowed=1`` (Hadoop 2.9) avoids it.
 """
 
 from __future__ import annotations

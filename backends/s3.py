@@ -151,17 +151,15 @@ class S3Backend:
         if not max_bytes:
             await self.stat(key)
             return b""
-        client = await self._bucket.client()
+        requests = await self._bucket.requests()
+        span = {"Range": f"bytes=0-{max_bytes - 1}"}
         with self._bucket.errors("reading", check_key(key)):
             try:
-                answer = await client.get_object(**self._bucket.address(key), Range=f"bytes=0-{max_bytes - 1}")
+                return (await requests.get(self._bucket.name, self._bucket.path(key), span))[:max_bytes]
             except ClientError as error:
                 if says_empty(error):
                     return b""
                 raise
-            async with answer["Body"] as body:
-                data: bytes = await body.read()
-        return data[:max_bytes]
 
     async def open(self, key: str) -> RangeReader:
         found = await self._head(key)

@@ -31,6 +31,7 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 
+from aiockpt.backends.s3_direct import ObjectRequests
 from aiockpt.backends.s3_errors import guard_providers, says_empty, says_expired, says_little, storage_errors
 from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.redaction import hide, redact_error
@@ -143,6 +144,7 @@ class Bucket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: list[object] = []
         self._client: S3Client | None = None
+        self._requests: ObjectRequests | None = None
         self._expired = False
 
     @property
@@ -203,20 +205,26 @@ class Bucket:
         assert self._client is not None
         return self._client
 
+    async def requests(self) -> ObjectRequests:
+        """Return what makes the requests for one object; raises as `client`."""
+        await self.client()
+        assert self._requests is not None
+        return self._requests
+
     async def head(self, doing: str, key: str) -> dict[str, Any]:
         """Return the store's description of an object; *doing* is for messages.
 
         A HEAD has no body with the reason of a refusal, and expired credentials look like wrong ones: then a GET of one
         byte is sent, and its answer counts.
         """
-        client = await self.client()
+        requests = await self.requests()
         with self.errors(doing, key):
             try:
-                return dict(await client.head_object(**self.address(key)))
+                return await requests.head(self.name, self.path(key))
             except ClientError as error:
                 if not says_little(error):
                     raise
-                return await self._look_by_get(client, key, error)
+                return await self._look_by_get(await self.client(), key, error)
 
     async def _look_by_get(self, client: S3Client, key: str, unsaid: ClientError) -> dict[str, Any]:
         try:
@@ -260,8 +268,12 @@ class Bucket:
             number = object()
             _held[number] = loop, self._hold(session, number)
             self._client = await self._open_client(_held[number][1])  # calls under way keep the one they have
+            self._requests = self._make_requests(self._client, session)
             self._clients.append(number)
             self._expired = False
+
+    def _make_requests(self, client: S3Client, session: AioSession) -> ObjectRequests:
+        return ObjectRequests(client, session, follows=_is_aws(client.meta.endpoint_url))
 
     async def _open_client(self, client: AsyncGenerator[S3Client, None]) -> S3Client:
         try:

@@ -111,12 +111,12 @@ class Creator:
     async def put(self, key: str, data: bytes, *, proving: bool = False, **more: Any) -> None:
         """Write a small object, with its checksum."""
         summing, view = self._checks.summing, memoryview(data)
-        client = await self._bucket.client()
+        requests = await self._bucket.requests()
         with self._bucket.sending("writing", key) as moved:
 
             async def put(check: Mapping[str, Any]) -> None:
                 body = Body([view], moved) if data else b""
-                await client.put_object(**self._bucket.address(key), Body=body, **check, **more)
+                await requests.put(self._bucket.name, self._bucket.path(key), body, {**check, **more})
 
             await self._checks.send({} if summing is None else summing.field(summing.of([view])), put, proving=proving)
 

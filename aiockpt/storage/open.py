@@ -28,6 +28,12 @@ from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 
 GROUP = "aiockpt.backends"
+# Places of this machine, whose calls pass no network: scheme -> module, class.
+_HERE = {
+    "file": ("aiockpt.backends.local", "LocalBackend"),
+    "memory": ("aiockpt.backends.memory", "MemoryBackend"),
+    "shm": ("aiockpt.backends.shm", "ShmBackend"),
+}
 # Backends of ours that need a client library: scheme → module, class, the extra that installs it.
 _OURS = {
     "s3": ("aiockpt.backends.s3", "S3Backend", "s3"),
@@ -67,12 +73,8 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         return where
     address = parse_address(where)
     scheme, text = address.scheme, address.text
-    if scheme == "file":
-        return _open_local(text, world)
-    if scheme == "memory":
-        return _open_memory(text.partition("://")[2], world)
-    if scheme == "shm":
-        return _open_shm(text.partition("://")[2], world)
+    if scheme in _HERE:
+        return _import(*_HERE[scheme])(text if scheme == "file" else text.partition("://")[2], world=world)
     factory = _find_factory(scheme, text)
     try:
         return _retrying(factory(text, world=world), world)
@@ -80,24 +82,6 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         raise
     except Exception as error:  # noqa: BLE001  a third-party backend may raise anything
         raise UsageError(f"{text!r} cannot be opened: {error}") from redact_error(error)
-
-
-def _open_local(path: str, world: World | None) -> Backend:
-    from aiockpt.backends.local import LocalBackend
-
-    return LocalBackend(path, world=world)
-
-
-def _open_memory(name: str, world: World | None) -> Backend:
-    from aiockpt.backends.memory import MemoryBackend
-
-    return MemoryBackend(name, world=world)
-
-
-def _open_shm(name: str, world: World | None) -> Backend:
-    from aiockpt.backends.shm import ShmBackend
-
-    return ShmBackend(name, world=world)
 
 
 def _retrying(backend: Backend, world: World | None) -> Backend:
@@ -122,7 +106,7 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
                 f"resume(state, fork={url!r}), or make a step of it: aiockpt convert {url} RUN"
             )
         if scheme in others:
-            return _import_fsspec()
+            return _import("aiockpt.backends.fsspec", "FsspecBackend")
         raise _unknown(scheme, url, found, others)
     try:
         return cast("Callable[..., Backend]", found[scheme].load())
@@ -130,12 +114,6 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
         raise UsageError(
             f"{url!r}: the backend for {scheme}:// cannot be imported: {error}; reinstall it"
         ) from redact_error(error)
-
-
-def _import_fsspec() -> Callable[..., Backend]:
-    from aiockpt.backends.fsspec import FsspecBackend
-
-    return FsspecBackend
 
 
 def _fsspec_schemes() -> Collection[str]:
@@ -149,7 +127,7 @@ def _fsspec_schemes() -> Collection[str]:
 def _unknown(scheme: str, url: str, registered: Collection[str], others: Collection[str]) -> UsageError:
     """Say which schemes there are, and how to get more."""
     extras = {name: f" (extra {extra})" for name, (_, _, extra) in _OURS.items()}
-    names = sorted({"file", "memory", "shm", *_OURS, *registered})
+    names = sorted({*_HERE, *_OURS, *registered})
     known = ", ".join(f"{name}://{extras.get(name, '')}" for name in names)
     near = get_close_matches(scheme, names, 1, 0.5)
     hint = f"Did you mean {near[0]}://? " if near else ""
@@ -172,8 +150,12 @@ def _no_place(scheme: str, url: str) -> UsageError:
 def _import_ours(scheme: str, url: str) -> Callable[..., Backend]:
     module, name, extra = _OURS[scheme]
     try:
-        return cast("Callable[..., Backend]", getattr(import_module(module), name))
+        return _import(module, name)
     except ImportError as error:
         raise UsageError(
             f"{url!r}: {scheme}:// needs a client library: {error}; install it with: pip install 'aiockpt[{extra}]'"
         ) from error
+
+
+def _import(module: str, name: str) -> Callable[..., Backend]:
+    return cast("Callable[..., Backend]", getattr(import_module(module), name))

@@ -23,6 +23,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.backend_suite import BackendSuite, patterned
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
+from tests.fails import fails
 from tests.servers.naive_s3 import BUCKET, NaiveS3, Request, run_naive_s3
 
 MIB = 1 << 20
@@ -90,10 +91,8 @@ async def test_an_unsafe_commit_is_warned_of_once_and_looks_before_it_creates(mo
         backend = open_naive(server, monkeypatch, unsafe_commit=True)
         with pytest.warns(RuntimeWarning, match="both may believe"):
             await backend.put_new("a", b"1")
-        with pytest.raises(ObjectExistsError):
-            await backend.put_new("a", b"2")
-        with pytest.raises(ObjectExistsError):
-            await backend.create("a", 1)
+        await fails(backend.put_new("a", b"2"), ObjectExistsError)
+        await fails(backend.create("a", 1), ObjectExistsError)
         assert await backend.get("a", 1) == b"1"
         upload = await backend.create("b", 3)
         await upload.write(0, [memoryview(b"123")])
@@ -121,9 +120,7 @@ async def test_a_claim_whose_answer_was_lost_is_recognised_by_the_next_try(monke
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
         server.interfere = lose_answers("PUT", "run/d/file", 1)
-        with pytest.raises(StorageError) as caught:
-            await backend.create("d/file", 3)
-        assert caught.value.retryable
+        await fails(backend.create("d/file", 3), retryable=True)
         upload = await backend.create("d/file", 3)
         with pytest.raises(ObjectExistsError):  # the claim was taken up: the next one is another's
             await backend.create("d/file", 3)
@@ -136,12 +133,10 @@ async def test_a_key_that_another_took_is_not_claimed_after_a_lost_answer(monkey
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
         server.interfere = lambda request: 500 if request.key == "run/d/file" and request.kind == "PUT" else None
-        with pytest.raises(StorageError):
-            await backend.create("d/file", 3)
+        await fails(backend.create("d/file", 3))
         server.interfere = lambda request: None
         server.objects["run/d/file"] = b"theirs"
-        with pytest.raises(ObjectExistsError):
-            await backend.create("d/file", 3)
+        await fails(backend.create("d/file", 3), ObjectExistsError)
         assert server.objects["run/d/file"] == b"theirs"
 
 
@@ -177,8 +172,7 @@ async def test_a_verb_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
             ("HEAD", lambda: backend.stat("a")),
             ("delete batch", lambda: backend.delete(["a"])),
         ):
-            with pytest.raises(StorageThrottledError):
-                await call()
+            await fails(call(), StorageThrottledError)
             assert server.seen[kind] == 1
 
 
@@ -221,9 +215,7 @@ async def test_a_part_that_keeps_failing_fails_the_file_for_good_and_leaves_noth
             for block in range(4 * PARTS):
                 await upload.write(block * data.nbytes, [data])
 
-        with pytest.raises(StorageThrottledError) as caught:
-            await write()
-        assert not caught.value.retryable
+        await fails(write(), StorageThrottledError, retryable=False)
         await upload.abort()
         assert sorted(server.objects) == ["run/.aiockpt"]
         assert server.seen["abort upload"] == 1

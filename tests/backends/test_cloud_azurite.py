@@ -20,6 +20,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.backend_suite import BackendSuite, download, patterned
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
+from tests.fails import fails
 from tests.servers.azurite.azurite import INSTALL_DEADLINE_S, Azurite, CannotRunError, run_azurite
 from tests.small_run import Run
 
@@ -80,8 +81,7 @@ async def test_a_file_aborted_between_parts_is_gone_from_azure(azure: CloudBacke
     await upload.write(0, [data[: 40 * MIB]])
     await upload.abort()
     assert (await azure.list("d")).objects == ()
-    with pytest.raises(ObjectNotFoundError):
-        await azure.stat("d/file")
+    await fails(azure.stat("d/file"), ObjectNotFoundError)
 
 
 async def test_more_keys_than_a_batch_holds_are_deleted_absent_ones_among_them(azure: CloudBackend) -> None:

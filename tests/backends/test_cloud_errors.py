@@ -25,6 +25,7 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.storage.backend import Backend
+from tests.fails import fails
 
 HANG = b"hang"
 
@@ -119,16 +120,13 @@ async def test_an_answer_becomes_our_error(
 @pytest.mark.parametrize("status", [409, 412])
 async def test_a_refused_create_is_a_conflict(status: int) -> None:
     async with serve_raw(said(status)) as endpoint:
-        with pytest.raises(ObjectExistsError):
-            await azure(endpoint).put_new("a/b", b"1")
+        await fails(azure(endpoint).put_new("a/b", b"1"), ObjectExistsError)
 
 
 async def test_a_server_that_is_not_there_may_be_back_a_moment_later() -> None:
     async with serve_raw(b"") as endpoint:
         pass
-    with pytest.raises(StorageError) as caught:
-        await azure(endpoint).stat("a")
-    assert caught.value.retryable
+    await fails(azure(endpoint).stat("a"), retryable=True)
 
 
 def test_a_url_that_obstore_cannot_read_is_refused() -> None:

@@ -113,16 +113,10 @@ class TestMemory(BackendSuite):
         return MemoryBackend()
 
 
-class TestRecordingMemory(BackendSuite):
+class TestMemoryWrapped(BackendSuite):
     @pytest.fixture
     def backend(self) -> Backend:
-        return RecordingBackend(MemoryBackend())
-
-
-class TestFaultyMemoryWithoutFaults(BackendSuite):
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return FaultyBackend(MemoryBackend())
+        return RecordingBackend(FaultyBackend(MemoryBackend()))
 
 
 class TestLocalOnWrappedFiles(BackendSuite):

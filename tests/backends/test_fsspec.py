@@ -22,6 +22,7 @@ from aiockpt.backends.fsspec import FsspecBackend
 from aiockpt.backends.fsspec_place import modified_ns
 from aiockpt.errors import ObjectExistsError, StorageAccessError, StorageError, UsageError
 from aiockpt.testing.backend_suite import upload
+from tests.fails import fails
 
 NS = 1_000_000_000
 
@@ -127,9 +128,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_file_system_without_an_exclusive_create_is_refused(protocol: str, tmp_path: Path) -> None:
     backend = FsspecBackend(f"{protocol}://{tmp_path}/run")
     for create in (lambda: backend.put_new("a", b"1"), lambda: backend.create("a", 1)):
-        with pytest.raises(StorageError, match=r"cannot create a file exclusively.*unsafe_commit=True") as caught:
-            await create()
-        assert not caught.value.retryable
+        await fails(create(), StorageError, r"cannot create a file exclusively.*unsafe_commit=True", retryable=False)
     assert (await backend.list("")).objects == ()
     await backend.put("a", b"1")  # what commits nothing is allowed
     assert await backend.get("a", 1) == b"1"
@@ -143,9 +142,7 @@ async def test_a_race_that_nobody_could_run_refuses_no_place(tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFileSystem, "_open", fail)
-        with pytest.raises(StorageError, match="reset") as caught:
-            await backend.put_new("a", b"1")
-    assert caught.value.retryable
+        await fails(backend.put_new("a", b"1"), StorageError, "reset", retryable=True)
     await backend.put_new("a", b"1")  # it is asked anew
     assert "create_by_open" in repr(backend)
 
@@ -154,10 +151,8 @@ async def test_an_unsafe_commit_is_warned_of_once_and_looks_before_it_creates(tm
     backend = FsspecBackend(f"careless://{tmp_path}/run", unsafe_commit=True)
     with pytest.warns(RuntimeWarning, match="both may believe"):
         await backend.put_new("a", b"1")
-    with pytest.raises(ObjectExistsError):
-        await backend.put_new("a", b"2")
-    with pytest.raises(ObjectExistsError):
-        await backend.create("a", 1)
+    await fails(backend.put_new("a", b"2"), ObjectExistsError)
+    await fails(backend.create("a", 1), ObjectExistsError)
     assert await backend.get("a", 1) == b"1"
     await upload(backend, "b", memoryview(b"123"))
     assert await backend.get("b", 3) == b"123"
@@ -176,8 +171,7 @@ async def test_an_exclusive_create_is_found_in_either_of_its_forms(protocol: str
     backend = FsspecBackend(f"{protocol}://{tmp_path}/run")
     await backend.put_new("a/b", b"1")
     assert way in repr(backend)
-    with pytest.raises(ObjectExistsError):
-        await backend.put_new("a/b", b"2")
+    await fails(backend.put_new("a/b", b"2"), ObjectExistsError)
     assert await backend.get("a/b", 1) == b"1"
     assert [found.key for found in (await backend.list("")).objects] == []  # no probe is left
 
@@ -258,8 +252,7 @@ async def test_a_file_cut_short_while_it_is_read_says_where_it_ends(tmp_path: Pa
     await backend.put("a", b"0123456789")
     reader = await backend.open("a")
     (tmp_path / "run" / "a").write_bytes(b"0123")
-    with pytest.raises(StorageError, match="ends at byte 4"):
-        await reader.read(0, [memoryview(bytearray(10))])
+    await fails(reader.read(0, [memoryview(bytearray(10))]), StorageError, "ends at byte 4")
     await reader.close()
 
 
@@ -273,9 +266,7 @@ async def test_a_write_that_fails_is_not_tried_again_on_the_same_stream(
         raise ConnectionResetError(104, "reset")
 
     monkeypatch.setattr("fsspec.implementations.local.LocalFileOpener.write", fail, raising=False)
-    with pytest.raises(StorageError) as caught:
-        await file.write(0, [memoryview(b"123")])
-    assert not caught.value.retryable
+    await fails(file.write(0, [memoryview(b"123")]), retryable=False)
     await file.abort()
     assert (await backend.list("")).objects == ()
 

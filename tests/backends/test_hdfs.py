@@ -27,6 +27,7 @@ from aiockpt.storage.transfer import put_once
 from aiockpt.testing.backend_suite import BackendSuite, download, patterned
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
+from tests.fails import fails
 from tests.servers.hdfs.fixture import files, folder, hdfs, names, parts, raw, stream, write_shuffled
 
 __all__ = ["folder", "hdfs", "parts", "raw", "stream"]
@@ -126,9 +127,7 @@ async def test_a_folder_that_is_always_removed_is_an_error_that_may_pass(
         client.delete(target.rpartition("/")[0])
 
     parts._client = Meddler(parts._client, remove_folder)  # type: ignore[assignment]
-    with pytest.raises(StorageError, match="its folder was removed") as caught:
-        await parts.put_new("a/b", b"x")
-    assert caught.value.retryable
+    await fails(parts.put_new("a/b", b"x"), StorageError, "its folder was removed", retryable=True)
     assert files(raw, folder) == []
 
 

@@ -21,6 +21,7 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.testing.backend_suite import download, patterned, upload
+from tests.fails import fails
 from tests.servers.hdfs.fixture import files, folder, hdfs, parts, raw, write_shuffled
 from tests.servers.hdfs.server import HdfsServer
 
@@ -32,9 +33,7 @@ _BLOCK_BYTES = 1 << 20
 async def test_a_namenode_that_does_not_run_is_an_error_that_may_pass(free_port: int) -> None:
     backend = HdfsBackend(f"hdfs://127.0.0.1:{free_port}/x")
     for call in (lambda: backend.get("a", 1), lambda: backend.put("a", b""), lambda: backend.create("a", 1)):
-        with pytest.raises(StorageError, match="Look whether the NameNode") as caught:
-            await call()
-        assert caught.value.retryable
+        await fails(call(), StorageError, "Look whether the NameNode", retryable=True)
 
 
 @pytest.fixture
@@ -55,9 +54,7 @@ async def test_a_full_quota_says_that_there_is_no_space(
     large = await parts.create("large", data.nbytes)
     writes: list[Callable[[], Awaitable[object]]] = [lambda: parts.put("small", b"x"), lambda: large.write(0, [data])]
     for write in writes:
-        with pytest.raises(StorageFullError, match="Free space") as caught:
-            await write()
-        assert not caught.value.retryable
+        await fails(write(), StorageFullError, "Free space", retryable=False)
     await large.abort()
     assert files(raw, folder) == [f"{folder}/fits"]
     assert await parts.get("fits", 1 << 21) == bytes(data)
@@ -70,8 +67,7 @@ async def test_a_right_that_is_missing_is_named(
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
     backend = HdfsBackend(f"{hdfs.url}{folder}")
     for write in (lambda: backend.put("a", b"x"), lambda: backend.create("a", 1)):
-        with pytest.raises(StorageAccessError, match="Permission denied"):
-            await write()
+        await fails(write(), StorageAccessError, "Permission denied")
     assert (await backend.list("")).objects == ()
 
 
@@ -79,9 +75,7 @@ async def test_safe_mode_is_an_error_that_may_pass(parts: HdfsBackend, hdfs: Hdf
     await parts.put("a", b"x")
     hdfs.run_admin("-safemode", "enter")
     try:
-        with pytest.raises(StorageError, match="safe mode") as caught:
-            await parts.put("b", b"x")
-        assert caught.value.retryable
+        await fails(parts.put("b", b"x"), StorageError, "safe mode", retryable=True)
         assert await parts.get("a", 1) == b"x"
     finally:
         hdfs.run_admin("-safemode", "leave")
@@ -90,15 +84,13 @@ async def test_safe_mode_is_an_error_that_may_pass(parts: HdfsBackend, hdfs: Hdf
 
 async def test_names_that_hdfs_does_not_take_are_refused(parts: HdfsBackend) -> None:
     for key in ("with:colon", "n" * 300):
-        with pytest.raises(UsageError, match="HDFS takes no such name"):
-            await parts.create(key, 1)
+        await fails(parts.create(key, 1), UsageError, "HDFS takes no such name")
 
 
 async def test_an_object_below_an_object_is_an_error_and_no_absent_folder(parts: HdfsBackend) -> None:
     await parts.put("a", b"x")
     for write in (lambda: parts.put("a/b", b"y"), lambda: parts.create("a/b", 1)):
-        with pytest.raises(StorageError):
-            await write()
+        await fails(write())
     assert await parts.get("a", 10) == b"x"
 
 
@@ -116,14 +108,11 @@ async def test_a_datanode_that_dies_in_the_middle_of_a_block_fails_it_and_comes_
     file = await parts.create("during", data.nbytes)
     blocks = [data[start : start + _BLOCK_BYTES] for start in range(0, data.nbytes, _BLOCK_BYTES)]
     try:
-        with pytest.raises(StorageError) as caught:
-            await file.write(0, blocks, kill_at_third_run)
-        assert caught.value.retryable
+        await fails(file.write(0, blocks, kill_at_third_run), retryable=True)
         await file.abort()
         assert files(raw, folder) == [f"{folder}/before"]
         reader = await parts.open("before")
-        with pytest.raises(StorageError):
-            await download(reader)
+        await fails(download(reader))
     finally:
         hdfs.start_datanode()
     await upload(parts, "during", data)
@@ -139,13 +128,10 @@ async def test_what_was_acknowledged_survives_the_death_of_the_namenode(
     await parts.put_new("manifest", b"votes")
     hdfs.kill_namenode()
     try:
-        with pytest.raises(StorageError) as caught:
-            await parts.get("manifest", 100)
-        assert caught.value.retryable
+        await fails(parts.get("manifest", 100), retryable=True)
     finally:
         hdfs.start_namenode()
         hdfs.wait_writable()
     assert await parts.get("manifest", 100) == b"votes"
     assert await parts.get("d/file", data.nbytes) == bytes(data)
-    with pytest.raises(ObjectExistsError):
-        await parts.put_new("manifest", b"another's")
+    await fails(parts.put_new("manifest", b"another's"), ObjectExistsError)

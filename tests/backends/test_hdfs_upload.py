@@ -31,6 +31,7 @@ from aiockpt.runtime.limits import Limiter
 from aiockpt.storage.open import open_backend
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.backend_suite import patterned, upload
+from tests.fails import fails
 from tests.servers.hdfs.fixture import files, folder, hdfs, names, parts, raw, stream, write_shuffled
 from tests.servers.hdfs.server import HdfsServer
 
@@ -75,8 +76,7 @@ async def test_a_part_that_vanished_fails_the_file_and_leaves_nothing(
     for offset in (0, 5, 10):
         await file.write(offset, [memoryview(b"abcde")])
     raw.delete(sorted(files(raw, f"{folder}/d/file.parts"))[1])
-    with pytest.raises(StorageError, match="joining 2 files"):
-        await file.finish()
+    await fails(file.finish(), StorageError, "joining 2 files")
     assert files(raw, folder) == []
 
 
@@ -87,8 +87,7 @@ async def test_a_part_that_is_too_short_fails_the_file(parts: HdfsBackend, raw: 
     writer = raw.create(sorted(files(raw, f"{folder}/d/file.parts"))[1], WriteOptions(overwrite=True))
     writer.write(b"abcd")
     writer.close()
-    with pytest.raises(StorageError, match="have 14 bytes together, not 15"):
-        await file.finish()
+    await fails(file.finish(), StorageError, "have 14 bytes together, not 15")
     assert files(raw, folder) == []
 
 
@@ -172,9 +171,7 @@ async def test_the_url_says_where_webhdfs_is(hdfs: HdfsServer, folder: str) -> N
 async def test_a_block_whose_turn_never_comes_is_an_error(hdfs: HdfsServer, raw: Client, folder: str) -> None:
     file = HdfsUpload(raw, Limiter("writes", 2), lambda *_: None, f"{folder}/file", "file", 10, turn_timeout_s=0.05)
     file.begin()
-    with pytest.raises(StorageTimeoutError, match="byte 0 was not written") as caught:
-        await file.write(5, [memoryview(b"56789")])
-    assert not caught.value.retryable
+    await fails(file.write(5, [memoryview(b"56789")]), StorageTimeoutError, "byte 0 was not written", retryable=False)
     await file.abort()
     assert files(raw, folder) == []
 
@@ -187,11 +184,9 @@ async def test_a_failed_block_ends_the_stream_for_those_that_wait(stream: HdfsBa
     waiting = asyncio.ensure_future(file.write(5, [memoryview(b"56789")]))
     with pytest.raises(ArithmeticError):
         await file.write(0, [memoryview(b"01234")], refuse)
-    with pytest.raises(StorageError, match=r"takes no more.*bad block"):
-        await waiting
+    await fails(waiting, StorageError, r"takes no more.*bad block")
     await file.abort()
-    with pytest.raises(ObjectNotFoundError):
-        await stream.stat("file")
+    await fails(stream.stat("file"), ObjectNotFoundError)
 
 
 async def test_an_abort_sends_away_those_who_wait_for_their_turn(stream: HdfsBackend) -> None:
@@ -199,8 +194,7 @@ async def test_an_abort_sends_away_those_who_wait_for_their_turn(stream: HdfsBac
     waiting = asyncio.ensure_future(file.write(5, [memoryview(b"56789")]))
     await asyncio.sleep(0)
     await file.abort()
-    with pytest.raises(StorageError, match="aborted"):
-        await waiting
+    await fails(waiting, StorageError, "aborted")
 
 
 async def test_a_webhdfs_that_was_only_guessed_is_asked_once(hdfs: HdfsServer, folder: str) -> None:
@@ -265,9 +259,8 @@ async def test_a_block_that_broke_off_may_be_sent_again_as_a_part_and_not_in_a_s
     backend = parts if webhdfs else stream
     backend._client = WatchedClient(backend._client, writing_fails=True)  # type: ignore[assignment]
     file = await backend.create("file", 5)
-    with pytest.raises(StorageError, match="Connection reset") as caught:
-        await file.write(0, [memoryview(b"01234")])
-    assert caught.value.retryable is retryable
+    error = await fails(file.write(0, [memoryview(b"01234")]), StorageError, "Connection reset")
+    assert error.retryable is retryable
     await file.abort()
 
 

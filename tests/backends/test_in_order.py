@@ -14,6 +14,7 @@ from aiockpt.backends.in_order import InOrderUpload
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter
 from aiockpt.storage.backend import Seen
+from tests.fails import fails
 
 
 class Tape:
@@ -86,15 +87,13 @@ async def test_a_block_that_came_early_was_copied() -> None:
 async def test_after_a_failed_block_nothing_is_sent_any_more() -> None:
     upload, tape = make_upload(12)
     tape.fails = True
-    with pytest.raises(StorageError, match="the stream broke"):
-        await upload.write(0, [memoryview(b"1234")])
+    await fails(upload.write(0, [memoryview(b"1234")]), StorageError, "the stream broke")
     tape.fails = False
     for start in (0, 4):
         with pytest.raises(StorageError, match="an earlier block was not written") as caught:
             await upload.write(start, [memoryview(b"1234")])
         assert not caught.value.retryable
-    with pytest.raises(StorageError, match="an earlier block"):
-        await upload.finish()
+    await fails(upload.finish(), StorageError, "an earlier block")
     assert tape.sent == b""
     await upload.abort()
     assert tape.ended == "aborted"
@@ -121,8 +120,7 @@ async def test_a_cancelled_block_breaks_the_stream() -> None:
     writing.cancel()
     await asyncio.wait([writing])
     tape.may_go_on.set()
-    with pytest.raises(StorageError, match="an earlier block"):
-        await upload.write(4, [memoryview(b"5678")])
+    await fails(upload.write(4, [memoryview(b"5678")]), StorageError, "an earlier block")
 
 
 async def test_an_upload_that_cannot_be_finished_is_aborted() -> None:
@@ -132,9 +130,7 @@ async def test_an_upload_that_cannot_be_finished_is_aborted() -> None:
         raise StorageError("no")
 
     tape.finish = fail  # type: ignore[method-assign]
-    with pytest.raises(StorageError, match="no"):
-        await upload.finish()
+    await fails(upload.finish(), StorageError, "no")
     await upload.abort()
     assert tape.ended == "aborted"
-    with pytest.raises(UsageError):
-        await upload.write(0, [])
+    await fails(upload.write(0, []), UsageError)

@@ -24,6 +24,7 @@ from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import simulated_world
 from aiockpt.testing.virtual_time import run_virtually
+from tests.fails import fails
 
 
 def on(files: SimulatedFiles | RecordingFiles, *, direct: bool | None = None) -> LocalBackend:
@@ -72,8 +73,7 @@ async def test_a_link_in_the_place_of_a_folder_is_not_followed_by_any_verb(tmp_p
         backend.list("s/link"),
         backend.delete(["s/link/k"]),
     ):
-        with pytest.raises(StorageError, match="symbolic link"):
-            await call
+        await fails(call, StorageError, "symbolic link")
     assert [path.name for path in outside.iterdir()] == ["k"]
     assert (await backend.list("s")).folders == ()
 
@@ -83,8 +83,7 @@ async def test_a_folder_that_became_a_link_after_it_was_used_is_not_followed(tmp
     await backend.put("s/k", b"x")
     (tmp_path / "root" / "s").rename(tmp_path / "moved")
     (tmp_path / "root" / "s").symlink_to(tmp_path / "moved")
-    with pytest.raises(StorageError, match="symbolic link"):
-        await backend.put("s/new", b"y")
+    await fails(backend.put("s/new", b"y"), StorageError, "symbolic link")
     assert not (tmp_path / "moved" / "new").exists()
 
 
@@ -92,10 +91,8 @@ async def test_a_link_is_never_an_object_that_exists_but_keeps_its_key_taken(tmp
     (tmp_path / "link").symlink_to("/nowhere")
     backend = LocalBackend(tmp_path)
     assert (await backend.list("")).objects == ()
-    with pytest.raises(ObjectExistsError):
-        await backend.put_new("link", b"")
-    with pytest.raises(ObjectExistsError):
-        await backend.create("link", 0)
+    await fails(backend.put_new("link", b""), ObjectExistsError)
+    await fails(backend.create("link", 0), ObjectExistsError)
     await backend.put("link", b"replaced, not written through")
     assert not (tmp_path / "link").is_symlink()
 
@@ -103,10 +100,8 @@ async def test_a_link_is_never_an_object_that_exists_but_keeps_its_key_taken(tmp
 async def test_a_pipe_is_no_object_and_does_not_hang_the_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     backend = LocalBackend(tmp_path)
-    with pytest.raises(ObjectNotFoundError):
-        await backend.open("pipe")
-    with pytest.raises(ObjectNotFoundError):
-        await backend.stat("pipe")
+    await fails(backend.open("pipe"), ObjectNotFoundError)
+    await fails(backend.stat("pipe"), ObjectNotFoundError)
     assert (await backend.list("")).objects == ()
 
 
@@ -123,8 +118,7 @@ class _PipeLater(OsFiles):
 async def test_a_pipe_put_there_at_the_last_moment_does_not_hang_the_reader(tmp_path: Path) -> None:
     (tmp_path / "k").write_bytes(b"x")
     backend = LocalBackend(tmp_path, world=World(_PipeLater()))
-    with pytest.raises(ObjectNotFoundError):
-        await backend.open("k")
+    await fails(backend.open("k"), ObjectNotFoundError)
 
 
 class _LinkLater(OsFiles):
@@ -140,8 +134,7 @@ class _LinkLater(OsFiles):
 async def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "k").write_bytes(b"x")
     (tmp_path / "secret").write_bytes(b"secret")
-    with pytest.raises(StorageError):
-        await LocalBackend(tmp_path, world=World(_LinkLater())).get("k", 10)
+    await fails(LocalBackend(tmp_path, world=World(_LinkLater())).get("k", 10))
 
 
 # Names
@@ -197,8 +190,7 @@ async def test_an_object_in_the_place_of_a_folder_is_an_error_that_names_the_key
     backend = LocalBackend(tmp_path)
     await backend.put("a", b"x")
     for call in (backend.put("a/b", b""), backend.put_new("a/b", b""), backend.create("a/b", 1)):
-        with pytest.raises(StorageError, match="'a/b'"):
-            await call
+        await fails(call, StorageError, "'a/b'")
 
 
 class _ChurningFiles(SimulatedFiles):
@@ -316,23 +308,19 @@ async def test_a_direct_write_that_ends_within_a_page_is_continued_through_the_p
 async def test_direct_true_is_refused_where_the_file_system_cannot() -> None:
     files = SimulatedFiles(direct_alignment=None)
     backend = on(files, direct=True)
-    with pytest.raises(StorageError, match="direct=None"):
-        await backend.create("f", 4096)
-    with pytest.raises(ObjectNotFoundError):
-        await backend.stat("f")
+    await fails(backend.create("f", 4096), StorageError, "direct=None")
+    await fails(backend.stat("f"), ObjectNotFoundError)
     assert files.open_count == 0
 
 
 async def test_a_file_that_does_not_fit_is_refused_before_a_byte_and_removed() -> None:
     files = SimulatedFiles(capacity_bytes=10_000)
     backend = on(files)
-    with pytest.raises(StorageFullError, match="Free space"):
-        await backend.create("big", 10_001)
+    await fails(backend.create("big", 10_001), StorageFullError, "Free space")
     assert (await backend.list("")).objects == ()
     await upload(backend, "fits", patterned(10_000))
     assert (await backend.space()).free_bytes == 0
-    with pytest.raises(StorageFullError):
-        await backend.put("small", b"1")
+    await fails(backend.put("small", b"1"), StorageFullError)
     assert [found.key for found in (await backend.list("")).objects] == ["fits"]
 
 
@@ -509,8 +497,7 @@ async def test_a_file_truncated_while_it_is_open_is_an_error_that_says_where(
     _forget_cached(tmp_path / "f")
     reader = await backend.open("f")
     os.truncate(tmp_path / "f", 50_000)
-    with pytest.raises(StorageError, match="'f' ends at byte 50000"):
-        await download(reader)
+    await fails(download(reader), StorageError, "'f' ends at byte 50000")
     await reader.close()
 
 
@@ -519,8 +506,7 @@ async def test_nothing_is_read_of_an_object_known_to_be_too_short() -> None:
     await backend.put("k", b"0123456789")
     reader = await backend.open("k")
     seen: list[memoryview] = []
-    with pytest.raises(StorageError, match="ends at byte 10"):
-        await reader.read(0, [memoryview(bytearray(11))], seen.append)
+    await fails(reader.read(0, [memoryview(bytearray(11))], seen.append), StorageError, "ends at byte 10")
     assert seen == []
     await reader.close()
 
@@ -531,8 +517,7 @@ async def test_an_object_replaced_while_it_is_read_is_not_mixed(tmp_path: Path) 
     await backend.put("k", bytes(patterned(10_000)))
     reader = await backend.open("k")
     await backend.put("k", b"other" * 2000)
-    with pytest.raises(StorageError, match="replaced while it was read"):
-        await download(reader)
+    await fails(download(reader), StorageError, "replaced while it was read")
     await reader.close()
     assert files.open_count == 0
 
@@ -571,8 +556,7 @@ async def test_a_random_source_that_repeats_itself_is_an_error() -> None:
     files = SimulatedFiles()
     files.mkdir("/r")
     files.close(files.open("/r/.tmp-0000000000000000", os.O_CREAT | os.O_WRONLY))
-    with pytest.raises(StorageError, match="random names"):
-        await LocalBackend("/r", world=World(files, token=bytes)).put_new("k", b"x")
+    await fails(LocalBackend("/r", world=World(files, token=bytes)).put_new("k", b"x"), StorageError, "random names")
 
 
 def test_buffers_are_taken_in_order_and_in_part() -> None:

@@ -22,6 +22,7 @@ from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulated_nodes import Folder, walk
 from aiockpt.testing.simulation import SimulatedClock, crash_states, run_inline
 from aiockpt.testing.virtual_time import run_virtually
+from tests.fails import fails
 
 DATA = patterned(3 * 4096 + 77)
 OLD = b"old" * 100
@@ -171,8 +172,7 @@ class _TakesNothing(SimulatedFiles):
 @pytest.mark.parametrize("program", [put, put_new, write_file])
 async def test_a_file_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(program: Program) -> None:
     files = _TakesNothing()
-    with pytest.raises(StorageError, match="took none"):
-        await program(on(files))
+    await fails(program(on(files)), StorageError, "took none")
     assert files.open_count == 0
 
 
@@ -218,8 +218,7 @@ async def test_without_hard_links_objects_are_created_exclusively(number: int) -
     backend = on(files)
     await backend.put_new("k", b"first")
     assert backend.statistics().hard_links is False
-    with pytest.raises(ObjectExistsError):
-        await backend.put_new("k", b"second")
+    await fails(backend.put_new("k", b"second"), ObjectExistsError)
     assert await backend.get("k", 10) == b"first"
     assert len([fired for fired in files.schedule.fired if "link" in fired]) == 1
 
@@ -228,16 +227,14 @@ async def test_failing_to_create_exclusively_never_removes_the_winner() -> None:
     files = SimulatedFiles(hard_links=False)
     backend = on(FaultyFiles(files, [Fault(do="fail", verb="open", match="*/k", at=2, error=errno.EMFILE)]))
     await backend.put_new("k", b"first")
-    with pytest.raises(StorageError):
-        await backend.put_new("k", b"second")
+    await fails(backend.put_new("k", b"second"))
     assert await on(files).get("k", 10) == b"first"
 
 
 async def test_running_out_of_descriptors_is_not_taken_for_a_disk_without_o_direct() -> None:
     files = SimulatedFiles()
     backend = on(FaultyFiles(files, [Fault(do="fail", verb="open", match="*/f", at=2, error=errno.EMFILE)]))
-    with pytest.raises(StorageError, match="Too many open files"):
-        await write_file(backend)
+    await fails(write_file(backend), StorageError, "Too many open files")
     assert files.open_count == 0
     await write_file(backend)
     assert backend.statistics().direct is True
@@ -247,8 +244,7 @@ async def test_a_file_that_could_not_be_created_exclusively_is_not_removed() -> 
     files = SimulatedFiles()
     backend = on(files)
     await backend.put("f", b"first")
-    with pytest.raises(ObjectExistsError):
-        await backend.create("f", 10)
+    await fails(backend.create("f", 10), ObjectExistsError)
     assert await backend.get("f", 10) == b"first"
 
 
@@ -272,18 +268,15 @@ async def test_a_parent_of_the_root_that_may_not_be_flushed_is_no_error(number: 
 async def test_a_disk_error_above_the_root_is_an_error() -> None:
     files = SimulatedFiles()
     files.mkdir("/data")
-    with pytest.raises(StorageError):
-        await on(FaultyFiles(files, [Fault(do="fail", verb="fsync", match="/")])).put("k", b"x")
+    await fails(on(FaultyFiles(files, [Fault(do="fail", verb="fsync", match="/")])).put("k", b"x"))
 
 
 async def test_a_close_that_fails_fails_the_file() -> None:
     files = SimulatedFiles()
     backend = on(FaultyFiles(files, [Fault(do="fail", verb="close", match="*/d/f")]))
-    with pytest.raises(StorageError):
-        await write_file(backend)
+    await fails(write_file(backend))
     assert files.open_count == 0
-    with pytest.raises(ObjectNotFoundError):
-        await on(files).stat("s/d/f")
+    await fails(on(files).stat("s/d/f"), ObjectNotFoundError)
 
 
 async def test_an_aborted_file_is_removed_also_when_closing_it_fails() -> None:
@@ -303,8 +296,7 @@ async def test_a_failing_disk_is_never_taken_for_an_empty_page_cache(number: int
         (None, [Fault(do="fail", verb="preadv", error=errno.EIO)]),
     ):
         reader = await LocalBackend("/data/r", world=World(FaultyFiles(files, faults)), direct=direct).open("f")
-        with pytest.raises(StorageError):
-            await download(reader)
+        await fails(download(reader))
         await reader.close()
 
 

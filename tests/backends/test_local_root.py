@@ -18,6 +18,7 @@ from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import simulated_world
+from tests.fails import fails
 from tests.small_run import SMALL, Run
 
 Verb = Callable[[LocalBackend], Awaitable[object]]
@@ -80,10 +81,9 @@ async def test_a_root_that_is_no_folder_is_named_by_every_verb(
     root, what = place(tmp_path)
     if place is link_to_nothing and verb is list_step:
         pytest.skip("a step that is not there needs no look at the root, which the first listing has had")
-    with pytest.raises(StorageError, match=what) as caught:
-        await verb(LocalBackend(root))
-    assert str(caught.value).startswith(str(root))
-    assert "name another one" in str(caught.value)
+    error = await fails(verb(LocalBackend(root)), StorageError, what)
+    assert str(error).startswith(str(root))
+    assert "name another one" in str(error)
 
 
 @pytest.mark.parametrize("verb", EVERY_VERB)
@@ -122,14 +122,12 @@ async def test_a_file_system_that_tells_no_size_says_so() -> None:
 @pytest.mark.parametrize("verb", WRITERS)
 async def test_a_root_that_this_user_may_not_write_is_named_with_what_to_do(verb: Verb) -> None:
     faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="mkdir", error=errno.EACCES, times=None)])
-    with pytest.raises(StorageAccessError, match=r"^/data/r: creating .* give this user the right"):
-        await verb(on(faulty))
+    await fails(verb(on(faulty)), StorageAccessError, r"^/data/r: creating .* give this user the right")
 
 
 async def test_a_root_that_this_user_may_not_read_is_named_with_what_to_do() -> None:
     faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="listdir", error=errno.EACCES)])
-    with pytest.raises(StorageAccessError, match=r"^listing '/data/r': .* give this user the right"):
-        await on(faulty).list("")
+    await fails(on(faulty).list(""), StorageAccessError, r"^listing '/data/r': .* give this user the right")
 
 
 async def test_a_file_that_finds_no_room_says_how_much_it_needs_and_where() -> None:
@@ -148,8 +146,7 @@ class _NothingIsThere(SimulatedFiles):
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("verb", [put_new, create, space])
 async def test_a_file_system_that_denies_its_own_root_is_an_error_and_no_endless_loop(verb: Verb) -> None:
-    with pytest.raises(StorageError, match="not even '/' is there"):
-        await verb(on(_NothingIsThere()))
+    await fails(verb(on(_NothingIsThere())), StorageError, "not even '/' is there")
 
 
 @pytest.mark.parametrize("verb", WRITERS)
@@ -160,5 +157,4 @@ async def test_a_flush_that_says_no_such_file_is_a_failed_flush(verb: Verb) -> N
     assert flushes
     for at in range(1, flushes + 1):
         faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="fsync", at=at, error=errno.ENOENT)])
-        with pytest.raises(StorageError, match="flushing"):
-            await verb(on(faulty))
+        await fails(verb(on(faulty)), StorageError, "flushing")

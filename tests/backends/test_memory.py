@@ -12,6 +12,7 @@ from aiockpt.errors import ObjectNotFoundError, StorageFullError
 from aiockpt.runtime.world import World
 from aiockpt.testing.backend_suite import download, patterned, upload
 from aiockpt.testing.simulation import SimulatedClock
+from tests.fails import fails
 
 
 @pytest.fixture
@@ -24,20 +25,15 @@ async def test_backends_of_one_name_share_their_objects(name: str) -> None:
     await first.put("k", b"x")
     await first.close()
     assert await MemoryBackend(name).get("k", 1) == b"x"
-    with pytest.raises(ObjectNotFoundError):
-        await MemoryBackend(name + "-other").get("k", 1)
+    await fails(MemoryBackend(name + "-other").get("k", 1), ObjectNotFoundError)
     await first.delete(["k"])
+    await MemoryBackend().put("k", b"x")  # without a name nothing is shared
+    await fails(MemoryBackend().get("k", 1), ObjectNotFoundError)
 
 
 def test_event_loops_of_one_process_share_them_too(name: str) -> None:
     asyncio.run(MemoryBackend(name).put("k", b"x"))
     assert asyncio.run(MemoryBackend(name).get("k", 1)) == b"x"
-
-
-async def test_without_a_name_nothing_is_shared() -> None:
-    await MemoryBackend().put("k", b"x")
-    with pytest.raises(ObjectNotFoundError):
-        await MemoryBackend().get("k", 1)
 
 
 async def test_an_open_reader_keeps_its_object() -> None:
@@ -78,8 +74,7 @@ async def test_aborting_leaves_an_object_that_took_the_key_meanwhile() -> None:
 
 
 async def test_a_file_larger_than_the_memory_is_refused() -> None:
-    with pytest.raises(StorageFullError):
-        await MemoryBackend().create("huge", 1 << 60)
+    await fails(MemoryBackend().create("huge", 1 << 60), StorageFullError)
 
 
 async def test_large_copies_leave_the_event_loop_free() -> None:

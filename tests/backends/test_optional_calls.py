@@ -30,6 +30,7 @@ from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import simulated_world
 from aiockpt.testing.virtual_time import run_virtually
 from tests import seccomp
+from tests.fails import fails
 from tests.servers import fuse
 
 DATA = patterned(5 * 4096 + 77)
@@ -108,8 +109,7 @@ async def look(backend: LocalBackend) -> None:
 
 async def delete(backend: LocalBackend) -> None:
     await backend.delete(["s/k", "t/none"])
-    with pytest.raises(ObjectNotFoundError):
-        await backend.get("s/k", 9)
+    await fails(backend.get("s/k", 9), ObjectNotFoundError)
 
 
 # Where a record is made in place, what a lost answer leaves of it cannot be told from another's: the save fails.

@@ -19,6 +19,7 @@ from aiockpt.backends.s3_upload import PART_LIMIT, choose_part_bytes, cut
 from aiockpt.errors import ObjectNotFoundError, StorageAccessError, StorageError, UsageError
 from aiockpt.storage.transfer import delete_below, storage_now_ns
 from aiockpt.testing.backend_suite import patterned
+from tests.fails import fails
 from tests.servers.seaweed import Seaweed, free_ports
 
 PART = 8 << 20
@@ -100,39 +101,31 @@ async def test_without_credentials_the_error_says_how_to_give_some(
 ) -> None:
     aws_environment.delenv("AWS_ACCESS_KEY_ID")
     s3 = S3Backend(s3_url, endpoint_url=seaweed.endpoint_url)
-    with pytest.raises(StorageAccessError, match="AWS_ACCESS_KEY_ID") as caught:
-        await s3.get("key", 10)
-    assert not caught.value.retryable
+    await fails(s3.get("key", 10), StorageAccessError, "AWS_ACCESS_KEY_ID", retryable=False)
     await s3.close()
 
 
 async def test_a_profile_that_does_not_exist_is_an_access_error(s3_url: str) -> None:
     s3 = S3Backend(s3_url, profile="nobody")
-    with pytest.raises(StorageAccessError, match="AWS_PROFILE"):
-        await s3.get("key", 10)
+    await fails(s3.get("key", 10), StorageAccessError, "AWS_PROFILE")
 
 
 async def test_an_endpoint_that_is_no_url_is_refused(s3_url: str) -> None:
-    with pytest.raises(UsageError, match="no-url"):
-        await S3Backend(s3_url, endpoint_url="no-url").get("key", 10)
+    await fails(S3Backend(s3_url, endpoint_url="no-url").get("key", 10), UsageError, "no-url")
 
 
 async def test_a_store_that_is_not_there_may_come_back(s3_url: str) -> None:
     (port,) = free_ports(1)
     s3 = S3Backend(s3_url, endpoint_url=f"http://127.0.0.1:{port}")
-    with pytest.raises(StorageError, match="AWS_ENDPOINT_URL") as caught:
-        await s3.list("")
-    assert caught.value.retryable
+    await fails(s3.list(""), StorageError, "AWS_ENDPOINT_URL", retryable=True)
     await s3.close()
 
 
 async def test_a_bucket_that_does_not_exist_is_named(seaweed: Seaweed, s3_url: str) -> None:
     s3 = S3Backend("s3://no-such-bucket/run", endpoint_url=seaweed.endpoint_url)
-    with pytest.raises(StorageError, match="Create the bucket") as caught:
-        await s3.list("")
-    assert not isinstance(caught.value, ObjectNotFoundError)
-    with pytest.raises(StorageError, match="no-such-bucket"):
-        await s3.put_new("key", b"")
+    error = await fails(s3.list(""), StorageError, "Create the bucket")
+    assert not isinstance(error, ObjectNotFoundError)
+    await fails(s3.put_new("key", b""), StorageError, "no-such-bucket")
     await s3.close()
 
 
@@ -201,8 +194,7 @@ def test_a_loop_that_ends_closes_the_client_and_the_next_one_gets_its_own(seawee
 
 async def test_two_loops_at_once_are_refused(s3: S3Backend) -> None:
     await s3.put("key", b"data")
-    with pytest.raises(UsageError, match="another event loop"):
-        await asyncio.to_thread(asyncio.run, s3.get("key", 10))
+    await fails(asyncio.to_thread(asyncio.run, s3.get("key", 10)), UsageError, "another event loop")
 
 
 async def test_after_close_it_may_be_used_again(s3: S3Backend) -> None:

@@ -18,6 +18,7 @@ from aiockpt.backends.s3 import S3Backend
 from aiockpt.errors import StorageAccessError, UsageError
 from aiockpt.storage.retry import Retrying
 from aiockpt.storage.retry_calls import RetryPolicy
+from tests.fails import fails
 from tests.servers.seaweed import CREDENTIALS, Seaweed
 
 QUICK = RetryPolicy(first_wait_s=1e-3, longest_wait_s=1e-3)
@@ -145,9 +146,7 @@ async def test_a_metadata_service_that_is_busy_is_asked_again(ask: Ask, kind: st
     ("kind", "status", "says"), [("container", 403, "of the container"), ("instance", 404, "credentials")]
 )
 async def test_a_metadata_service_that_refuses_is_not(ask: Ask, kind: str, status: int, says: str) -> None:
-    with pytest.raises(StorageAccessError, match=says) as caught:
-        await ask(kind, *[status] * 4)
-    assert not caught.value.retryable
+    await fails(ask(kind, *[status] * 4), StorageAccessError, says, retryable=False)
 
 
 async def test_an_endpoint_with_a_password_is_refused_at_once(
@@ -162,9 +161,8 @@ async def test_an_endpoint_with_a_password_is_refused_at_once(
         with aws_environment.context() as env:
             env.setenv(name, value)
             backend = Retrying(S3Backend("s3://bucket/run"), policy=QUICK)
-            with pytest.raises(UsageError, match="has a user in it") as caught:
-                await backend.list("")
-            assert "pw-of-mine" not in f"{caught.value} {backend!r}"
+            error = await fails(backend.list(""), UsageError, "has a user in it")
+            assert "pw-of-mine" not in f"{error} {backend!r}"
             assert backend.statistics().attempts == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator
 
 import pytest
@@ -24,6 +23,7 @@ from aiockpt.errors import (
 )
 from aiockpt.storage.transfer import put_once
 from aiockpt.testing.backend_suite import patterned
+from tests.fails import fails
 from tests.servers.proxy import Action, Fault, Proxy, proxy_to
 from tests.servers.seaweed import Seaweed
 
@@ -82,9 +82,7 @@ async def test_an_answer_lost_after_its_effect_is_a_success_and_no_conflict(
 async def test_an_answer_lost_without_effect_can_be_asked_for_again(s3: S3Backend, proxy: Proxy) -> None:
     await s3.put_new("probed", b"")
     proxy.misbehave(Fault(do="reset", method="PUT", match="/key", times=None))
-    with pytest.raises(StorageError) as caught:
-        await s3.put_new("key", b"ours")
-    assert caught.value.retryable
+    await fails(s3.put_new("key", b"ours"), retryable=True)
     proxy.misbehave()
     assert await put_once(s3, "key", b"ours")
 
@@ -92,17 +90,14 @@ async def test_an_answer_lost_without_effect_can_be_asked_for_again(s3: S3Backen
 async def test_a_conflict_whose_answer_is_lost_is_a_conflict(s3: S3Backend, proxy: Proxy) -> None:
     await s3.put_new("key", b"theirs")
     proxy.misbehave(Fault(do="lose_answer", method="PUT", match="/key", times=None))
-    with pytest.raises(ObjectExistsError):
-        await s3.put_new("key", b"ours")
+    await fails(s3.put_new("key", b"ours"), ObjectExistsError)
 
 
 async def test_a_conflicting_request_that_left_nothing_may_be_repeated(s3: S3Backend, proxy: Proxy) -> None:
     await s3.put_new("probed", b"")
     proxy.misbehave(Fault(do="answer", method="PUT", match="/key", status=409, code="ConditionalRequestConflict"))
-    with pytest.raises(StorageError) as caught:
-        await s3.put_new("key", b"ours")
-    assert caught.value.retryable
-    assert not isinstance(caught.value, ObjectExistsError)
+    error = await fails(s3.put_new("key", b"ours"), retryable=True)
+    assert not isinstance(error, ObjectExistsError)
     await s3.put_new("key", b"ours")
 
 
@@ -112,10 +107,8 @@ async def test_a_store_that_ignores_conditions_is_refused_before_anything_is_wri
     s3, proxy = lax
     proxy.misbehave(Fault(do="unconditional", times=None))
     for _ in range(2):
-        with pytest.raises(UsageError, match="unsafe_commit=True"):
-            await s3.put_new("key", b"data")
-        with pytest.raises(UsageError, match="unsafe_commit=True"):
-            await s3.create("file", 2 * PART)
+        await fails(s3.put_new("key", b"data"), UsageError, "unsafe_commit=True")
+        await fails(s3.create("file", 2 * PART), UsageError, "unsafe_commit=True")
     assert [found.key for found in (await s3.list("")).objects] == [".aiockpt"]
     assert sum(request.startswith("PUT") for request in proxy.seen) == 2
     assert not any(request.startswith(("POST", "DELETE")) for request in proxy.seen)
@@ -141,8 +134,7 @@ async def test_unsafe_commit_goes_on_with_a_warning_and_still_refuses_a_taken_ke
     proxy.misbehave(Fault(do="unconditional", times=None))
     with pytest.warns(RuntimeWarning, match="ignores If-None-Match"):
         await s3.put_new("key", b"first")
-    with pytest.raises(ObjectExistsError):
-        await s3.put_new("key", b"second")
+    await fails(s3.put_new("key", b"second"), ObjectExistsError)
     assert await s3.get("key", 10) == b"first"
     assert s3.statistics().conditional is False
     data = await upload(s3, "file")
@@ -167,9 +159,7 @@ async def test_an_upload_that_was_finished_unseen_is_found_when_it_is_finished_a
     await file.write(0, [data])
     unseen = Fault(do="reset", method="HEAD", match="/file", times=None)
     proxy.misbehave(Fault(do="lose_answer", method="POST", match="uploadId"), unseen)
-    with pytest.raises(StorageError) as caught:
-        await file.finish()
-    assert caught.value.retryable
+    await fails(file.finish(), retryable=True)
     with pytest.raises(StorageError) as again:  # NoSuchUpload: it sounds final
         await file.finish()
     assert again.value.retryable
@@ -182,10 +172,8 @@ async def test_a_conflict_whose_owner_cannot_be_seen_is_not_decided(s3: S3Backen
     await s3.put_new("probed", b"")
     unseen = Fault(do="reset", method="HEAD", match="/key", times=None)
     proxy.misbehave(Fault(do="twice", method="PUT", match="/key"), unseen)
-    with pytest.raises(StorageError) as caught:
-        await s3.put_new("key", b"ours")
-    assert caught.value.retryable
-    assert not isinstance(caught.value, ObjectExistsError)
+    error = await fails(s3.put_new("key", b"ours"), retryable=True)
+    assert not isinstance(error, ObjectExistsError)
 
 
 async def test_an_error_in_an_answer_that_says_200_is_an_error(s3: S3Backend, proxy: Proxy) -> None:
@@ -193,9 +181,7 @@ async def test_an_error_in_an_answer_that_says_200_is_an_error(s3: S3Backend, pr
     file = await s3.create("file", PART)
     await file.write(0, [data])
     proxy.misbehave(Fault(do="answer", method="POST", match="uploadId", status=200, code="InternalError"))
-    with pytest.raises(StorageError, match="InternalError") as caught:
-        await file.finish()
-    assert caught.value.retryable
+    await fails(file.finish(), StorageError, "InternalError", retryable=True)
     await file.finish()
     assert (await s3.stat("file")).size == PART
 
@@ -204,17 +190,14 @@ async def test_a_file_that_another_process_finished_first_is_not_overwritten(s3:
     file = await s3.create("file", 4)
     await file.write(0, [memoryview(b"ours")])
     await s3.put("file", b"theirs")
-    with pytest.raises(ObjectExistsError):
-        await file.finish()
+    await fails(file.finish(), ObjectExistsError)
     await file.abort()
     assert await s3.get("file", 10) == b"theirs"
 
 
 async def test_a_lost_answer_to_the_first_request_of_an_upload_leaves_none_behind(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="lose_answer", method="POST", match="uploads"))
-    with pytest.raises(StorageError) as caught:
-        await s3.create("file", PART)
-    assert caught.value.retryable
+    await fails(s3.create("file", PART), retryable=True)
     assert await s3.leftover_uploads() == ()
 
 
@@ -223,8 +206,7 @@ async def test_a_repeated_write_sends_only_the_parts_that_the_store_lacks(s3: S3
     file = await s3.create("file", data.nbytes)
     proxy.misbehave(Fault(do="answer", method="PUT", match="partNumber=3"))
     await file.write(0, [data[: 2 * PART]])
-    with pytest.raises(StorageThrottledError):
-        await file.write(2 * PART, [data[2 * PART : 3 * PART]])
+    await fails(file.write(2 * PART, [data[2 * PART : 3 * PART]]), StorageThrottledError)
     await file.write(0, [data])
     await file.finish()
     sent = [request.partition("partNumber=")[2][0] for request in proxy.seen if "partNumber=" in request]
@@ -239,8 +221,7 @@ async def test_a_part_gathered_from_pieces_is_sent_again_by_the_write_that_made_
     file = await s3.create("file", 100)
     proxy.misbehave(Fault(do="answer", method="PUT", match="partNumber=1"))
     await file.write(0, [data[:40]])
-    with pytest.raises(StorageThrottledError):
-        await file.write(40, [data[40:]])
+    await fails(file.write(40, [data[40:]]), StorageThrottledError)
     await file.write(40, [data[40:]])
     await file.finish()
     assert await s3.get("file", 1000) == bytes(data)
@@ -252,21 +233,16 @@ async def test_a_bit_that_flips_on_its_way_is_noticed_by_the_store(
 ) -> None:
     s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url, part_bytes=PART, checksum=checksum)
     proxy.misbehave(Fault(do="flip", method="PUT", match="partNumber=2"))
-    with pytest.raises(StorageTransferError) as caught:
-        await upload(s3, "file")
-    assert caught.value.retryable
+    await fails(upload(s3, "file"), StorageTransferError, retryable=True)
     proxy.misbehave(Fault(do="flip", method="PUT", match="/small"))
-    with pytest.raises(StorageTransferError):
-        await s3.put("small", b"data")
+    await fails(s3.put("small", b"data"), StorageTransferError)
     await s3.close()
 
 
 async def test_an_upload_that_was_aborted_elsewhere_says_so(s3: S3Backend) -> None:
     file = await s3.create("file", 4)
     await s3.abort_uploads(await s3.leftover_uploads())
-    with pytest.raises(StorageError, match="save again") as caught:
-        await file.write(0, [memoryview(b"ours")])
-    assert not caught.value.retryable
+    await fails(file.write(0, [memoryview(b"ours")]), StorageError, "save again", retryable=False)
     await file.abort()
 
 
@@ -278,16 +254,13 @@ async def test_a_body_cut_short_is_a_transfer_error_and_nothing_of_it_was_shown(
     reader = await s3.open("file")
     shown = bytearray()
     proxy.misbehave(Fault(do="truncate", method="GET", match="/file"))
-    with pytest.raises(StorageTransferError) as caught:
-        await reader.read(0, [memoryview(bytearray(PART))], shown.extend)
-    assert caught.value.retryable
+    await fails(reader.read(0, [memoryview(bytearray(PART))], shown.extend), StorageTransferError, retryable=True)
     assert not shown
     into = bytearray(PART)
     await reader.read(0, [memoryview(into)], shown.extend)
     assert into == shown == data
     proxy.misbehave(Fault(do="truncate", method="GET", match="/file"))
-    with pytest.raises(StorageTransferError):
-        await s3.get("file", PART)
+    await fails(s3.get("file", PART), StorageTransferError)
 
 
 async def test_an_answer_with_another_range_is_refused(lax: tuple[S3Backend, Proxy]) -> None:
@@ -295,8 +268,7 @@ async def test_an_answer_with_another_range_is_refused(lax: tuple[S3Backend, Pro
     await s3.put("file", b"0123456789")
     reader = await s3.open("file")
     proxy.misbehave(Fault(do="whole", method="GET", match="/file", times=None))
-    with pytest.raises(StorageTransferError, match="'everything'"):
-        await reader.read(2, [memoryview(bytearray(3))])
+    await fails(reader.read(2, [memoryview(bytearray(3))]), StorageTransferError, "'everything'")
     into = bytearray(10)
     await reader.read(0, [memoryview(into)])
     assert into == b"0123456789"
@@ -306,10 +278,8 @@ async def test_a_reader_sees_one_object_only(s3: S3Backend) -> None:
     await s3.put("file", b"0123456789")
     reader = await s3.open("file")
     await s3.put("file", b"9876543210")
-    with pytest.raises(StorageError, match="was replaced") as caught:
-        await reader.read(0, [memoryview(bytearray(10))])
-    assert not caught.value.retryable
-    assert not isinstance(caught.value, ObjectExistsError)
+    error = await fails(reader.read(0, [memoryview(bytearray(10))]), StorageError, "was replaced", retryable=False)
+    assert not isinstance(error, ObjectExistsError)
 
 
 async def test_a_store_that_stands_still_is_given_up(proxy: Proxy, s3_url: str) -> None:
@@ -317,11 +287,8 @@ async def test_a_store_that_stands_still_is_given_up(proxy: Proxy, s3_url: str) 
     await s3.put("small", b"data")
     file = await s3.create("file", PART)
     proxy.misbehave(Fault(do="hang", times=None, match="partNumber"), Fault(do="hang", times=None, method="GET"))
-    with pytest.raises(StorageTimeoutError) as caught:
-        await file.write(0, [patterned(PART)])
-    assert caught.value.retryable
-    with pytest.raises(StorageTimeoutError):
-        await s3.get("small", 10)
+    await fails(file.write(0, [patterned(PART)]), StorageTimeoutError, retryable=True)
+    await fails(s3.get("small", 10), StorageTimeoutError)
     proxy.misbehave()
     await file.abort()
     await s3.close()
@@ -343,6 +310,7 @@ async def test_a_store_that_stands_still_is_given_up(proxy: Proxy, s3_url: str) 
         (400, "ExpiredToken", StorageAccessError, True),
         (403, "AccessDenied", StorageAccessError, False),
         (403, "InvalidAccessKeyId", StorageAccessError, False),
+        (403, "SignatureDoesNotMatch", StorageAccessError, False),
         (403, "RequestTimeTooSkewed", StorageAccessError, False),
         (404, "NoSuchKey", ObjectNotFoundError, False),
         (404, "NoSuchBucket", StorageError, False),
@@ -359,14 +327,16 @@ async def test_an_answer_tells_what_to_do_next(
     s3: S3Backend, proxy: Proxy, status: int, code: str, kind: type[StorageError], retryable: bool
 ) -> None:
     proxy.misbehave(Fault(do="answer", status=status, code=code))
-    with pytest.raises(StorageError, match=code) as caught:
-        await s3.get("the/key", 10)
-    assert type(caught.value) is kind
-    assert caught.value.retryable is retryable
-    assert caught.value.key == "the/key"
-    assert caught.value.__cause__ is not None
-    for named in ("the/key", "s3://test", proxy.endpoint_url.removeprefix("http://")):
-        assert named in str(caught.value)
+    error = await fails(s3.get("the/key", 10), StorageError, code)
+    assert type(error) is kind
+    assert error.retryable is retryable
+    assert error.key == "the/key"
+    assert error.__cause__ is not None
+    foreign = {"InvalidAccessKeyId": "not this store's", "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY"}.get(
+        code, code
+    )
+    for named in (foreign, "the/key", "s3://test", proxy.endpoint_url.removeprefix("http://")):
+        assert named in str(error)
 
 
 async def test_expired_credentials_are_read_again_for_the_next_call(
@@ -379,9 +349,7 @@ async def test_expired_credentials_are_read_again_for_the_next_call(
         await stale.get("key", 10)
     assert not refused.value.retryable
     proxy.misbehave(Fault(do="answer", status=400, code="ExpiredToken", match="/key"))
-    with pytest.raises(StorageAccessError, match="expired") as caught:
-        await stale.get("key", 10)
-    assert caught.value.retryable
+    await fails(stale.get("key", 10), StorageAccessError, "expired", retryable=True)
     aws_environment.setenv("AWS_ACCESS_KEY_ID", "aiockpt-test")
     assert await stale.get("key", 10) == b"data"
     await stale.close()
@@ -422,12 +390,9 @@ async def test_a_head_that_is_refused_for_no_reason_is_answered_by_a_get(s3: S3B
         assert await s3.stat(key) == said
     await s3.put("empty", b"")
     proxy.misbehave(Fault(do="answer", method="HEAD", status=403, code="-"))
-    with pytest.raises(StorageAccessError):
-        await s3.stat("empty")
+    await fails(s3.stat("empty"), StorageAccessError)
     proxy.misbehave(Fault(do="answer", status=403, code="AccessDenied", times=None))
-    with pytest.raises(StorageAccessError, match="AccessDenied") as caught:
-        await s3.stat("one")
-    assert not caught.value.retryable
+    await fails(s3.stat("one"), StorageAccessError, "AccessDenied", retryable=False)
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -446,42 +411,23 @@ async def test_what_another_host_says_is_not_asked_for(s3: S3Backend, proxy: Pro
             Fault(do="answer", status=status, code="TemporaryRedirect", times=None, to=f"{server.make_url('/')}")
         )
         for call in (s3.get("key", 10), s3.put("key", b"x"), s3.stat("key"), s3.list(""), s3.create("new", 3)):
-            with pytest.raises(StorageError, match="only the store that was named is believed") as caught:
-                await call
-            assert not caught.value.retryable
-            assert f"127.0.0.1:{server.port}" in str(caught.value)
+            error = await fails(call, StorageError, "only the store that was named is believed", retryable=False)
+            assert f"127.0.0.1:{server.port}" in str(error)
     assert seen == []
     proxy.misbehave()
     assert await s3.get("key", 10) == b"data"
 
 
-async def test_no_client_retries_behind_our_back(s3: S3Backend, proxy: Proxy) -> None:
-    proxy.misbehave(Fault(do="answer", status=500, code="InternalError", times=None))
-    with warnings.catch_warnings(), pytest.raises(StorageError):
-        await s3.list("")
-    assert len(proxy.seen) == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "says"), [("InvalidAccessKeyId", "not this store's"), ("SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY")]
-)
-async def test_credentials_of_another_store_are_told_from_a_missing_right(
-    s3: S3Backend, proxy: Proxy, code: str, says: str
+async def test_no_client_retries_behind_our_back_and_a_message_about_the_root_names_the_bucket(
+    s3: S3Backend, proxy: Proxy
 ) -> None:
-    proxy.misbehave(Fault(do="answer", status=403, code=code))
-    with pytest.raises(StorageAccessError, match=says):
-        await s3.get("key", 10)
+    proxy.misbehave(Fault(do="answer", status=500, code="InternalError", times=None))
+    await fails(s3.list(""), StorageError, "listing s3://test at ")
+    assert len(proxy.seen) == 1
 
 
 async def test_an_archived_object_is_said_to_be_that_and_is_no_matter_of_rights(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", status=403, code="InvalidObjectState"))
-    with pytest.raises(StorageError, match="It is archived: restore it first") as caught:
-        await s3.get("key", 10)
-    assert not isinstance(caught.value, StorageAccessError)
-    assert (caught.value.damaged, caught.value.retryable, caught.value.lasting) == (False, False, True)
-
-
-async def test_a_message_about_the_root_names_the_bucket_and_no_empty_key(s3: S3Backend, proxy: Proxy) -> None:
-    proxy.misbehave(Fault(do="answer", status=500, code="InternalError"))
-    with pytest.raises(StorageError, match="listing s3://test at "):
-        await s3.list("")
+    error = await fails(s3.get("key", 10), StorageError, "It is archived: restore it first")
+    assert not isinstance(error, StorageAccessError)
+    assert (error.damaged, error.retryable, error.lasting) == (False, False, True)

@@ -16,6 +16,7 @@ from aiockpt.options import Retention
 from aiockpt.testing.backend_suite import patterned
 from aiockpt.testing.faults import Fault as BackendFault
 from aiockpt.testing.faults import FaultyBackend
+from tests.fails import fails
 from tests.servers.proxy import Fault, Proxy, proxy_to
 from tests.servers.seaweed import Seaweed
 from tests.small_run import SMALL
@@ -84,17 +85,14 @@ async def test_a_checksum_that_is_refused_later_is_left_out_from_there(s3: S3Bac
 async def test_bytes_that_were_damaged_once_are_no_store_without_checksums(s3: S3Backend, proxy: Proxy) -> None:
     await s3.put("before", b"data")
     proxy.misbehave(Fault(do="answer", method="PUT", status=400, code="BadDigest"))
-    with pytest.raises(StorageError) as caught:
-        await s3.put("small", b"data")
-    assert caught.value.retryable
+    await fails(s3.put("small", b"data"), retryable=True)
     await s3.put("small", b"data")
     assert s3._checks.summing is not None
 
 
 async def test_what_is_refused_with_and_without_checksum_is_an_error(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", method="PUT", status=400, code="InvalidArgument", times=None))
-    with pytest.raises(StorageError, match="InvalidArgument"):
-        await s3.put("small", b"data")
+    await fails(s3.put("small", b"data"), StorageError, "InvalidArgument")
     assert s3._checks.summing is not None
 
 
@@ -137,8 +135,7 @@ async def test_a_bucket_where_each_put_has_to_be_conditional(proxy: Proxy, s3_ur
     await s3.put_new("new", b"data")
     assert len(proxy.met) == 1
     proxy.misbehave(Fault(do="answer", method="PUT", status=403, code="AccessDenied", times=None))
-    with pytest.raises(StorageAccessError):
-        await s3.put("LATEST", b"four")
+    await fails(s3.put("LATEST", b"four"), StorageAccessError)
     await s3.close()
 
 
@@ -172,5 +169,4 @@ async def test_the_addressing_style_of_the_aws_configuration_is_kept(
 
 async def test_a_store_that_wants_the_bucket_in_its_name_says_which_setting(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", status=403, code="SecondLevelDomainForbidden", times=None))
-    with pytest.raises(StorageError, match="addressing_style = virtual"):
-        await s3.list("")
+    await fails(s3.list(""), StorageError, "addressing_style = virtual")

@@ -33,6 +33,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import StorageRetried
 from aiockpt.storage.retry import Retrying, RetryPolicy
+from tests.fails import fails
 from tests.gates import striking
 from tests.servers.proxy import Action, Fault, Proxy, proxy_to
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
@@ -336,8 +337,7 @@ async def test_credentials_that_stay_expired_fail_the_save_after_one_refresh(job
     job.proxy.misbehave(
         Fault(do="answer", method="PUT", match="partNumber", status=403, code="ExpiredToken", times=None)
     )
-    with pytest.raises(StorageAccessError, match="renew them"):
-        await job.save(2)
+    await fails(job.save(2), StorageAccessError, "renew them")
     job.proxy.misbehave()
     assert await job.load() == 1
 

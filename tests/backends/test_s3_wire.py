@@ -21,6 +21,7 @@ from aiockpt.backends.ranges import Buffers
 from aiockpt.backends.s3_body import Body
 from aiockpt.backends.s3_wire import receive
 from aiockpt.testing.backend_suite import patterned
+from tests.fails import fails
 
 SIZE = 3 << 20
 BODY = bytes(patterned(SIZE))
@@ -171,8 +172,7 @@ async def test_a_connection_that_ends_early_is_an_error_and_not_used_again(
 ) -> None:
     served.sent = 2_000_000
     async with aiohttp.ClientSession() as session:
-        with pytest.raises(ClientPayloadError):
-            await get(session, url, [memoryview(bytearray(SIZE))])
+        await fails(get(session, url, [memoryview(bytearray(SIZE))]), ClientPayloadError)
         served.sent = SIZE
         memory = memoryview(bytearray(SIZE))
         await get(session, url, [memory])
@@ -225,8 +225,7 @@ async def test_an_encrypted_connection_that_ends_early_is_an_error_and_not_used_
     served.sent = 2_000_000
     async for url in _run(served, certificate):
         async with aiohttp.ClientSession() as session:
-            with pytest.raises(ClientPayloadError):
-                await get(session, url, [memoryview(bytearray(SIZE))])
+            await fails(get(session, url, [memoryview(bytearray(SIZE))]), ClientPayloadError)
             served.sent = SIZE
             memory = memoryview(bytearray(SIZE))
             await get(session, url, [memory])

@@ -24,6 +24,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend, RecordingFiles
+from tests.fails import fails
 
 pytestmark = pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}")
 
@@ -60,8 +61,7 @@ def test_it_says_that_it_is_of_this_host_and_not_durable(name: str) -> None:
 async def test_backends_of_one_name_share_their_objects(name: str) -> None:
     await ShmBackend(f"{name}/run").put("a", b"1")
     assert await ShmBackend(f"/{name}/run/").get("a", 10) == b"1"
-    with pytest.raises(ObjectNotFoundError):
-        await ShmBackend(f"{name}/other").get("a", 10)
+    await fails(ShmBackend(f"{name}/other").get("a", 10), ObjectNotFoundError)
 
 
 def test_a_name_cannot_lead_out_of_the_users_folder() -> None:
@@ -132,8 +132,7 @@ async def test_a_planted_folder_is_refused_by_every_verb(
         lambda: backend.list(""),
         lambda: backend.delete(["a"]),
     ):
-        with pytest.raises(StorageAccessError, match="not a private folder"):
-            await verb()
+        await fails(verb(), StorageAccessError, "not a private folder")
     assert planted == "a file" or os.listdir(home) == []
 
 
@@ -165,8 +164,7 @@ async def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_made(
 ) -> None:
     monkeypatch.setattr(shm, "available_bytes", lambda: 1000)
     backend = ShmBackend(name)
-    with pytest.raises(StorageFullError, match="1001 bytes do not fit into the 1000"):
-        await backend.create("a", 1001)
+    await fails(backend.create("a", 1001), StorageFullError, "1001 bytes do not fit into the 1000")
     await (await backend.create("a", 1000)).abort()
     assert (await backend.list("")).objects == ()
 

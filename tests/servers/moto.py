@@ -13,13 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import botocore.session
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.servers.seaweed import BUCKET, CREDENTIALS, START_S, STOP_S, free_ports
+from tests.servers.seaweed import BUCKET, START_S, STOP_S, free_ports, plain_client
 
 
 @contextlib.contextmanager
@@ -37,14 +34,7 @@ def moto_server() -> Iterator[str]:
 
 
 def _make_bucket(endpoint_url: str, process: subprocess.Popen[bytes]) -> None:
-    store: Any = botocore.session.Session().create_client(
-        "s3",
-        endpoint_url=endpoint_url,
-        region_name="us-east-1",
-        aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-        config=Config(connect_timeout=2, read_timeout=5, retries={"total_max_attempts": 1}),
-    )
+    store = plain_client(endpoint_url)
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

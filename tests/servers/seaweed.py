@@ -95,7 +95,7 @@ class Seaweed:
             self._process = None
 
     def _wait_ready(self) -> None:
-        store = self._client()
+        store = plain_client(self.endpoint_url)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
@@ -114,16 +114,17 @@ class Seaweed:
             return False
         return True
 
-    def _client(self) -> Any:
-        session = botocore.session.Session()
-        return session.create_client(
-            "s3",
-            endpoint_url=self.endpoint_url,
-            region_name="us-east-1",
-            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-            config=Config(connect_timeout=2, read_timeout=5, retries={"total_max_attempts": 1}),
-        )
+
+def plain_client(endpoint_url: str) -> Any:
+    """Return botocore's own client of a test server, which waits for nothing and tries once."""
+    return botocore.session.Session().create_client(
+        "s3",
+        endpoint_url=endpoint_url,
+        region_name="us-east-1",
+        aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+        config=Config(connect_timeout=2, read_timeout=5, retries={"total_max_attempts": 1}),
+    )
 
 
 @contextlib.contextmanager

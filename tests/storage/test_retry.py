@@ -37,6 +37,7 @@ from aiockpt.testing.recording import RecordingBackend
 from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulation import SimulatedWorld, simulated_world
 from aiockpt.testing.virtual_time import run_virtually
+from tests.fails import fails
 from tests.inline_process import Process, tiny_state
 from tests.watch import Watch
 
@@ -291,8 +292,7 @@ def test_a_create_that_failed_and_then_finds_other_bytes_is_a_conflict(theirs: b
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(overtake)
-            with pytest.raises(ObjectExistsError):
-                await place.backend.put_new("a", b"ours")
+            await fails(place.backend.put_new("a", b"ours"), ObjectExistsError)
 
     async def overtake() -> None:
         await anyio.sleep(1)
@@ -346,8 +346,7 @@ def test_every_small_verb_is_tried_again(seed: int) -> None:
         assert (await backend.stat("f/a")).size == 0
         await backend.delete([f"f/{name}" for name in "abcde"])
         assert (await backend.space()).free_bytes is None
-        with pytest.raises(ObjectNotFoundError):
-            await backend.open("f/a")
+        await fails(backend.open("f/a"), ObjectNotFoundError)
 
     run_virtually(main, world.clock)
     assert not store.objects
@@ -498,8 +497,7 @@ def test_an_answer_that_is_short_and_no_error_is_gone_on_with_or_refused(retried
             await process.load(into, 1)
             assert torch.equal(into["weight"], state["weight"])
         else:
-            with pytest.raises(StorageTransferError, match="bytes were asked for"):
-                await process.load(into, 1)
+            await fails(process.load(into, 1), StorageTransferError, "bytes were asked for")
 
     run_virtually(main, world.clock)
 
@@ -573,8 +571,7 @@ def test_a_finish_whose_answer_was_lost_is_a_success(trouble: Trouble) -> None:
         await file.finish()
         await file.abort()
         for call in (file.finish(), file.write(0, [memoryview(DATA)])):
-            with pytest.raises(UsageError):
-                await call
+            await fails(call, UsageError)
 
     place.run(main)
     assert place.store.objects["a"].body == DATA
@@ -593,8 +590,7 @@ def test_a_finish_that_failed_and_is_not_there_is_an_error(there: bytes | None) 
         await file.write(0, [memoryview(DATA)])
         if there is not None:
             place.store.put("a", there)
-        with pytest.raises(ObjectNotFoundError):
-            await file.finish()
+        await fails(file.finish(), ObjectNotFoundError)
 
     place.run(main)
 
@@ -606,8 +602,7 @@ def test_a_conflict_at_the_first_finish_is_one() -> None:
         file = await place.backend.create("a", len(DATA))
         await file.write(0, [memoryview(DATA)])
         place.store.put("a", bytes(len(DATA)))
-        with pytest.raises(ObjectExistsError):
-            await file.finish()
+        await fails(file.finish(), ObjectExistsError)
 
     place.run(main)
 
@@ -632,8 +627,7 @@ def down(place: Place, calls: int) -> None:
 
     async def main() -> None:
         for _ in range(calls):
-            with pytest.raises(StorageError, match="500"):
-                await place.backend.stat("a")
+            await fails(place.backend.stat("a"), StorageError, "500")
 
     place.run(main)
 
@@ -654,11 +648,9 @@ def test_a_place_that_is_down_is_left_alone_for_a_while_and_then_asked_once() ->
         with pytest.raises(StorageError, match="500"):
             await place.backend.stat("a")  # the probe: one attempt, and another while it is open
         assert len(place.calls) == 7
-        with pytest.raises(StorageError, match="not be contacted"):
-            await place.backend.stat("a")
+        await fails(place.backend.stat("a"), StorageError, "not be contacted")
         await anyio.sleep(30)
-        with pytest.raises(ObjectNotFoundError):
-            await place.backend.stat("a")  # an answer
+        await fails(place.backend.stat("a"), ObjectNotFoundError)  # an answer
         assert place.backend.statistics().breaker == "closed"
         await place.backend.put("b", b"")
 
@@ -673,8 +665,7 @@ def test_what_is_held_is_released_also_where_a_place_is_down() -> None:
     async def main() -> None:
         await backend.put("a", DATA)
         reader, upload = await backend.open("a"), await backend.create("b", 1)
-        with pytest.raises(StorageError):
-            await backend.stat("a")
+        await fails(backend.stat("a"))
         assert backend.statistics().breaker == "open"
         await upload.abort()
         await reader.close()
@@ -691,8 +682,7 @@ def test_an_answer_in_between_keeps_it_closed() -> None:
     down(place, 2)
 
     async def answered() -> None:
-        with pytest.raises(ObjectNotFoundError):
-            await place.backend.stat("a")
+        await fails(place.backend.stat("a"), ObjectNotFoundError)
 
     place.run(answered)
     down(place, 2)
@@ -709,8 +699,7 @@ def test_while_a_probe_is_under_way_no_other_call_is_made_and_a_cancelled_probe_
             tasks.start_soon(place.backend.put, "b", b"")
             await anyio.sleep(1)
             assert place.backend.statistics().breaker == "half-open"
-            with pytest.raises(StorageError, match="not be contacted"):
-                await place.backend.stat("a")
+            await fails(place.backend.stat("a"), StorageError, "not be contacted")
             tasks.cancel_scope.cancel()
         await place.backend.put("b", b"")
         assert place.backend.statistics().breaker == "closed"

@@ -1,0 +1,133 @@
+"""Requests that are signed and sent past botocore: signed as it signs them, and left to it where it signs otherwise."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import botocore.auth
+import pytest
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aiockpt.backends.s3 import S3Backend
+from aiockpt.backends.s3_direct import ObjectRequests, Route, sign
+from aiockpt.errors import ObjectNotFoundError
+from tests.fails import fails
+from tests.servers.proxy import Fault, proxy_to
+from tests.servers.seaweed import Seaweed
+
+NOW = datetime(2026, 11, 26, 17, 5, 9, tzinfo=UTC)
+ODD = "d/ü ~(1)+&=?#%20'!*@,;:$"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    key=st.text(
+        st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters="/"), min_size=1, max_size=30
+    ),
+    token=st.sampled_from([None, "a/token=="]),
+    more=st.dictionaries(st.sampled_from(["range", "if-none-match", "x-amz-meta-id"]), st.sampled_from(["*", " a b "])),
+    path=st.sampled_from(["/", "/bucket/"]),
+)
+def test_a_request_is_signed_as_botocore_signs_it(
+    key: str, token: str | None, more: dict[str, str], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda **_: NOW)
+    credentials = Credentials("an-id", "a secret", token)
+    request = AWSRequest("GET", f"http://store:9000{path}{quote(key, safe='/~')}", headers=dict(more))
+    config = SimpleNamespace(s3={"payload_signing_enabled": False})
+    request.context["client_config"] = config
+    botocore.auth.S3SigV4Auth(credentials, "s3", "eu-west-1").add_auth(request)
+    route = Route(f"http://store:9000{path}", "store:9000", path, "eu-west-1")
+    headers = dict(more)
+    sign("GET", route, quote(key, safe="/~"), headers, credentials.get_frozen_credentials(), NOW)
+    assert headers["authorization"] == request.headers["Authorization"]
+
+
+@pytest.fixture
+def s3(seaweed: Seaweed, s3_url: str) -> S3Backend:
+    return S3Backend(s3_url, endpoint_url=seaweed.endpoint_url)
+
+
+async def test_after_the_first_request_botocore_makes_none_for_one_object(
+    s3: S3Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await s3.put_new("first", b"data")
+    made: list[str] = []
+    client = await s3._bucket.client()
+
+    async def make(name: str, params: Any) -> None:
+        made.append(name)
+
+    monkeypatch.setattr(client, "_make_api_call", make)
+    for key, data in ((ODD, b"data"), ("empty", b"")):
+        await s3.put_new(key, data)
+        assert await s3.get(key, 9) == data
+        found = await s3.stat(key)
+        assert (found.size, found.modified_ns % 10**9) == (len(data), 0)
+    await fails(s3.stat("none"), ObjectNotFoundError)
+    assert made == []
+    monkeypatch.undo()
+    (listed,) = [stat for stat in (await s3.list("d")).objects if stat.key == ODD]
+    assert listed == await s3.stat(ODD)
+    await s3.close()
+
+
+async def test_an_answer_of_aws_that_sends_elsewhere_is_left_to_botocore(seaweed: Seaweed, s3_url: str) -> None:
+    async with proxy_to(seaweed.endpoint_url) as proxy:
+        s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url)
+        await s3.put("first", b"data")
+        (await s3._bucket.requests())._follows = True
+        proxy.misbehave(
+            Fault(do="answer", method="PUT", status=301, code="PermanentRedirect", to="http://127.0.0.1:9/")
+        )
+        await s3.put("second", b"data")
+        assert len(proxy.met) == 1
+        assert await s3.get("second", 9) == b"data"
+        await s3.close()
+
+
+@pytest.mark.parametrize(
+    ("authorization", "more", "learned"),
+    [
+        ("AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3/aws4_request, SignedHeaders=host", {}, True),
+        ("AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3express/aws4_request, SignedHeaders=host", {}, False),
+        ("AWS4-ECDSA-P256-SHA256 Credential=an-id/20261126/s3/aws4_request, SignedHeaders=host", {}, False),
+        ("AWS4-HMAC-SHA256 Credential=a/20261126/us/s3/aws4_request, S", {"X-Amz-Content-SHA256": "0a1b"}, False),
+        ("", {}, False),
+    ],
+)
+async def test_what_is_signed_otherwise_is_left_to_botocore(
+    authorization: str, more: dict[str, str], learned: bool
+) -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.meta = SimpleNamespace(events=self)
+            self.hooks: dict[str, Any] = {}
+
+        def register_last(self, name: str, hook: Any) -> None:
+            self.hooks[name] = hook
+
+        def unregister(self, name: str, hook: Any) -> None:
+            assert self.hooks.pop(name) == hook
+
+        async def head_object(self, **where: str) -> dict[str, Any]:
+            headers = {"Authorization": authorization, "X-Amz-Content-SHA256": b"UNSIGNED-PAYLOAD", **more}
+            request = SimpleNamespace(url=f"https://bucket.store:443/{where['Key']}", headers=headers)
+            for hook in list(self.hooks.values()):
+                hook(request)
+            return {"ETag": "it"}
+
+    async def no_credentials() -> None: ...
+
+    client = Client()
+    requests = ObjectRequests(client, SimpleNamespace(get_credentials=no_credentials), follows=True)
+    assert await requests.head("bucket", "run/key") == {"ETag": "it"}
+    assert client.hooks == {}
+    expected = Route("https://bucket.store:443/", "bucket.store", "/", "eu-west-1")
+    assert requests._route == (expected if learned else None)
