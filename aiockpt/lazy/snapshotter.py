@@ -20,11 +20,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from aiockpt.engine.snapshotter import Capture, CaptureRequest
-from aiockpt.lazy.digest_check import DigestCheck
 from aiockpt.lazy.mutability import Mutability
-from aiockpt.lazy.state_guard import StateGuard
+from aiockpt.lazy.state_guard import DigestCheck, StateGuard
 from aiockpt.lazy.throttle import Pacing, Throttle
-from aiockpt.lazy.version_check import VersionNotes
 from aiockpt.options import MIB, Options, Snapshot
 from aiockpt.pipeline.device_copy import StateDevices
 from aiockpt.runtime.accelerator import Accelerator
@@ -33,20 +31,12 @@ from aiockpt.runtime.pending_copies import PendingCopies, pending_copies
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import ShardedState
 
-# The hook that keeps optimizers from changing what is still being copied, without any call by the program.
-#
-# While a snapshot is copied on another thread, a global pre-hook of optimizer steps blocks every optimizer of the process
-# until the *whole* state is copied. Guarantees:
-#
-# - What devices will copy by themselves blocks no optimizer on the host: its compute stream waits for them instead.
-# - The hook comes with the first checkpointer of the process and stays: optimizers walk torch's hooks without a lock, and
-#   one that is added or removed meanwhile, when a copy begins or ends, makes ``step()`` raise on another thread.
-#   While nothing is copied it costs a step less than a microsecond.
-# - A save that begins inside an optimizer's step, in its closure or in a hook of it, does not block that step: our hook has
-#   been passed. `in_optimizer_step` finds that in the frames of the caller, which no exception can leave behind.
-#
-# What else waits for a copy, and how, is in `aiockpt.runtime.pending_copies`.
-
+# The hook: while a snapshot is copied on another thread, every optimizer of the process waits until the *whole* state is
+# copied. What devices copy by themselves blocks no thread: the compute stream waits for them instead. The hook stays for the
+# life of the process: optimizers walk torch's hooks without a lock, and one that is added or removed meanwhile makes
+# ``step()`` raise on another thread. While nothing is copied it costs a step less than a microsecond. A save inside a step
+# (its closure, a hook of it) does not block that step: our hook has been passed, which the frames of the caller show.
+# What else waits for a copy is in `aiockpt.runtime.pending_copies`.
 
 _installing = Mutex()
 _hook: RemovableHandle | None = None
@@ -89,16 +79,6 @@ def in_optimizer_step() -> bool:
     return frame is not None
 
 
-# Copies of a whole state on its device, in the call, in the order of the compute streams; that needs milliseconds.
-#
-# Guarantees:
-#
-# - The copies hold the state as of the call, whatever the program does next; no optimizer waits for anything.
-# - Training keeps the memory that it needs: there is one such copy at a time, and none where the device has no room beside
-#   the peak of training. Then the snapshot is lazy, and its reason is logged.
-# - What is in host memory is copied in the call as well. A state that lies entirely there is copied eagerly.
-
-
 logger = logging.getLogger("aiockpt")
 
 
@@ -111,7 +91,12 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class DeviceCloner:
-    """Copies states on their devices, where there is room."""
+    """Copies whole states on their devices, in the call, in the order of the compute streams: milliseconds.
+
+    The copies hold the state as of the call; no optimizer waits. There is one at a time, and none where the device has no
+    room beside the peak of training: then the snapshot is lazy, and the log says why. What is in host memory is copied in
+    the call as well; a state that lies entirely there is copied eagerly.
+    """
 
     def __init__(self, accelerator: Accelerator, devices: StateDevices) -> None:
         self._accelerator = accelerator
@@ -185,7 +170,6 @@ class LazySnapshotter:
         self._busy_slabs = busy_slabs
         self._cloner = DeviceCloner(accelerator, devices)
         self._mutability = Mutability(options.mutable, options.immutable, accelerator)
-        self._versions = VersionNotes(accelerator)
         self._pacing = Pacing(now_ns)
 
     def capture(self, request: CaptureRequest) -> Capture:
@@ -202,7 +186,7 @@ class LazySnapshotter:
             walked = self._mutability.copy_mutable(
                 walked, request.state, trusting=snapshot == "eager", reuse=not request.busy
             )
-            versions = self._versions.note(self._mutability.in_place)
+            versions = self._mutability.note_versions()
         self._devices.pin(request.walked.tensors)
         after = self._devices.events(request.walked.tensors)
         return Capture(
@@ -240,7 +224,6 @@ class LazySnapshotter:
         """Release the last state."""
         self._devices.forget()
         self._mutability.forget()
-        self._versions.forget()
 
 
 def _holds_loop_up(request: CaptureRequest) -> bool:

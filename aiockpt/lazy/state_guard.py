@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+import xxhash
+
 from aiockpt.engine.snapshotter import Copying
 from aiockpt.errors import TornSnapshotError
-from aiockpt.lazy.digest_check import DigestCheck
+from aiockpt.format.names import list_names
 from aiockpt.lazy.throttle import Throttle
 from aiockpt.lazy.version_check import VersionCheck
+from aiockpt.pipeline.device_copy import on_host
+from aiockpt.pipeline.scatter import byte_view
 from aiockpt.runtime.loop import Mutex
 from aiockpt.runtime.pending_copies import PendingCopies, PendingCopy
+from aiockpt.state.shards import TensorShard
 
 
 class StateGuard:
@@ -123,3 +129,38 @@ class StateGuard:
         if error is not self._torn:
             self._note_torn(error.tensors)
         self._torn = self._torn or error
+
+
+class DigestCheck:
+    """The digests of live tensors before their copy, compared with those after it, for ``debug="digest"``.
+
+    What was changed and changed back in between is not noticed; everything else is. Costs two passes over the state.
+    """
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._shards = shards
+        self._digests = [_digest(shard.data) for shard in shards]
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            TornSnapshotError: tensors have changed; they are named.
+        """
+        torn = [
+            shard.name
+            for shard, digest in zip(self._shards, self._digests, strict=True)
+            if _digest(shard.data) != digest
+        ]
+        if torn:
+            raise TornSnapshotError(
+                f"{list_names(torn)} changed while the snapshot was copied: nothing was published. Change the state inside "
+                "`with ckpt.mutating():`, or name what other things than optimizers change in Checkpointer(mutable=[…]).",
+                torn,
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Return the digest of what *tensor* holds; by address, for ``numpy()`` would forbid resizing its storage for good."""
+    dense = on_host(tensor)  # a copy must live as long as the view
+    return xxhash.xxh3_64_intdigest(byte_view(dense))

@@ -33,37 +33,14 @@ SAMPLE_BYTES = 16
 _version = attrgetter("_version")
 
 
-class VersionNotes:
-    """Notes what tensors are like, and remembers where that is read for the next save of the same ones.
+class VersionCheck:
+    """What tensors were like at a call. They are kept alive, and compared.
 
     Args:
-        accelerator: knows which tensors are on a device.
+        sources: where that is read; the same for each save of the same tensors where they were.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._shards: Sequence[TensorShard] = ()
-        self._sources = _Sources((), accelerator)
-
-    def note(self, shards: Sequence[TensorShard]) -> VersionCheck | None:
-        """Return a check of *shards* against what they are now; None for none.
-
-        Args:
-            shards: of tensors that have counters; the very same sequence where they are the same, and where they were.
-        """
-        if shards is not self._shards:
-            self._shards, self._sources = shards, _Sources(shards, self._accelerator)
-        return VersionCheck(self._sources) if shards else None
-
-    def forget(self) -> None:
-        """Release the last tensors."""
-        self._shards, self._sources = (), _Sources((), self._accelerator)
-
-
-class VersionCheck:
-    """What tensors were like at a call. They are kept alive, and compared."""
-
-    def __init__(self, sources: _Sources) -> None:
+    def __init__(self, sources: VersionSources) -> None:
         self._sources = sources
         self._versions = sources.versions()
         self._samples = sources.counted_samples.read(), sources.uncounted_samples.read()
@@ -80,7 +57,7 @@ class VersionCheck:
         """
         sources, (counted, uncounted) = self._sources, self._samples
         self.check_addresses()
-        self._tell(
+        self._report(
             [
                 *self._counted(),
                 *sources.counted_samples.changed(counted),
@@ -99,7 +76,7 @@ class VersionCheck:
         if sources.uncounted_samples.numbers:
             sources.addresses.check(sources.uncounted_samples.numbers)
             changed += sources.uncounted_samples.changed(self._samples[1])
-        self._tell(changed)
+        self._report(changed)
 
     def _counted(self) -> list[int]:
         versions = self._sources.versions()
@@ -107,7 +84,7 @@ class VersionCheck:
             return []
         return list(compress(self._sources.numbers, map(ne, versions, self._versions)))
 
-    def _tell(self, changed: Sequence[int]) -> None:
+    def _report(self, changed: Sequence[int]) -> None:
         if not changed:
             return
         names = [self._sources.names[number] for number in sorted(set(changed))]
@@ -119,8 +96,12 @@ class VersionCheck:
         )
 
 
-class _Sources:
+class VersionSources:
     """Where the counters, addresses and samples of tensors are read, as `COMPARED` says.
+
+    Args:
+        shards: of tensors that have counters.
+        accelerator: knows which of them are on a device.
 
     Attributes:
         numbers: of the tensors whose counters `versions` returns, in that order.

@@ -24,17 +24,15 @@ from aiockpt.events import PoolStatistics
 from aiockpt.runtime.accelerator import Pins
 from aiockpt.runtime.host_memory import Memory, Pages, PrivateMemory, address_of
 
-# Registration of host memory with a device: each piece once, for as long as it lives.
-#
-# Registering costs milliseconds a piece, so it is done when memory is made, never with each save. Memory that is freed
-# while it is registered would leave the driver a mapping of something else. Thread-safe.
-
-
 logger = logging.getLogger("aiockpt")
 
 
 class Pinning:
-    """The pinned memory of one pool; none before `use`."""
+    """The pinned memory of one pool, each piece once for as long as it lives; none before `use`. Thread-safe.
+
+    Registering costs milliseconds a piece, so it is done when memory is made. Memory that is freed while it is registered
+    would leave the driver a mapping of something else.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -110,7 +108,7 @@ class SlabPool:
         self._allocated = 0
         self._used = 0
         self._peak_used = 0
-        self._turns: deque[object] = deque()
+        self._waiters: deque[object] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._pinning = Pinning()
@@ -188,10 +186,10 @@ class SlabPool:
 
     def _take(self, timeout_s: float) -> Slab:
         with self._changed:
-            save_round = object()
-            self._turns.append(save_round)
+            waiter = object()
+            self._waiters.append(waiter)
             try:
-                if not self._changed.wait_for(lambda: self._may_take(save_round), timeout_s):
+                if not self._changed.wait_for(lambda: self._may_take(waiter), timeout_s):
                     raise StorageTimeoutError(
                         f"no staging slab came free within {timeout_s:g} s ({self._used} in use): "
                         "the storage is slower than the saves. Save less often or give a larger IO(pool_bytes=…)."
@@ -204,7 +202,7 @@ class SlabPool:
                     return self._free.pop()
                 self._allocated += 1
             finally:
-                self._turns.remove(save_round)
+                self._waiters.remove(waiter)
                 self._changed.notify_all()
         try:
             return self._make()
@@ -228,8 +226,8 @@ class SlabPool:
             self._new.append(slab)
         return slab
 
-    def _may_take(self, save_round: object) -> bool:
-        mine = self._turns[0] is save_round
+    def _may_take(self, waiter: object) -> bool:
+        mine = self._waiters[0] is waiter
         return self._closed or (mine and (bool(self._free) or self._allocated < self._ceiling))
 
     def wait(self, enough: Callable[[int], bool], timeout_s: float) -> bool:
@@ -266,7 +264,7 @@ class SlabPool:
                 self._allocated * self._slab_bytes,
                 self._used,
                 self._peak_used,
-                len(self._turns),
+                len(self._waiters),
             )
 
     def close(self) -> None:

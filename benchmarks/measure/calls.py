@@ -8,7 +8,7 @@ nothing waits for anything, and what is timed is Python and memory alone. The la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.lazy.version_check import VersionCheck, VersionNotes
-from aiockpt.state.shards import TensorShard
+from aiockpt.lazy.version_check import VersionCheck
 from benchmarks.report import Samples
 from benchmarks.steps import seconds
 from benchmarks.visit import Outcome, Turn
@@ -91,15 +90,17 @@ def calls(turn: Turn, outcome: Outcome) -> None:
         outcome.add(turn, f"{tensors:,} tensors", samples)
 
 
-class _TimedNotes(VersionNotes):
+class _TimedNotes:
     """Notes of version counters, timed; or nothing at all, where *on* is False."""
 
-    on = True
-    took_s = 0.0
+    def __init__(self, note: Callable[[], VersionCheck | None]) -> None:
+        self.on = True
+        self.took_s = 0.0
+        self._note = note
 
-    def note(self, shards: Sequence[TensorShard]) -> VersionCheck | None:
+    def __call__(self) -> VersionCheck | None:
         begun_s = time.perf_counter()
-        noted = super().note(shards) if self.on else None
+        noted = self._note() if self.on else None
         self.took_s = time.perf_counter() - begun_s
         return noted
 
@@ -110,8 +111,8 @@ def watching(turn: Turn, outcome: Outcome) -> None:
         training = Training(tensors)
         samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
         with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
-            notes = _TimedNotes(ckpt._engine.accelerator)
-            _lazy_of(ckpt)._versions = notes
+            mutability = _lazy_of(ckpt)._mutability
+            notes = mutability.note_versions = _TimedNotes(mutability.note_versions)
             for step in range(2 * turn.repetitions + 3):
                 notes.on = step % 2 == 1
                 call_s = save(step, training)
@@ -133,7 +134,7 @@ def _lazy_of(ckpt: aiockpt.Checkpointer) -> Any:
 
 def _time_hooks(ckpt: aiockpt.Checkpointer, training: Training) -> list[float]:
     """Return how long the second comparison takes after a pass over all parameters, and again with warm caches."""
-    check = VersionNotes(ckpt._engine.accelerator).note(_lazy_of(ckpt)._mutability.in_place)
+    check = _lazy_of(ckpt)._mutability.note_versions()
     assert check is not None
     torch.autograd.backward([parameter.square().sum() for parameter in training.model])
     return [seconds(check.recheck) for _ in range(2)]

@@ -286,3 +286,24 @@ def test_a_part_of_a_parameter_whose_axes_are_in_another_order_is_owned_with_it(
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     assert moving(state) == set()
     assert optimizer.param_groups
+
+
+def test_small_tensors_that_are_copied_together_are_what_they_were_whatever_their_kind_and_wherever_they_go() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8, torch.float64]
+    state: State = {"some": [torch.arange(1, 4).to(kind) for kind in kinds] + [torch.tensor(7.0), torch.empty(0)]}
+    state["some"] += [torch.ones(1000), torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.complex64).conj()]
+    walker, mutability = StateWalker(), Mutability()
+    held = []
+    for turn in range(4):
+        if turn == 2:  # other memory, and another order in it
+            state["some"][0].data = torch.ones(3, 2)[:, 0]
+            state["some"][-2].data = torch.zeros(2, 3).t()
+        for tensor in state["some"]:
+            tensor.fill_(turn)
+        still = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
+        held.append([shard.data.data_ptr() for shard in still])
+        expected = [tensor.clone() for tensor in state["some"]]
+        for tensor in state["some"]:
+            tensor.fill_(1 - turn % 2)
+        assert all(map(torch.equal, (shard.data for shard in still), expected))
+    assert held[0] == held[1] == held[2] == held[3]

@@ -151,8 +151,8 @@ def test_the_shortest_of_the_last_times_is_expected_and_the_copy_counted_twice()
     assert pacing.spare_s(2.0, 1000) == pytest.approx(17.0 - 2.0 - 2.0)
 
 
-class Turns:
-    """A leisure whose slabs come back when the test says so; a turn takes as long as it says."""
+class Batches:
+    """A throttle whose slabs come back when the test says so; a batch takes as long as it says."""
 
     def __init__(self, slabs: int = 40) -> None:
         self.clock = Clock()
@@ -169,10 +169,17 @@ class Turns:
         self.used.append(self.pool.take(1))
         self.left_bytes -= 4 * KIB
 
-    def save_round(self, seconds: float) -> None:
-        """Fill a turn of slabs, which are all written *seconds* later."""
+    def fill_batch(self) -> list[bool]:
+        """Fill one batch; return whether more of it was to come after each slab."""
+        more = []
         for _ in range(BATCH):
             self.fill()
+            more.append(self.throttle.fills_more)
+        return more
+
+    def write_batch(self, seconds: float) -> None:
+        """Fill a batch of slabs, which are all written *seconds* later."""
+        self.fill_batch()
         self.clock.ns += round(seconds * 1e9)
         for slab in self.used:
             self.pool.give(slab)
@@ -180,46 +187,38 @@ class Turns:
 
 
 def test_a_storage_that_stands_still_ends_the_leisure_at_the_deadline() -> None:
-    save_rounds = Turns()
-    for _ in range(BATCH):
-        save_rounds.fill()
-    assert not save_rounds.throttle.whole
-    save_rounds.fill(0.01)
-    assert save_rounds.throttle.whole
+    batches = Batches()
+    batches.fill_batch()
+    assert not batches.throttle.whole
+    batches.fill(0.01)
+    assert batches.throttle.whole
 
 
 def test_the_slabs_of_a_turn_wait_for_each_other() -> None:
-    save_rounds = Turns()
-    more = []
-    for _ in range(BATCH):
-        save_rounds.fill()
-        more.append(save_rounds.throttle.fills_more)
-    assert more == [True] * (BATCH - 1) + [False]
+    assert Batches().fill_batch() == [True] * (BATCH - 1) + [False]
 
 
 def test_a_turn_begins_when_the_one_before_is_written() -> None:
-    save_rounds = Turns()
-    for _ in range(BATCH):
-        save_rounds.fill()
-    first, *others = save_rounds.used
+    batches = Batches()
+    batches.fill_batch()
+    first, *others = batches.used
     for slab in others:
-        save_rounds.pool.give(slab)
-    waiting = threading.Thread(target=save_rounds.throttle.wait, args=(save_rounds.left_bytes, 30.0))
+        batches.pool.give(slab)
+    waiting = threading.Thread(target=batches.throttle.wait, args=(batches.left_bytes, 30.0))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    save_rounds.pool.give(first)
+    batches.pool.give(first)
     waiting.join(30)
     assert not waiting.is_alive()
-    assert not save_rounds.throttle.whole
+    assert not batches.throttle.whole
 
 
 def test_turns_overlap_when_one_after_the_other_would_take_too_long() -> None:
-    slow, fast = Turns(), Turns()
-    for save_rounds, seconds in ((slow, 100.0), (fast, 1e-6)):
-        save_rounds.save_round(seconds)
-        for _ in range(BATCH):
-            save_rounds.fill()
+    slow, fast = Batches(), Batches()
+    for batches, seconds in ((slow, 100.0), (fast, 1e-6)):
+        batches.write_batch(seconds)
+        batches.fill_batch()
     slow.fill(0.01)
     assert not slow.throttle.whole
     fast.fill(0.01)

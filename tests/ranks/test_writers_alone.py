@@ -40,7 +40,7 @@ def cut_off(crew: Crew, ranks: Iterable[int]) -> None:
     for rank in ranks:
 
         def reply(connection: Any, asked: Any) -> None:
-            connection.tell(Replied(asked.number, Reply(failure="the store is lost")))
+            connection.send(Replied(asked.number, Reply(failure="the store is lost")))
 
         crew.checkpointers[rank]._destination._reply = reply  # type: ignore[attr-defined]
 
