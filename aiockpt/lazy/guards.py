@@ -83,76 +83,38 @@ KINDS = (
 
 COPIED = {kind.key for kind in KINDS if kind.copied}
 
+_Columns = tuple[Guard, Guard, Guard, Guard]
+_HOOKED: _Columns = ("hook", "hook", "hook", "hook")
+_COUNTED: _Columns = ("counter", "counter", "outer counter", "outer counter")
+_SAMPLED: _Columns = ("sample", "nothing", "sample", "nothing")
+_KEPT: _Columns = ("old memory", "old memory", "old memory", "old memory")
+
 CHANGES = (
-    Change("step", "`step()` of any optimizer of torch, whatever its kernels", "hook", "hook", "hook", "hook"),
-    Change(
-        "announced",
-        "in `with ckpt.mutating():`, after `barrier()`, `wait_mutable()` or `snapshotted()`",
-        "hook",
-        "hook",
-        "hook",
-        "hook",
-    ),
-    Change(
-        "in place",
-        "in place: `p.add_(…)`, `p[i] = …`, `p.copy_(…)`, `out=p`, in `inference_mode` too",
-        "counter",
-        "counter",
-        "outer counter",
-        "outer counter",
-    ),
-    Change(
-        "view",
-        "through a view: slices, `p.view(…)`, `p.t()`, `p.detach()`",
-        "counter",
-        "counter",
-        "outer counter",
-        "outer counter",
-    ),
-    Change("init", "`torch.nn.init.*`", "counter", "counter", "outer counter", "outer counter"),
-    Change(
-        "load_state_dict",
-        "`model.load_state_dict(…)`",
-        "counter",
-        "counter",
-        "outer counter",
-        "outer counter",
-    ),
+    Change("step", "`step()` of any optimizer of torch, whatever its kernels", *_HOOKED),
+    Change("announced", "in `with ckpt.mutating():`, after `barrier()`, `wait_mutable()` or `snapshotted()`", *_HOOKED),
+    Change("in place", "in place: `p.add_(…)`, `p[i] = …`, `p.copy_(…)`, `out=p`, in `inference_mode` too", *_COUNTED),
+    Change("view", "through a view: slices, `p.view(…)`, `p.t()`, `p.detach()`", *_COUNTED),
+    Change("init", "`torch.nn.init.*`", *_COUNTED),
+    Change("load_state_dict", "`model.load_state_dict(…)`", *_COUNTED),
     Change("local", "`p.to_local().add_(…)`", "–", "–", "counter", "counter"),
     Change("foreach", "`torch._foreach_*`", "counter", "counter", "sample", "nothing"),
     Change(
         "data",
         "`p.data.add_(…)`, `p.untyped_storage()`; in `inference_mode` also through `p.view(dtype)`",
-        "sample",
-        "nothing",
-        "sample",
-        "nothing",
+        *_SAMPLED,
     ),
-    Change("numpy", "numpy, DLPack", "sample", "nothing", "sample", "nothing"),
+    Change("numpy", "numpy, DLPack", *_SAMPLED),
     Change(
         "fused",
         "kernels called directly: `torch._fused_adamw_(…)`, Triton, CUDA extensions, replays of CUDA graphs",
-        "sample",
-        "nothing",
-        "sample",
-        "nothing",
+        *_SAMPLED,
     ),
-    Change(
-        "collective",
-        "`torch.distributed.broadcast(p)`, `all_reduce(p)`",
-        "sample",
-        "nothing",
-        "sample",
-        "nothing",
-    ),
+    Change("collective", "`torch.distributed.broadcast(p)`, `all_reduce(p)`", *_SAMPLED),
     Change(
         "replaced",
         "another tensor in its place: `p.data = …`, `load_state_dict(…, assign=True)`, `optimizer.load_state_dict(…)`, "
         "`model.to(…)`",
-        "old memory",
-        "old memory",
-        "old memory",
-        "old memory",
+        *_KEPT,
     ),
     Change("resized", "`p.untyped_storage().resize_(…)`", "place", "place", "place", "place"),
 )

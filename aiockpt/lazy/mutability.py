@@ -55,6 +55,7 @@ class Mutability:
     Attributes:
         kinds: of the tensors of the last call, by name; of one with several parts here, that of the last part.
         in_place: what was not copied at the last call.
+        copied_bytes: of what was.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Mutability:
         """Release the last state."""
         self.kinds: dict[str, KindKey] = {}
         self.in_place: tuple[TensorShard, ...] = ()
+        self.copied_bytes = 0
         self._sources: VersionSources | None = None
         self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
         self._copied: Sequence[int] = ()
@@ -96,6 +98,7 @@ class Mutability:
         if not self._knows(tensors, trusting):
             self._owned.find(state, tensors, trusting=trusting)
             self._copied = self._find_mutable(tensors)
+            self.copied_bytes = sum(tensors[index].data.nbytes for index in self._copied)
             copied = frozenset(self._copied)
             self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in copied)
             self._sources = VersionSources(self.in_place, self._accelerator) if self.in_place else None

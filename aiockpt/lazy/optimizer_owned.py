@@ -169,7 +169,6 @@ class OptimizerOwned:
         self.forget()
 
     def forget(self) -> None:
-        """Release the last state."""
         self._facts: list[object] | None = None
         self._watched: frozenset[int] = frozenset()
         self._limited: list[nn.Module] = []

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -182,18 +181,21 @@ class LazySnapshotter:
             taken = Taken(request.walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
         walked, snapshot, versions = taken.state, taken.snapshot, None
         beside = snapshot != "eager" or (not stepping and _holds_loop_up(request))
-        if beside and snapshot != "device":
+        copied_bytes = 0
+        if snapshot == "device":
+            copied_bytes = _sum_bytes(walked)
+        elif beside:
             walked = self._mutability.copy_mutable(
                 walked, request.state, trusting=snapshot == "eager", reuse=not request.busy
             )
-            versions = self._mutability.note_versions()
+            versions, copied_bytes = self._mutability.note_versions(), self._mutability.copied_bytes
         self._devices.pin(request.walked.tensors)
         after = self._devices.events(request.walked.tensors)
         return Capture(
             state=walked,
             snapshot=snapshot,
             reason=taken.reason,
-            copied_at_call_bytes=_copied_bytes(request.walked, walked),
+            copied_at_call_bytes=copied_bytes,
             beside=beside,
             is_temporary=snapshot == "device",
             after=after,
@@ -217,21 +219,17 @@ class LazySnapshotter:
         return self._pacing.begin(self._pool, self._busy_slabs)
 
     def warm_up(self, walked: ShardedState) -> None:
-        """Have slabs pinned for the devices of *walked*."""
         self._devices.pin(walked.tensors)
 
     def forget(self) -> None:
-        """Release the last state."""
         self._devices.forget()
         self._mutability.forget()
 
 
 def _holds_loop_up(request: CaptureRequest) -> bool:
     """Return whether an eager copy in this call would hold up the event loop of its thread."""
-    return runs_event_loop() and (request.waits or sum(map(_NBYTES, request.walked.tensors)) > INLINE_COPY_BYTES)
+    return runs_event_loop() and (request.waits or _sum_bytes(request.walked) > INLINE_COPY_BYTES)
 
 
-def _copied_bytes(walked: ShardedState, captured: ShardedState) -> int:
-    if captured is walked:
-        return 0
-    return sum(map(_NBYTES, compress(captured.tensors, map(is_not, captured.tensors, walked.tensors))))
+def _sum_bytes(state: ShardedState) -> int:
+    return sum(map(_NBYTES, state.tensors))

@@ -59,12 +59,10 @@ class StateGuard:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether the second comparison is still to come."""
         return self._versions is not None
 
     @property
     def took_whole(self) -> bool:
-        """Whether the copy wanted slabs for all of the state."""
         return self.throttle is None or self.throttle.whole
 
     def begin(self, job: Copying) -> None:
@@ -113,7 +111,6 @@ class StateGuard:
         return self._torn
 
     def hurry(self) -> None:
-        """End the throttle."""
         if self.throttle is not None:
             self.throttle.end()
 
