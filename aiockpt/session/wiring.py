@@ -38,7 +38,7 @@ from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Loop, World
 from aiockpt.session.interruption import Interruption, NeverInterrupted
 from aiockpt.session.shutdown import Shutdown
-from aiockpt.sizing.last_saves import LastSaves
+from aiockpt.sizing.estimate import LastSaves
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:

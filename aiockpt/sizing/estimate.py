@@ -7,7 +7,9 @@ plan itself. It does not involve other ranks, so that one alone may call (`aiock
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -17,14 +19,14 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.save import records_bytes
+from aiockpt.events import Committed, Event, SnapshotTaken
 from aiockpt.format.checksum import SUM_BYTES, block_count
 from aiockpt.options import MIB, Tier
 from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.sizing.last_saves import LastSaves
 from aiockpt.sizing.peaks import Needs, copied_at_call_bytes, find_memory, staged_bytes
-from aiockpt.sizing.places import PlaceEstimate, StepSizes, find_problems, look_at_places
+from aiockpt.sizing.places import PlaceEstimate, StepSizes, estimate_places, find_problems
 from aiockpt.sizing.share import find_share, whole_bytes
 from aiockpt.sizing.to_come import OptimizerToCome, StateToCome
 from aiockpt.state.shards import ShardedState
@@ -33,6 +35,8 @@ from aiockpt.units import count, size
 COPIED_BYTES = 32 * MIB
 RECORD_BYTES = 1 << 10
 """What a receipt, or a manifest, has beside its tables."""
+REMEMBERED = 5
+"""Saves; of so many the median is what a save takes."""
 REQUESTS = 24
 """Beside those of data files: listings of the place, the records of a commit, and a step that retention deletes."""
 
@@ -107,13 +111,32 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
             added = "is not known: estimate again after the first step" if one.rank_bytes is None else size(one.bytes)
             lines.append(f"to come           {one.name} makes its state with its first step: {added}")
         lines += map(str, self.places)
-        return "\n".join(
-            [*lines, *(f"supposed: {one}" for one in self.assumptions), *map(_tell_problem, self.problems)]
-        )
+        lines += [f"supposed: {one}" for one in self.assumptions]
+        return "\n".join([*lines, *(f"problem: {one}" for one in self.problems)])
 
 
-def _tell_problem(problem: str) -> str:
-    return f"problem: {problem}"
+class LastSaves:
+    """What the last saves of a checkpointer took: an observer of it. On the loop."""
+
+    def __init__(self) -> None:
+        self._durable_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._pause_s: deque[float] = deque(maxlen=REMEMBERED)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._durable_s.append(event.seconds)
+        elif isinstance(event, SnapshotTaken) and event.snapshot == "eager":
+            self._pause_s.append(event.pause_s)
+
+    @property
+    def durable_s(self) -> float | None:
+        """From the call to the commit; None before the first save."""
+        return median(self._durable_s) if self._durable_s else None
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long an eager save held its caller; None where none did."""
+        return median(self._pause_s) if self._pause_s else None
 
 
 class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +189,7 @@ async def estimate(destination: Destination, coordinator: Coordinator, asked: Es
         largest_bytes=max((whole_bytes([shard]) for shard in (*walked.tensors, *coming)), default=0),
     )
     memory, problems = find_memory(engine, plan, needs, destination.places[0], to_spare)
-    places = await look_at_places(destination.places, asked.tiers, sizes, asked.probe_bytes)
+    places = await estimate_places(destination.places, asked.tiers, sizes, asked.probe_bytes)
     problems += _host_problems(
         destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in told), to_spare
     )

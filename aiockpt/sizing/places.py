@@ -11,8 +11,7 @@ import msgspec
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.format.names import parse_step
-from aiockpt.options import Tier
-from aiockpt.sizing.kept import KeptSteps, kept
+from aiockpt.options import Retention, Tier
 from aiockpt.units import count, size, speed
 
 MANY = 100
@@ -33,6 +32,22 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     of_rank: int
     reserve: int
+
+
+class KeptSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies in a place.
+
+    Attributes:
+        steps: at once, at most, beside the multiples that are kept for ever; None where all are kept.
+        bytes: of these; of one step where all are kept.
+        grows_bytes: that every *grows_every* steps of training add for ever; 0: nothing does.
+        grows_every: None: every save.
+    """
+
+    steps: int | None
+    bytes: int
+    grows_bytes: int
+    grows_every: int | None
 
 
 class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +90,7 @@ class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.url}: {'; '.join(parts)}"
 
 
-async def look_at_places(
+async def estimate_places(
     places: Sequence[Place], tiers: Sequence[Tier], sizes: StepSizes, probe_bytes: int
 ) -> list[PlaceEstimate]:
     """Return what a run takes of each place.
@@ -106,6 +121,28 @@ async def look_at_places(
             )
         )
     return found
+
+
+def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes: int) -> KeptSteps:
+    """Return what *rules* leave of steps of *step_bytes*, *weight_bytes* of them weights.
+
+    Beside those that the rules name there is the newest one that was verified, for as long as none that is named was, and
+    those that are being written: *in_flight*. Steps that are thinned keep their weights. How many ``newer_than`` keeps is
+    not known before they are saved: all, at most.
+    """
+    rules = rules or Retention()
+    older_bytes = step_bytes if rules.optimizer is None else weight_bytes
+    if rules.last is None or rules.newer_than is not None:
+        return KeptSteps(steps=None, bytes=step_bytes, grows_bytes=older_bytes, grows_every=None)
+    beside = 1 + in_flight
+    named = rules.last + (rules.best.count if rules.best else 0)
+    full = named if rules.optimizer is None else min(rules.optimizer, named)
+    return KeptSteps(
+        steps=named + beside,
+        bytes=(full + beside) * step_bytes + (named - full) * weight_bytes,
+        grows_bytes=older_bytes if rules.every else 0,
+        grows_every=rules.every,
+    )
 
 
 def _bytes_of(tier: Tier, sizes: StepSizes) -> int:

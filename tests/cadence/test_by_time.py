@@ -10,7 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.policies.cadence import Cadence
-from aiockpt.policies.cadence.by_time import parse_duration_s
+from aiockpt.policies.cadence.intervals import parse_duration_s
 from aiockpt.testing.simulation import SimulatedClock
 from tests.cadence.test_ranks import members, on_all
 from tests.small_run import SMALL

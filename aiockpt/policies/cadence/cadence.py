@@ -31,9 +31,8 @@ import msgspec
 from aiockpt.errors import RankTimeoutError, UsageError
 from aiockpt.events import Event
 from aiockpt.options import asks_what_was_meant, check_amount, refuse_value
-from aiockpt.policies.cadence.by_time import TimeController, parse_duration_s
-from aiockpt.policies.cadence.controller import Controller
-from aiockpt.policies.cadence.intervals import Interval, Limits, Measured
+from aiockpt.policies.cadence.controller import Controller, TimeController
+from aiockpt.policies.cadence.intervals import Interval, Limits, Measured, parse_duration_s
 from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.ranks import Ranks, find_ranks
@@ -84,7 +83,7 @@ class Cadence:
         self._clock = clock
         self._now_ns = (clock or OsClock()).monotonic_ns
         self._every_s: float | None = None
-        self._controller: Controller | TimeController = Controller(self._limits)
+        self._controller = Controller(self._limits)
         self._schedule = Schedule()
         self._channel: DecisionChannel | None = None
         self._notice_s = 0.0
@@ -104,7 +103,7 @@ class Cadence:
         cadence._controller = cadence._make_controller(IN_FLIGHT)
         return cadence
 
-    def _make_controller(self, in_flight: int) -> Controller | TimeController:
+    def _make_controller(self, in_flight: int) -> Controller:
         limits = Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight)
         return Controller(limits) if self._every_s is None else TimeController(self._every_s, limits)
 
@@ -148,7 +147,7 @@ class Cadence:
     # ------------------------------------------------------------------ what happens
 
     def on_event(self, event: Event) -> None:
-        """Take what became of a save. On the loop thread."""
+        """Queue what became of a save. On the loop thread."""
         if self._leads:
             self._events.append(event)
 
@@ -166,7 +165,7 @@ class Cadence:
             self._stand_alone()
         if self._answered is not None and step == self._answered[0]:
             return self._answered[1]
-        after = self._listen(step)
+        after = self._catch_up(step)
         if self._leads:
             self._lead(step)
         else:
@@ -187,8 +186,8 @@ class Cadence:
             )
         self._ready = True
 
-    def _listen(self, step: int) -> int:
-        """Take in what has happened up to *step*; return the step that was asked of before it."""
+    def _catch_up(self, step: int) -> int:
+        """Record what has happened up to *step*; return the step that was asked of before it."""
         while self._events:
             self._controller.take(self._events.popleft())
         before = step - 1 if self._answered is None else self._answered[0]
@@ -295,7 +294,6 @@ class Schedule:
         self._saves: deque[int] = deque(maxlen=REMEMBERED)
 
     def add(self, note: Note) -> None:
-        """Take what was decided next."""
         self._saves.extend(note.saves)
         self.until = max(self.until, note.until)
         self.notice, self.why = note.notice, note.why
@@ -403,4 +401,4 @@ class DecisionChannel:
 
 def _log_failure(posting: Future[None]) -> None:
     if not posting.cancelled() and (error := posting.exception()) is not None:
-        logger.error("the other ranks cannot be told when to save: %s", error)
+        logger.error("cadence: a decision could not be left for the other ranks, whose saves may time out: %s", error)

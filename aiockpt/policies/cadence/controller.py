@@ -18,7 +18,15 @@ from collections.abc import Iterable
 from statistics import median
 
 from aiockpt.events import BarrierWaited, Committed, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
-from aiockpt.policies.cadence.intervals import SAVES, Interval, Limits, Measured, choose, describe
+from aiockpt.policies.cadence.intervals import (
+    SAVES,
+    Interval,
+    Limits,
+    Measured,
+    choose,
+    describe,
+    duration,
+)
 
 FIRST_STEPS = 3
 """Steps that are measured before the first save, and waited for after one that came to nothing."""
@@ -93,7 +101,6 @@ class Controller:
             self.interval = choose(self.measured, self._limits, self.interval)
 
     def take(self, event: Event) -> None:
-        """Record the outcome of a save."""
         match event:
             case SaveStarted():
                 self._begin(event)
@@ -143,7 +150,6 @@ class Controller:
 
     @property
     def measured(self) -> Measured:
-        """What saves and steps took lately."""
         return Measured(
             saves=self._saves,
             blocked_s=self._blocked.usual,
@@ -154,7 +160,6 @@ class Controller:
         )
 
     def expect(self, step: int) -> None:
-        """Record that *step* is about to be saved."""
         self._last = step
 
     # ------------------------------------------------------------------ what follows
@@ -206,8 +211,52 @@ class Controller:
         return max(0, step - self._at[0]) * self._steps.step_s if self._at else 0.0
 
     def explain(self) -> str:
-        """Say what the interval is, why, and what was measured."""
         return describe(self.interval, self.measured, self._limits, self.debt_s - self._blocked.usual)
+
+
+class TimeController(Controller):
+    """Says that a save is due each so many seconds, ``every="30min"``: the clock in place of the rules.
+
+    From one save to the next it is that time, and at most a step longer; one that came late does not delay those after it.
+    The first comes when it has passed since the first step: a run that fails at once has saved nothing.
+    """
+
+    def __init__(self, every_s: float, limits: Limits) -> None:
+        super().__init__(limits)
+        self._every_ns = round(every_s * 1e9)
+        self._due_ns: int | None = None
+        self.interval = Interval("time", 1, every_s)
+
+    def reach(self, step: int, now_ns: int) -> None:
+        super().reach(step, now_ns)
+        if self._due_ns is None:
+            self._due_ns = now_ns + self._every_ns
+        every_s, step_s = self._every_ns / 1e9, self._steps.step_s
+        self.interval = Interval("time", max(1, round(every_s / step_s)) if step_s else 1, every_s)
+
+    def expect(self, step: int) -> None:
+        super().expect(step)
+        if self._at is not None and self._due_ns is not None:
+            self._due_ns += (1 + max(0, self._at[1] - self._due_ns) // self._every_ns) * self._every_ns
+
+    def is_due(self, step: int, planned: Iterable[int] = ()) -> bool:
+        left_ns = self._left_ns(planned)
+        return left_ns is not None and round(self._ahead_s(step) * 1e9) >= left_ns
+
+    def earliest(self, planned: Iterable[int] = ()) -> int | None:
+        left_ns, step_s = self._left_ns(planned), self._steps.step_s
+        if self._at is None or left_ns is None or not step_s:
+            return None
+        return self._at[0] + max(0, math.floor(left_ns / 1e9 / step_s))
+
+    def _left_ns(self, planned: Iterable[int]) -> int | None:
+        """Return how long it is until the save after those that are *planned*; None before the first step."""
+        if self._at is None or self._due_ns is None:
+            return None
+        return self._due_ns + len(list(planned)) * self._every_ns - self._at[1]
+
+    def explain(self) -> str:
+        return f"Save every {duration(self._every_ns / 1e9)} [rule: time]: that was asked for."
 
 
 class Recent:

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from aiockpt import units
+from aiockpt.options import refuse_value
 
 Rule = Literal["first", "step", "overhead", "write", "failures", "time"]
 """Which rule made the interval what it is; "first": nothing is measured yet; "time": it was asked for."""
@@ -198,3 +199,15 @@ def _overdrawn(interval: Interval, seconds: float, limits: Limits) -> str:
 def duration(seconds: float) -> str:
     """Return a time as plans say it: up to three minutes count in seconds."""
     return units.duration(seconds, at_least=3)
+
+
+def parse_duration_s(given: str) -> float:
+    """Return the seconds of ``"90s"``, ``"30min"`` or ``"1.5h"``.
+
+    Raises:
+        UsageError: it is no time of more than 0.
+    """
+    seconds = units.parse_seconds(given)
+    if seconds <= 0:
+        refuse_value("", "every", given, "a time such as '90s', '30min' or '2h', a number of steps, or a Cadence")
+    return seconds
