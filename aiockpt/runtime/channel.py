@@ -112,7 +112,6 @@ class Poster:
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Begin."""
         _, self._writer = await asyncio.open_unix_connection(sock=self._end)
 
     def post(self, frame: bytes) -> None:

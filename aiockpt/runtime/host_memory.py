@@ -54,17 +54,14 @@ class Memory(Protocol):
 
 
 class PrivateMemory:
-    """Memory of this process alone."""
+    """Memory of this process alone: huge pages from the beginning, and nothing to close."""
 
     def map(self, number: int, size_bytes: int) -> mmap.mmap:
-        """Return new memory: `map_pages`."""
         return map_pages(size_bytes)
 
-    def make_huge(self, address: int, size_bytes: int) -> None:
-        """It is made so."""
+    def make_huge(self, address: int, size_bytes: int) -> None: ...
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def address_of(memory: Pages) -> int:

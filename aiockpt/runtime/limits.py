@@ -71,7 +71,6 @@ class Limiter:
         self._semaphore.release()
 
     def statistics(self) -> LimiterStatistics:
-        """Return the counts of this instant."""
         seen = self._semaphore.statistics()
         return LimiterStatistics(
             self.name, self._limit, self._limit - self._semaphore.value, seen.tasks_waiting, self._peak

@@ -254,7 +254,6 @@ class _Loop(asyncio.SelectorEventLoop):
     _workers: concurrent.futures.Executor | None = None
 
     def set_default_executor(self, executor: concurrent.futures.ThreadPoolExecutor) -> None:  # type: ignore[override]
-        """Have *executor* run what is handed to threads."""
         super().set_default_executor(executor)
         self._workers = executor
 

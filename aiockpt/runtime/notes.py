@@ -162,11 +162,9 @@ class NoteBoard:
         return await self._call(lambda: self._store.add(self._key(key), 1))
 
     async def count(self, key: str) -> int:
-        """Return the count under *key*."""
         return await self._call(lambda: self._store.add(self._key(key), 0))
 
     async def is_there(self, key: str) -> bool:
-        """Return whether anything is under *key*."""
         return await self._call(lambda: self._store.check([self._key(key)]))
 
     async def wait_all_arrived(self, key: str, patience_s: float) -> bool:

@@ -81,27 +81,22 @@ class RelayedStore:
         self._lost = False
 
     def set(self, key: str, value: bytes, /) -> None:
-        """Put *value* under *key*."""
         self._ask(Question("set", [key], data=bytes(value)))
 
     def get(self, key: str, /) -> bytes:
-        """Return what is under *key*."""
         value = self._ask(Question("get", [key]))
         assert isinstance(value, bytes)
         return value
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether something is under each key."""
         return bool(self._ask(Question("check", list(keys))))
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to the count under *key*; return it."""
         value = self._ask(Question("add", [key], amount=amount))
         assert isinstance(value, int)
         return value
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove what is under *key*; return whether something was."""
         return bool(self._ask(Question("delete_key", [key])))
 
     def receive(self, number: int, reply: Reply) -> None:

@@ -76,7 +76,6 @@ class SharedMemory:
         advise(address, size_bytes, _MADV_COLLAPSE)  # a wish, as every other advice
 
     def close(self) -> None:
-        """Close the file."""
         with self._growing:
             if not self._closed:
                 self._closed = True

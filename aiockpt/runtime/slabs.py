@@ -117,7 +117,6 @@ class SlabPool:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of one slab."""
         return self._slab_bytes
 
     @property
@@ -241,7 +240,6 @@ class SlabPool:
             self._changed.notify_all()
 
     def give(self, slab: Slab) -> None:
-        """Accept *slab* back."""
         with self._changed:
             self._used -= 1
             if not self._closed:
@@ -256,7 +254,6 @@ class SlabPool:
             self._lost.append(slab)
 
     def statistics(self) -> PoolStatistics:
-        """Return the counts of this instant."""
         with self._changed:
             return PoolStatistics(
                 self._slab_bytes,

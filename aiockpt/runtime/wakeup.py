@@ -114,7 +114,6 @@ class _WakeupSlot:
 
     @property
     def numbers(self) -> set[int]:
-        """The signals that are watched."""
         return {number for watch in self.watches for number in watch.numbers}
 
     def add(self, watch: SignalWatch) -> None:
@@ -197,7 +196,6 @@ class _Handler:
         self._slot = slot
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Report the signal."""
         watched = self._slot.tell(number)
         if callable(self.earlier):
             self.earlier(number, frame)

@@ -124,7 +124,6 @@ class WriterClient:
         self._connection = self._start()
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have the writer save *step* to the durable place that finishes it soonest."""
         self._hastened = step, dict(seconds)
         self._here.hasten(step, seconds)
 
@@ -204,7 +203,6 @@ class WriterClient:
                     await pending.tidied.settled()
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that no caller waits for any more, unless the writer finishes it alone."""
         if not promise.snapshotted.is_settled:
             promise.cancel()
 
@@ -278,7 +276,6 @@ class WriterClient:
             await self.tell_lost(pending.step, pending.nonce, tiers, connection.death())
 
     def _handle(self, connection: Connection, answer: Answer) -> None:
-        """Handle one message."""
         match answer:
             case Freed():
                 connection.take_back(answer.slab, self.engine.pool)

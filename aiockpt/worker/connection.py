@@ -154,7 +154,6 @@ class PendingSave:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the writer has committed it."""
         return self.answer.is_settled and self.answer.error is None
 
     @property

@@ -107,7 +107,6 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def step(self) -> int:
-        """The step that is saved."""
         return self.save_round.step
 
 

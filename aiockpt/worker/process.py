@@ -59,7 +59,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def hang_up(self) -> None:

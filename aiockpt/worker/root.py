@@ -146,7 +146,6 @@ class Teller:
         self._post = post
 
     def on_event(self, event: Event) -> None:
-        """Send *event*."""
         if not isinstance(event, SaveStarted | SaveFailed):
             self._post(Happened(cast(AnyEvent, event)))
 

@@ -218,7 +218,6 @@ class Writing:
             await self.confirmed.settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
-        """Accept a full slab."""
         window = self._windows[number]
         self.job.slabs[window.file].arrive(window, slab)
         self._missing -= 1
@@ -271,5 +270,4 @@ class LentSlabs:
         return self._known[number]
 
     def give(self, slab: Slab) -> None:
-        """Let the trainer fill it again."""
         self._post(Freed(slab.number))

@@ -113,7 +113,7 @@ async def repair_in(
         except ManifestError as error:
             made = await _fetch_whole(place, entry, others, str(error))
         else:
-            made = await _mend(place, manifest, others, pace, on_read)
+            made = await _rewrite_bad(place, manifest, others, pace, on_read)
     url, keys = place.backend.url, made.keys
     if keys:
         logger.warning(
@@ -149,7 +149,9 @@ class _Made(msgspec.Struct, frozen=True):
     left: str = ""
 
 
-async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pace: Pace, on_read: OnRead) -> _Made:
+async def _rewrite_bad(
+    place: Place, manifest: Manifest, others: Sequence[Backend], pace: Pace, on_read: OnRead
+) -> _Made:
     every = range(len(manifest.files))
     bad = await _find_bad_files(place, manifest, every, pace, on_read)
     if not bad:
@@ -164,11 +166,11 @@ async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pac
     except CheckpointError as error:
         if not _is_damage(error):
             raise
-        await _see_that_it_is_there(place, manifest)
+        await _check_still_there(place, manifest)
         await mark_damaged(place, manifest, next(iter(bad.values())))
         return _Made(manifest.generation, left=str(error))
     try:
-        highest = await _see_that_it_is_there(place, manifest)
+        highest = await _check_still_there(place, manifest)
         new = whole.manifest([files.get(at, manifest.files[at]) for at in every], highest + 1, world.token(16).hex())
         if still := await _find_bad_files(place, new, list(files), pace, on_read):
             raise _BadWriteError(
@@ -185,7 +187,7 @@ async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pac
     return _Made(made.generation, keys, sum(file.size for file in files.values()))
 
 
-async def _see_that_it_is_there(place: Place, manifest: Manifest) -> int:
+async def _check_still_there(place: Place, manifest: Manifest) -> int:
     """Return the highest generation of a step, of which that of *manifest* is one still.
 
     Raises:
@@ -236,7 +238,7 @@ async def _find_copy(backend: Backend, step_id: str, attempt: str) -> Manifest |
     try:
         return await find_copy(backend, step_id, attempt)
     except CheckpointError as error:  # a place that is away has none
-        logger.info("%s does not say whether it has %s: %s", backend.url, step_id, error)
+        logger.info("%s: could not be asked for a copy of %s: %s", backend.url, step_id, error)
         return None
 
 

@@ -43,7 +43,6 @@ class PatientPace(Pace):
         self._engine = engine
 
     async def let_through(self, size_bytes: int) -> None:
-        """Wait until *size_bytes* may go."""
         while self._engine.busy_attempts:  # noqa: ASYNC110  saves have no event for their end
             await anyio.sleep(BUSY_S)
         await super().let_through(size_bytes)

@@ -136,7 +136,6 @@ class Promoter:
 
     @property
     def url(self) -> str:
-        """What the tier is called."""
         return self.place.backend.url
 
     @property
@@ -147,7 +146,6 @@ class Promoter:
 
     @property
     def durable(self) -> bool:
-        """Whether it outlives this host."""
         return self.place.backend.traits.durable
 
     @property
@@ -207,9 +205,9 @@ class Promoter:
             except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
                 await self._give_up(0, error)
             else:
-                left = self._leave(0)
-                left.stage.resolve(result)
-                await self._thin_memory(left)
+                done = self._release(0)
+                done.stage.resolve(result)
+                await self._thin_memory(done)
                 if self.engine.rank == 0:
                     await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.place, result))
 
@@ -257,7 +255,7 @@ class Promoter:
         with anyio.move_on_after(self.tier.deadline) as scope:
             await work()
         if scope.cancelled_caught:
-            logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
+            logger.warning("%s: no answer within %g s; %s is left for later", self.url, self.tier.deadline, what)
 
     async def _catch_up(self) -> None:
         """Copy here the newest step that an earlier process left in a nearer tier, if this tier accepts it."""
@@ -266,7 +264,11 @@ class Promoter:
         try:
             copies = await find_missing_step(self.tier, self.number, self._destination)
         except CheckpointError as error:
-            logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
+            logger.warning(
+                "%s: what an earlier process left to copy is looked for again at the next save: %s",
+                self.url,
+                error,
+            )
             self._looks_back = self._caught_up = False  # the next save has it look again
             return
         if copies:
@@ -295,8 +297,8 @@ class Promoter:
             return
         steps = ", ".join(str(waiting.promotion.step) for waiting in self._waiting)
         logger.warning(
-            "%s is not waited for any longer, as nothing moved there for %g s; it lacks step %s. The first save of the next"
-            " process brings the newest of them there, or `aiockpt cp` does",
+            "%s: nothing moved there for %g s, so the end does not wait for it; it lacks step %s. The first save of the next"
+            " process copies the newest of them there, or `aiockpt cp` does",
             *(self.url, STALLED_S, steps),
         )
         while self._waiting:
@@ -317,14 +319,14 @@ class Promoter:
                 late = self.engine.since_s(promotion.begun_ns) + pause_s > deadline_s
                 if late or self._closing.is_set() or isinstance(error, _HOPELESS):
                     raise
-                self._tell_failure(promotion, error, final=False)
+                self._report_failure(promotion, error, final=False)
                 with anyio.move_on_after(pause_s):
                     await self._closing.wait()
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
             else:
                 if tries > 1:
                     logger.info(
-                        "%s takes steps again: step %d is there after %d tries", self.url, promotion.step, tries
+                        "%s: copying works again (step %d copied after %d attempts)", self.url, promotion.step, tries
                     )
                 return result
 
@@ -364,8 +366,8 @@ class Promoter:
         return result
 
     async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
-        left = self._leave(index)
-        self._tell_failure(left.promotion, error, final=True, logged=logged)
+        left = self._release(index)
+        self._report_failure(left.promotion, error, final=True, logged=logged)
         left.stage.fail(error)
         if callable(self.tier.on_error):
             self._call(self.tier.on_error, error)
@@ -380,16 +382,16 @@ class Promoter:
         except Exception:
             logger.exception("on_error of %s raised; the tier goes on", self.url)
 
-    def _leave(self, index: int) -> _Waiting:
+    def _release(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
             self._destination.places[number].unpin(left.promotion.result.id)
         return left
 
-    def _tell_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:
-        what = "is given up there" if final else "is tried again"
+    def _report_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:
+        what = "is given up" if final else "failed and will be retried"
         if not logged:
-            logger.warning("%s did not take step %d, which %s: %s", self.url, promotion.step, what, error)
+            logger.warning("%s: copying step %d %s: %s", self.url, promotion.step, what, error)
         engine = self.engine
         engine.emit(
             PromotionFailed(at_ns=engine.now_ns(), step=promotion.step, url=self.url, error=repr(error), final=final)

@@ -71,7 +71,7 @@ async def query_tiers(
             with waits[number].waiting():
                 answers[number] = await ask(tiers[number])
         except errors as error:
-            logger.warning("%s does not say what it has: %s", tiers[number].backend.url, error)
+            logger.warning("%s: could not be listed: %s", tiers[number].backend.url, error)
             failures[number] = error
         if answers.get(number):
             for wait in waits:
@@ -83,7 +83,9 @@ async def query_tiers(
     for number, tier in enumerate(tiers):
         if number not in answers and number not in failures:
             logger.warning(
-                "%s is not waited for, as another tier has answered: %s", tier.backend.url, waits[number].reason()
+                "%s: could not be listed in time, another tier has answered: %s",
+                tier.backend.url,
+                waits[number].reason(),
             )
     first = failures[min(failures)] if failures else None
     return [(tiers[number], answers[number]) for number in sorted(answers)], first
@@ -102,7 +104,7 @@ class Tiers:
         tiers: their options, two at least.
         backends: of all tiers.
         coordinator: how this process agrees with those that save with it.
-        working: whether steps are saved and copied here, and not by another process.
+        working: whether steps are saved and copied here, and not by another process. A save here needs no `announce`.
     """
 
     def __init__(
@@ -133,7 +135,6 @@ class Tiers:
     # ------------------------------------------------------------------ saves
 
     def takes(self, step: int) -> bool:
-        """Return whether any tier accepts *step*."""
         return any(self._takes(promoter, step) for promoter in self._promoters)
 
     def _takes(self, promoter: Promoter, step: int) -> bool:
@@ -161,11 +162,9 @@ class Tiers:
             promise.tiers |= dict.fromkeys(promoter.names, stage)
 
     def stages(self, promise: SavePromise) -> list[Promise[SaveResult]]:
-        """Return those that `prepare` gave to *promise*, the nearest tier's first."""
         return [promise.tiers[promoter.url] for promoter in self._promoters]
 
-    def announce(self, job: SaveJob) -> None:
-        """Announce that *job* is planned, and copied next; on the thread that copies. Does nothing here."""
+    def announce(self, job: SaveJob) -> None: ...
 
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed in the first durable tier that accepts it.
@@ -205,16 +204,16 @@ class Tiers:
             try:
                 free = (await place.backend.space()).free_bytes
             except CheckpointError as error:
-                self._pass_over(promoter, job.step, error)
+                self._skip(promoter, job.step, error)
                 continue
             if free is None or free >= needed:
                 return place
             full = SaveSkippedError(f"{promoter.url} has {free:,} bytes free and step {job.step} needs {needed:,}")
-            self._pass_over(promoter, job.step, full)
+            self._skip(promoter, job.step, full)
         return places[-1]
 
-    def _pass_over(self, promoter: Promoter, step: int, error: CheckpointError) -> None:
-        logger.warning("%s is passed over for step %d: %s", promoter.url, step, error)
+    def _skip(self, promoter: Promoter, step: int, error: CheckpointError) -> None:
+        logger.warning("%s: skipped for step %d: %s", promoter.url, step, error)
         engine = self.engine
         engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=promoter.url, error=repr(error), final=True))
 
@@ -256,7 +255,7 @@ class Tiers:
             try:
                 result = await promoter.take(promotion, self._uncapped, promoter.tier.deadline)
             except CheckpointError as error:
-                logger.warning("%s did not take step %d: %s", promoter.url, promotion.step, error)
+                logger.warning("%s: copying step %d failed: %s", promoter.url, promotion.step, error)
                 failure = failure or error
                 continue
             stages[promoter.number].resolve(result)
@@ -265,11 +264,9 @@ class Tiers:
         raise failure
 
     async def clean_up(self, result: SaveResult) -> None:
-        """Clean up in the tier where a save was committed."""
         await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that is not waited for any more."""
         promise.cancel()
 
     async def close(self, patience_s: float) -> None:
@@ -298,7 +295,7 @@ class Tiers:
         known = [one for one in listed if one.entry.trouble is None or one.entry.id not in readable]
         for one in listed:
             if one not in known:
-                logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
+                logger.warning("%s: read from another tier: %s", one.entry.id, one.entry.trouble)
         return known
 
     async def _other_copies(self, place: Place, manifest: Manifest) -> list[StepCopy]:
