@@ -83,8 +83,7 @@ class Run:
         torch.manual_seed(0)
         self.model = Net()
         self.optimizer = OPTIMIZERS[optimizer]([p for p in self.model.parameters() if p.requires_grad])
-        self.forward_and_backward()
-        self.optimizer.step()
+        self.train()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -93,6 +92,10 @@ class Run:
     def forward_and_backward(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
         self.model(torch.randn(16, 64)).square().mean().backward()
+
+    def train(self) -> None:
+        self.forward_and_backward()
+        self.optimizer.step()
 
     def copied(self) -> dict[str, Any]:
         """Return what `loaded` must be equal to."""
@@ -156,8 +159,7 @@ def test_without_the_hook_the_same_save_is_torn_and_the_digests_say_so(
     run = Run()
     with removed_hook(), aiockpt.Checkpointer(tmp_path, snapshot="lazy", debug="digest", on_error="warn") as ckpt:
         save = ckpt.save(1, run.state)
-        run.forward_and_backward()
-        run.optimizer.step()
+        run.train()
         gate.open.set()
         error = save.exception(60)
         assert isinstance(error, aiockpt.TornSnapshotError)
@@ -171,8 +173,7 @@ def test_the_digests_find_nothing_in_an_honest_save(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", debug="digest") as ckpt:
         for step in range(3):
             ckpt.save(step, run.state)
-            run.forward_and_backward()
-            run.optimizer.step()
+            run.train()
         ckpt.wait()
         assert ckpt.latest().result(30) == 2
 
@@ -396,17 +397,21 @@ def test_copies_at_the_call_are_made_into_the_same_memory_again(tmp_path: Path) 
         assert len(held) == 1
 
 
-@pytest.mark.parametrize("name", ["", 3])
-def test_a_name_that_names_nothing_is_refused(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(aiockpt.UsageError, match="names no tensor"):
-        aiockpt.Checkpointer(tmp_path, mutable=[name])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mutable": [""]}, "names no tensor"),
+        ({"mutable": [3]}, "names no tensor"),
+        ({"mutable": "model"}, "mutable='model': give a list"),
+        ({"snapshot": "lasy"}, "snapshot='lasy'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(aiockpt.UsageError, match=message):
+        aiockpt.Checkpointer(tmp_path, **options)
 
 
-def test_one_string_is_no_list_of_names(tmp_path: Path) -> None:
-    with pytest.raises(aiockpt.UsageError, match=r"mutable='model': give a list"):
-        aiockpt.Checkpointer(tmp_path, mutable="model")
-    with pytest.raises(aiockpt.UsageError, match="snapshot='lasy'"):
-        aiockpt.Checkpointer(tmp_path, snapshot="lasy")  # type: ignore[arg-type]
+def test_a_snapshot_that_a_call_cannot_mean_is_refused(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path) as ckpt, pytest.raises(aiockpt.UsageError, match="snapshot='lasy'"):
         ckpt.save(1, {"a": torch.zeros(1)}, snapshot="lasy")  # type: ignore[arg-type]
 
@@ -464,8 +469,7 @@ def test_a_load_waits_for_the_snapshot(tmp_path: Path, gate: CopyGate) -> None:
     run = Run()
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, run.state).result(60)
-        run.forward_and_backward()
-        run.optimizer.step()
+        run.train()
         before = run.copied()
         ckpt.save(2, run.state, snapshot="lazy")
         threading.Timer(0.2, gate.open.set).start()
@@ -521,8 +525,7 @@ def test_a_pool_of_one_slab_drains_every_ticket_in_order(tmp_path: Path) -> None
     expected = []
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL, max_in_flight=3) as ckpt:
         for step in range(12):
-            run.forward_and_backward()
-            run.optimizer.step()
+            run.train()
             expected.append(run.copied()["optimizer"])
             ckpt.save(step, run.state)
         ckpt.wait()
@@ -575,8 +578,7 @@ def test_a_stuck_copy_fails_its_save_and_training_goes_on(tmp_path: Path, gate: 
     deadlines = aiockpt.Deadlines(slab_s=0.3)
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", deadlines=deadlines, on_error="warn") as ckpt:
         save = ckpt.save(1, run.state)
-        run.forward_and_backward()
-        run.optimizer.step()
+        run.train()
         gate.open.set()
         assert isinstance(save.exception(60), aiockpt.StorageError)
         assert ckpt.latest().result(30) is None
@@ -591,8 +593,7 @@ def test_a_cancelled_save_lets_the_optimizer_go(tmp_path: Path, gate: CopyGate) 
         save = ckpt.save(1, run.state)
         save.cancel()
         gate.open.set()
-        run.forward_and_backward()
-        run.optimizer.step()
+        run.train()
         assert isinstance(save.exception(60), SaveCancelledError)
         until_at_rest(ckpt)
 
@@ -668,11 +669,6 @@ def refuse(moves: Sequence[Move]) -> list[Fault]:
     ]
 
 
-def train(run: Run) -> None:
-    run.forward_and_backward()
-    run.optimizer.step()
-
-
 def part_of(run: Run, whole: bool) -> dict[str, Any]:
     return run.state if whole else {"last": run.model.last}
 
@@ -698,7 +694,7 @@ def play(moves: Sequence[Move], run: Run, ckpt: aiockpt.Checkpointer) -> list[Ma
                 save = ckpt.save(step, part_of(run, move.whole), snapshot=move.do)
                 saves.append((save, move, copied_part(run, move.whole)))
             elif move.do == "step":
-                stepped = beside.submit(train, run)
+                stepped = beside.submit(run.train)
             elif saves and move.do == "cancel":
                 saves[move.which % len(saves)][0].cancel()
             elif saves:

@@ -45,6 +45,17 @@ def loaded(place: Any, step: int | None = None) -> float:
     return float(like["value"])
 
 
+def faulty(root: Path, do: Any, verb: Any = "create", times: int | None = None) -> FaultyBackend:
+    return FaultyBackend(LocalBackend(str(root)), [Fault(do=do, verb=verb, match="*", times=times)])
+
+
+def save(tiers: Any, *numbers: int, **options: Any) -> None:
+    """Save the state of each of these steps, and wait for what follows."""
+    with aiockpt.Checkpointer(tiers, io=SMALL, **options) as ckpt:
+        for step in numbers:
+            ckpt.save(step, state(step)).result(30)
+
+
 def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
     memory, disk = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "disk")))
     watch = Watch()
@@ -85,8 +96,7 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
 
 
 def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
-    down = Fault(do="fail", verb="create", match="*", times=3)
-    far = Gate(FaultyBackend(LocalBackend(str(tmp_path / "far")), [down]))
+    far = Gate(faulty(tmp_path / "far", "fail", times=3))
     watch = Watch()
     with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(far)], io=SMALL, observers=[watch]) as ckpt:
         save = ckpt.save(1, state(1))
@@ -139,8 +149,7 @@ def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> 
 
 def test_memory_holds_no_more_while_every_save_to_the_disk_fails(tmp_path: Path) -> None:
     memory = MemoryBackend()
-    broken = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="create", match="*", times=None)])
-    with aiockpt.Checkpointer([memory, broken], io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer([memory, faulty(tmp_path, "fail")], io=SMALL, on_error="warn") as ckpt:
         for step in range(1, 9):
             assert isinstance(ckpt.save(step, state(step)).exception(30), StorageError)
             assert len(steps(memory)) <= 2  # the newest, and one that is tried again
@@ -152,12 +161,7 @@ def test_memory_is_thinned_at_the_end_although_the_far_tier_never_came_back(
 ) -> None:
     monkeypatch.setattr(promotion, "STALLED_S", 0.3)
     memory = MemoryBackend()
-    hanging = FaultyBackend(
-        LocalBackend(str(tmp_path / "far")), [Fault(do="hang", verb="create", match="*", times=None)]
-    )
-    with aiockpt.Checkpointer([aiockpt.Tier(memory, keep=1), tmp_path / "near", hanging], io=SMALL) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state(step)).result(30)
+    save([aiockpt.Tier(memory, keep=1), tmp_path / "near", faulty(tmp_path / "far", "hang")], 1, 2, 3)
     assert steps(memory) == [3]
 
 
@@ -182,22 +186,17 @@ def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for
 
 
 def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp_path: Path) -> None:
-    broken = FaultyBackend(
-        LocalBackend(str(tmp_path / "far")), [Fault(do="fail", verb="create", match="*", times=None)]
-    )
+    broken = faulty(tmp_path / "far", "fail")
     told: list[BaseException] = []
-    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error=told.append)], io=SMALL) as ckpt:
-        ckpt.save(1, state(1)).result(30)
+    save([tmp_path / "near", aiockpt.Tier(broken, on_error=told.append)], 1)
     assert [type(error) for error in told] == [StorageError]
-    with pytest.raises(aiockpt.BackgroundSaveError, match="step 2"):  # noqa: SIM117
-        with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], io=SMALL) as ckpt:
-            ckpt.save(2, state(2)).result(30)
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 2"):
+        save([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], 2)
     assert steps(tmp_path / "near") == [1, 2]
 
 
 def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Path) -> None:
-    stuck = Fault(do="hang", verb="upload.write", match="*", times=None)
-    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [stuck])
+    far = faulty(tmp_path / "far", "hang", "upload.write")
     large = {"x": torch.arange(60_000)}  # 30 windows
     with aiockpt.Checkpointer([MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], io=SMALL) as ckpt:
         ckpt.save(1, large).result(30)
@@ -230,8 +229,7 @@ def test_a_tier_whose_flush_takes_long_is_not_taken_for_one_that_hangs(
 
     monkeypatch.setattr(promotion, "STALLED_S", 1.5)
     monkeypatch.setattr(copy, "FLUSHED_BYTES_PER_S", 1e3)
-    with aiockpt.Checkpointer([tmp_path / "near", Flushing(str(tmp_path / "far"))], io=SMALL) as ckpt:
-        ckpt.save(1, state(1)).result(30)
+    save([tmp_path / "near", Flushing(str(tmp_path / "far"))], 1)
     assert steps(tmp_path / "far") == [1]
 
 
@@ -257,9 +255,7 @@ def test_memory_before_a_disk_holds_the_newest_step_unless_told_otherwise(tmp_pa
     several, newest, alone = MemoryBackend(), MemoryBackend(), MemoryBackend()
     places: list[list[Any]] = [[aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]]
     for tiers in places:
-        with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
-            for step in (1, 2, 3):
-                ckpt.save(step, state(step)).result(30)
+        save(tiers, 1, 2, 3)
     assert [steps(place) for place in (several, newest, alone)] == [[2, 3], [3], [1, 2, 3]]
     assert steps(tmp_path / "b") == [1, 2, 3]
 
@@ -279,8 +275,7 @@ def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_failing_durable_tier_is_followed_by_the_next(tmp_path: Path) -> None:
-    broken = FaultyBackend(LocalBackend(str(tmp_path / "a")), [Fault(do="fail", verb="create", match="*", times=None)])
-    with aiockpt.Checkpointer([MemoryBackend(), broken, tmp_path / "b"], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([MemoryBackend(), faulty(tmp_path / "a", "fail"), tmp_path / "b"], io=SMALL) as ckpt:
         assert ckpt.save(1, state(1)).result(30).url == f"file://{tmp_path}/b"
     assert loaded(tmp_path / "b") == 1
 
@@ -307,19 +302,16 @@ def flip(root: Path, step: int, offset: int) -> None:
     data.write_bytes(content)
 
 
-def two_places(tmp_path: Path, steps_of_near: int = 2) -> tuple[Path, Path]:
-    """Return two places that have the steps 1 and 2; the near one only the last *steps_of_near* of them."""
+def two_places(tmp_path: Path) -> tuple[Path, Path]:
+    """Return two places that have the steps 1 and 2."""
     near, far = tmp_path / "near", tmp_path / "far"
-    with aiockpt.Checkpointer([aiockpt.Tier(near, keep=steps_of_near), far], io=SMALL) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state(step)).result(30)
+    save([aiockpt.Tier(near, keep=2), far], 1, 2)
     return near, far
 
 
 def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_it(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
-    gone = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="open", match="*", times=None)])
-    assert loaded([near, gone]) == 2
+    assert loaded([near, faulty(far, "fail", "open")]) == 2
     with aiockpt.Checkpointer(far, io=SMALL) as ckpt:
         assert ckpt.load(state(-1)).result(30) is not None
         ckpt.save(3, state(3)).result(30)
@@ -343,19 +335,15 @@ def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(t
     assert loaded(far) == 10
 
 
-def test_bad_blocks_are_read_from_another_tier(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("offset", "newest"), [(20000, 2), (5000, 1)], ids=["elsewhere", "everywhere"])
+def test_bad_blocks_are_read_from_another_tier_and_an_older_step_where_none_has_them(
+    offset: int, newest: int, tmp_path: Path
+) -> None:
     near, far = two_places(tmp_path)
     flip(near, 2, 5000)
-    flip(far, 2, 20000)
-    assert loaded([near, far]) == 2
+    flip(far, 2, offset)
+    assert loaded([near, far]) == newest
     assert loaded(near) == 1
-
-
-def test_a_step_that_is_damaged_everywhere_is_left_for_an_older_one(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
-    flip(near, 2, 5000)
-    flip(far, 2, 5000)
-    assert loaded([near, far]) == 1
 
 
 def test_a_file_that_is_gone_from_one_tier_is_read_from_another(tmp_path: Path) -> None:
@@ -366,15 +354,10 @@ def test_a_file_that_is_gone_from_one_tier_is_read_from_another(tmp_path: Path) 
 
 def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
-    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=None)])
+    away = faulty(far, "fail", "list")
     with pytest.raises(StorageError):
         loaded([tmp_path / "fresh", away])
     assert loaded([near, away]) == 2
-
-
-def hanging(root: Path) -> FaultyBackend:
-    """A tier that answers no question about its steps."""
-    return FaultyBackend(LocalBackend(str(root)), [Fault(do="hang", verb="list", match="*", times=None)])
 
 
 @pytest.fixture
@@ -386,7 +369,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
-    stuck = aiockpt.Tier(hanging(far), deadline=0.1)
+    stuck = aiockpt.Tier(faulty(far, "hang", "list"), deadline=0.1)
     with aiockpt.Checkpointer([near, stuck], io=SMALL) as ckpt:
         like = state(-1)
         assert ckpt.load(like).result(30) is not None
@@ -400,7 +383,7 @@ def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_pat
 def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
     flip(near, 2, 5000)
-    assert loaded([near, hanging(tmp_path / "stuck"), far]) == 2
+    assert loaded([near, faulty(tmp_path / "stuck", "hang", "list"), far]) == 2
 
 
 def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
@@ -426,9 +409,7 @@ def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> 
 
 def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
-        for step in (2, 4, 5):
-            ckpt.save(step, state(step)).result(30)
+    save(near, 2, 4, 5)
     with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL) as ckpt:
         assert ckpt.load(state(-1)).result(30) is not None
         assert not far.exists()
@@ -439,8 +420,7 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path
 
 def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
-        ckpt.save(10, state(10)).result(30)
+    save(near, 10)
     with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], io=SMALL) as ckpt:
         ckpt.load(state(-1)).result(30)
         ckpt.save(11, state(11)).result(30)
@@ -468,7 +448,7 @@ def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tm
         ckpt.load(state(-1)).result(30)
         for step in range(3, 9):
             ckpt.save(step, state(step)).result(30)
-    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=1)])
+    away = faulty(far, "fail", "list", times=1)
     with aiockpt.Checkpointer([near, away], io=SMALL) as ckpt:
         ckpt.save(3, state(30)).result(30)
         assert ckpt.latest().result(30) == 8
