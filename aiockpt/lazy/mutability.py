@@ -98,6 +98,7 @@ class Mutability:
         if not self._knows(tensors, trusting):
             self._owned.find(state, tensors, trusting=trusting)
             self._copied = self._find_mutable(tensors)
+            # Once for each structure: in each call it would be a tenth of a millisecond of 1,000 tensors.
             self.copied_bytes = sum(tensors[index].data.nbytes for index in self._copied)
             copied = frozenset(self._copied)
             self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in copied)
@@ -135,6 +136,7 @@ class Mutability:
         known, with_trust = self._seen
         if with_trust != trusting or len(known) != len(tensors) or not self._owned.is_current():
             return False
+        # The walk's own sequence: no tensor has changed places, so nothing needs to be compared one by one.
         if tensors is known:
             return True
         others, copied = compress(range(len(known)), map(is_not, tensors, known)), frozenset(self._copied)
@@ -198,6 +200,7 @@ class _Copies:
         self._numbers, self._accelerator = numbers, accelerator
         small = [number for number in numbers if _is_small(tensors[number].data, accelerator)]
         starts = [0, *accumulate(_aligned(tensors[number].data.nbytes) for number in small)]
+        # Small ones lie side by side, so that one join of their sources fills all of them.
         self._starts = dict(zip(small, starts, strict=False))
         shards = list(tensors)
         with torch.inference_mode(False):  # or none but a call in that mode could copy into it again
@@ -229,7 +232,8 @@ class _Copies:
             self._accelerator.clone(live, into)
 
     def _copy_packed(self) -> None:
-        """Join the windows in one pass of C code: to allocate the bytes first costs less than a call each."""
+        # One pass of C code over windows at the tensors' addresses. To allocate the bytes in between, at most 1 KiB of each
+        # tensor, costs less than a call for each: 15 us against 180 of 1,000 calls of memmove.
         data = b"".join(self._windows)
         ctypes.memmove(self._packed.data_ptr(), data, len(data))
 
@@ -238,6 +242,7 @@ class _Copies:
         self._windows: list[Any] = []
         self._on_host: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What has become strided since is copied by torch; then all are, for the windows have no gaps.
         packed = all(_is_small(tensors[number].data, self._accelerator) for number in self._starts)
         for number in self._numbers:
             into, live = self.shards[number].data, tensors[number].data

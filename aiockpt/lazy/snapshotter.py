@@ -90,12 +90,11 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class DeviceCloner:
-    """Copies whole states on their devices, in the call, in the order of the compute streams: milliseconds.
+    """Copies whole states on their devices, in the call, in the order of the compute streams; no optimizer waits."""
 
-    The copies hold the state as of the call; no optimizer waits. There is one at a time, and none where the device has no
-    room beside the peak of training: then the snapshot is lazy, and the log says why. What is in host memory is copied in
-    the call as well; a state that lies entirely there is copied eagerly.
-    """
+    # There is one such copy at a time, and none where the device has no room beside the peak of training: training keeps the
+    # memory that it needs. Then the snapshot is lazy, and the log says why. What is in host memory is copied in the call as
+    # well; a state that lies entirely there is copied eagerly.
 
     def __init__(self, accelerator: Accelerator, devices: StateDevices) -> None:
         self._accelerator = accelerator

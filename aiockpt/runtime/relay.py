@@ -115,7 +115,8 @@ class RelayedStore:
         number = next(self._numbers)
         waiting = self._waiting[number] = concurrent.futures.Future()
         try:
-            if self._lost:  # after it waits: `fail_all` has found it, or is found here
+            # Checked after it waits: `fail_all` has found it, or is found here.
+            if self._lost:
                 raise ConnectionError(GONE)
             self._send(number, question)
             reply = waiting.result(DEADLINE_S)

@@ -28,11 +28,10 @@ logger = logging.getLogger("aiockpt")
 
 
 class Pinning:
-    """The pinned memory of one pool, each piece once for as long as it lives; none before `use`. Thread-safe.
+    """The pinned memory of one pool; none before `use`. Thread-safe."""
 
-    Registering costs milliseconds a piece, so it is done when memory is made. Memory that is freed while it is registered
-    would leave the driver a mapping of something else.
-    """
+    # Each piece is registered once, for as long as it lives: that costs milliseconds, too much for each save, and memory
+    # that is freed while it is registered would leave the driver a mapping of something else.
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -141,7 +141,8 @@ class WriterClient:
         save = self._order(job, job.nonce)
         try:
             self._begin(self._connection, save, job)
-        except CheckpointError:  # it is gone, or cannot work
+        except CheckpointError:
+            # The writer is gone, or cannot work: a save costs one more try, with the writer that takes its place.
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, job)
 
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:

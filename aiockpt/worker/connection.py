@@ -91,11 +91,13 @@ class Connection:
             count += len(file.windows)
 
         def hand_over(window: Window, slab: Slab) -> None:
-            if job.stopped:  # given up by the barrier, perhaps, and torn: without this window it is never committed
+            # Given up by the barrier, perhaps, and torn: without this window it is never committed.
+            if job.stopped:
                 pool.give(slab)
                 return
             self.lent[slab.number] = slab
-            if self._lost:  # `lose` came before, and may have missed this slab
+            # `lose` came before, and may have missed this slab.
+            if self._lost:
                 self.take_back(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes

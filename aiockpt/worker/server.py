@@ -98,7 +98,8 @@ class Service:
             while (order := await receive(orders)) is not None and not isinstance(order, Close):
                 self._accept(order, tasks)
         except BaseException:
-            self._store.fail_all()  # no reply is received any more, and a thread that waits for one cannot be cancelled
+            # No reply is received any more, and a thread that waits for one cannot be cancelled.
+            self._store.fail_all()
             raise
 
     async def _receive_replies(self, orders: Receiver) -> None:
@@ -198,7 +199,8 @@ class Writing:
             begun_ns=order.begun_ns,
         )
         self.job = SaveJob(engine, call, Capture(state=state))
-        self.job.agreed = True  # by the trainer, which posts it for the others
+        # Agreed by the trainer, which posts it for the others.
+        self.job.agreed = True
         self.job.number = order.number
         self.job.nonce = order.nonce
         self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")

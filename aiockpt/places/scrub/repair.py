@@ -113,7 +113,7 @@ async def repair_in(
         except ManifestError as error:
             made = await _fetch_whole(place, entry, others, str(error))
         else:
-            made = await _rewrite_bad(place, manifest, others, pace, on_read)
+            made = await _mend(place, manifest, others, pace, on_read)
     url, keys = place.backend.url, made.keys
     if keys:
         logger.warning(
@@ -149,9 +149,7 @@ class _Made(msgspec.Struct, frozen=True):
     left: str = ""
 
 
-async def _rewrite_bad(
-    place: Place, manifest: Manifest, others: Sequence[Backend], pace: Pace, on_read: OnRead
-) -> _Made:
+async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pace: Pace, on_read: OnRead) -> _Made:
     every = range(len(manifest.files))
     bad = await _find_bad_files(place, manifest, every, pace, on_read)
     if not bad:

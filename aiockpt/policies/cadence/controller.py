@@ -237,6 +237,7 @@ class TimeController(Controller):
     def expect(self, step: int) -> None:
         super().expect(step)
         if self._at is not None and self._due_ns is not None:
+            # One that is late by several intervals is one save, not several in a row.
             self._due_ns += (1 + max(0, self._at[1] - self._due_ns) // self._every_ns) * self._every_ns
 
     def is_due(self, step: int, planned: Iterable[int] = ()) -> bool:
