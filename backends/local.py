@@ -174,6 +174,10 @@ class LocalBackend:
         with self._tree.errors("dating", ""):
             return await self._patiently(self._date_root)
 
+    async def folder_ns(self, key: str) -> int:
+        with self._tree.errors("looking for", check_key(key)):
+            return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
+
     async def space(self) -> Space:
         with self._tree.errors("asking for the free space of", ""):
             return await self._patiently(self._space)

@@ -117,7 +117,8 @@ async def candidates(
 
     def pass_over(one: ListedStep, error: CorruptionError) -> None:
         first.append(error)
-        note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped)
+        is_known = one.entry.is_refused and not one.place.heads.is_news(f"{one.entry.id}: {error}")
+        note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped, is_known=is_known)
 
     weights: list[Found] = []
     try:
@@ -156,10 +157,12 @@ async def _tell_what_is_there_instead(places: StepPlaces) -> None:
             logger.warning("nothing is loaded, and %s", hint)
 
 
-def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
-    """Notify log and observers of why a step is not chosen."""
+def note_skipped(
+    engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped, *, is_known: bool = False
+) -> None:
+    """Notify log and observers of why a step is not chosen; not the log of what *is_known*, and stays so for long."""
     skipped.append((step_id, str(error)))
-    logger.warning("%s is skipped: %s", step_id, error)
+    logger.log(logging.DEBUG if is_known else logging.WARNING, "%s is skipped: %s", step_id, error)
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 

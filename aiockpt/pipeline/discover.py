@@ -51,7 +51,7 @@ from aiockpt.pipeline.receipts import read_receipts as read_receipts
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import Clock
-from aiockpt.storage.backend import Backend, Listing, Stat
+from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
 from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class StepEntry(msgspec.Struct, frozen=True):
     def committed(self) -> bool:
         """Whether it has a manifest, valid or not; also of a step that does not say, and of one with nothing sound in it."""
         return bool(self.generations or self.passed or self.trouble)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it cannot be read until rights are given or it is restored from an archive."""
+        return isinstance(self.trouble, StorageError) and self.trouble.lasting
 
     @property
     def unheard(self) -> str | None:
@@ -664,7 +669,7 @@ async def _put_behind_newer(one: L, left: list[L]) -> bool:
 
     There it is the next again: when that newer one turns out damaged, this one may be the newest.
     """
-    if not isinstance(one.entry.trouble, StorageError) or not one.entry.trouble.lasting:
+    if not one.entry.is_refused:
         return False
     for at, other in enumerate(left):
         if other.entry.head is not None:
@@ -678,18 +683,32 @@ async def _is_older(refused: Listed, newer: Listed) -> bool:
     """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates show it.
 
     A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
-    before all objects of the newer save and, since a copy of that may be late, before its creation.
+    before all objects of the newer save and, since a copy of that may be late, before its creation. Of a step that may
+    not be listed any name in its folder may be that of the manifest: the last of them is the date.
     """
     generation = max(refused.entry.generations, default=0)
     try:
         manifest = await _read(newer)
-        dated_ns = (await refused.backend.stat(manifest_key(refused.entry.id, generation))).modified_ns
+        at_ns = await dated_ns(refused.backend, refused.entry.id, generation)
         folder = attempt_folder(manifest.id, manifest.attempt)
         first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
     except CheckpointError:  # nothing is proven: it is raised where its turn comes
         return False
-    is_named = dict(manifest.older or ()).get(refused.entry.id, 0) >= generation
-    return dated_ns + (0 if is_named else DAY_NS) < first_ns
+    is_named = dict(manifest.older or ()).get(refused.entry.id, -1) >= generation
+    return 0 < at_ns < first_ns - (0 if is_named else DAY_NS)
+
+
+async def dated_ns(backend: Backend, step_id: str, generation: int) -> int:
+    """Return when the manifest of *generation* was written; of a step that cannot be listed (0), its last name of all.
+
+    Raises:
+        StorageError: the storage does not say.
+    """
+    if generation:
+        return (await backend.stat(manifest_key(step_id, generation))).modified_ns
+    if (dates := works_when_full(backend)) is None:
+        raise StorageError(f"{step_id}: its folder has no date here", key=step_id)
+    return await dates.folder_ns(step_id)
 
 
 def newness(listed: Listed) -> tuple[int, int]:

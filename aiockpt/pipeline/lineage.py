@@ -110,7 +110,7 @@ class Lineage:
             entries = await scan(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
-            present.extend(entry for entry in entries if entry.generations)
+            present.extend(entry for entry in entries if entry.generations or entry.is_refused)
             silent.extend(entry for entry in entries if entry.unheard)
             self._tell_of_others(place, entries, step)
 
@@ -224,8 +224,12 @@ class Lineage:
 
 
 def _older(present: Sequence[StepEntry]) -> Older:
-    """Return what a manifest names of the steps that are *present*; of a step that places have differently, the lowest."""
+    """Return what a manifest names of the steps that are *present*; of a step that places have differently, the lowest.
+
+    The first generation stands for a step that cannot be listed: a reader that can compares its date, too.
+    """
     highest: dict[str, int] = {}
     for entry in sorted(present, key=lambda entry: entry.age_order, reverse=True):
-        highest[entry.id] = min(highest.get(entry.id, entry.generations[0]), entry.generations[0])
+        generation = max(entry.generations, default=1)
+        highest[entry.id] = min(highest.get(entry.id, generation), generation)
     return tuple(highest.items())[:MAX_OLDER]

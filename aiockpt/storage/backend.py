@@ -236,6 +236,10 @@ class WorksWhenFull(Protocol):
         """Return the time by the clock that dates objects."""
         ...
 
+    async def folder_ns(self, key: str) -> int:
+        """Return when a name in the folder *key* was last made, by that clock; also where the folder cannot be listed."""
+        ...
+
 
 class GetsMany(Protocol):
     """What a place can do besides where a hop to a thread costs more than a small read."""

@@ -106,6 +106,10 @@ class Forwarding:
         now_ns: int = await self.forward(BackendCall("now_ns", "", cast("WorksWhenFull", self.inner).now_ns))
         return now_ns
 
+    async def folder_ns(self, key: str) -> int:
+        dated: int = await self.forward(BackendCall("folder_ns", key, cast("WorksWhenFull", self.inner).folder_ns, key))
+        return dated
+
     async def close(self) -> None:
         await self.forward(BackendCall("close", "", self.inner.close))
 

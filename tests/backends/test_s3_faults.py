@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
+import anyio
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.s3_body import Checksum
 from aiockpt.errors import (
@@ -431,3 +435,32 @@ async def test_an_archived_object_is_said_to_be_that_and_is_no_matter_of_rights(
     error = await fails(s3.get("key", 10), StorageError, "It is archived: restore it first")
     assert not isinstance(error, StorageAccessError)
     assert (error.damaged, error.retryable, error.lasting) == (False, False, True)
+
+
+async def test_an_archived_step_is_passed_over_once_a_newer_one_proves_that_it_is_older(
+    proxy: Proxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store dates to the second: runs go on, each a new one, until one begins in a later second than the step."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint_url)
+    async with aiockpt.Checkpointer(s3_url) as ckpt:
+        await ckpt.save(1, {"x": 1})
+    archived = Fault(do="answer", method="GET", match="step-00000001/MANIFEST-1.json", times=None, status=403)
+    proxy.misbehave(msgspec.structs.replace(archived, code="InvalidObjectState"))
+    async with aiockpt.Checkpointer(s3_url) as ckpt:
+        with pytest.raises(StorageError, match="restore it first"):
+            await ckpt.load({"x": 0})
+    loaded, step, state = None, 1, {"x": 0}
+    with anyio.fail_after(30):
+        while loaded is None:
+            async with aiockpt.Checkpointer(s3_url) as ckpt:
+                await ckpt.save(step := step + 1, {"x": step})
+                with suppress(StorageError):
+                    loaded = await ckpt.load(state)
+    assert (loaded.step, state, [id for id, _ in loaded.skipped]) == (step, {"x": step}, ["step-00000001"])
+    caplog.clear()
+    async with aiockpt.Checkpointer(s3_url) as ckpt:
+        for _ in range(2):
+            assert await ckpt.load(state) is not None
+        assert await ckpt.latest() == step
+    assert sum("step-00000001 is skipped" in record.message for record in caplog.records) == 1
+    proxy.misbehave()

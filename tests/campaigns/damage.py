@@ -67,6 +67,13 @@ class Scene:
         """What is bad for good, and not away for a while."""
         return [fault for fault in self.faults if fault.error not in OUTAGES]
 
+    def forget_faults_of_what_is_gone(self) -> None:
+        """A bad sector is one of a file, and not of whatever gets its name later."""
+        there = [*paths(self.files)]
+        self.faults = [
+            fault for fault in self.faults if any(path.startswith(fault.match.rstrip("*")) for path in there)
+        ]
+
     def is_free(self, path: str) -> bool:
         """Say whether neither *path*, nor what is above or below it, has been damaged."""
         return not any(f"{path}/".startswith(f"{hurt}/") or hurt.startswith(f"{path}/") for hurt in self._hurt)

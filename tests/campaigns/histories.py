@@ -173,6 +173,7 @@ async def _go_on(scene: Scene, job: Process, dice: random.Random, found: Found) 
     if dice.random() < 0.5:  # this process knows what it has passed over, another one sees what can be seen
         pruner = job if scene.seems_whole else dice.choice((job, fresh))
         await pruner.ckpt.prune(Retention(last=1, grace_s=0))
+        scene.forget_faults_of_what_is_gone()
         if found.value is not None and not scene.unsure and not scene.silent and not scene.away:
             again = await find(Process(job.backend, job.world))
             assert again.value == found.value, f"pruning lost {found}: {again}"

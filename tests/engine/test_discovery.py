@@ -6,21 +6,26 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import NewerFormatError, archived
 from aiockpt.events import Event, StepSkipped
 from aiockpt.format.checksum import digest128
 from aiockpt.format.document import seal, unseal
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
+from aiockpt.pipeline.discover import dated_ns
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Around
@@ -442,12 +447,117 @@ def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> 
         load(place)
 
 
-def test_of_a_step_that_cannot_be_listed_nothing_is_proven(run: Path) -> None:
-    """It may have been deleted, and saved anew."""
-    days_back(manifest(run, 2), 9)
+def unlistable(root: Path, step: int) -> FaultyBackend:
+    """Return the place, in which the folder of *step* is another user's."""
+    return unreadable(root, folder(step), errno.EACCES, verb="list")
+
+
+@pytest.mark.parametrize(("days", "named"), [(0.5, True), (0.5, False), (1.1, False)])
+def test_a_step_that_may_not_be_listed_is_older_by_the_date_of_its_folder(run: Path, days: float, named: bool) -> None:
+    """Any name in it may be that of its newest manifest: the last of them must be older than all of the newer step."""
+    days_back(run / folder(2), days)
     save(run, 6)
+    if not named:
+        changed(run, 6, older=((folder(1), 1),))
+    if named or days > 1:
+        value, skipped = load(unlistable(run, 2))
+        assert (value, list(skipped)) == (6, [folder(2)])
+    else:
+        with pytest.raises(aiockpt.StorageError, match=folder(2)):
+            load(unlistable(run, 2))
+    days_back(manifest(run, 2), 9)
+    days_back(run / folder(2), -days - 0.1)  # it was saved again, or deleted and saved anew: what is in it is not known
     with pytest.raises(aiockpt.StorageError, match=folder(2)):
-        load(unreadable(run, "step-00000002*", errno.EACCES))
+        load(unlistable(run, 2))
+
+
+def test_a_step_that_may_not_be_listed_is_named_by_a_save_that_could_not_list_it(run: Path) -> None:
+    days_back(run / folder(NEWEST), 0.5)
+    place = unlistable(run, NEWEST)
+    with pytest.raises(aiockpt.StorageError, match=folder(NEWEST)):
+        load(place)
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        ckpt.save(6, state(6)).result(30)
+    assert load(place)[0] == 6
+    named = decode_manifest(manifest(run, 6).read_bytes()).older
+    assert named
+    assert (folder(NEWEST), 1) in named
+
+
+def test_where_folders_have_no_date_a_step_that_may_not_be_listed_is_raised() -> None:
+    for place in (MemoryBackend("undated"), LocalBackend("/nowhere")):
+        with pytest.raises(aiockpt.StorageError):
+            anyio.run(dated_ns, place, folder(2), 0)
+
+
+def test_an_undated_manifest_proves_nothing(run: Path) -> None:
+    os.utime(manifest(run, 2), ns=(0, 0))
+    save(run, 6)
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(archive(run, 2))
+
+
+USE = """
+import sys, torch, aiockpt
+with aiockpt.Checkpointer(sys.argv[1], retention=aiockpt.Retention(last=2)) as ckpt:
+    state = {"x": torch.zeros(3000), "step": -1.0}
+    assert (ckpt.resume(state), state["step"]) == (7, 6.0), state["step"]
+    assert (ckpt.resume(state), ckpt.latest().result()) == (7, 6)
+    assert {info.step for info in ckpt.steps().result() if info.problem} == {2}
+    ckpt.copy(None, sys.argv[2]).result()
+    ckpt.save(7, {**state, "step": 7.0}).result()
+    kept = ckpt.prune(aiockpt.Retention(last=2, optimizer=1)).result().kept
+    assert any(one.step == 2 and "cannot be read" in one.reason for one in kept), kept
+    assert ckpt.resume(state) == 8
+"""
+
+
+@pytest.mark.skipif(not os.geteuid() and shutil.which("setpriv") is None, reason="root may read anything")
+def test_a_folder_of_another_user_is_gone_round_by_all_that_is_done_with_a_run(run: Path, tmp_path: Path) -> None:
+    save(run, 6)
+    bare = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]  # root without its powers
+    listed = [*bare, sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(run)]
+    (run / folder(2)).chmod(0o000)
+    try:
+        used = [*bare, sys.executable, "-c", USE, str(run), str(tmp_path / "copy")]
+        done = subprocess.run(used, capture_output=True, text=True, check=False)
+        shown = subprocess.run(listed, capture_output=True, text=True, check=False)
+    finally:
+        (run / folder(2)).chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step-00000002 is skipped") == 1, "once for a process"
+    assert "Permission denied" in done.stderr
+    assert "Permission denied" in shown.stdout
+    assert sorted(int(path.name[5:]) for path in run.glob("step-*")) == [2, 6, 7]
+    assert load(tmp_path / "copy")[0] == 6
+
+
+def test_a_refused_step_is_told_once_where_the_newer_ones_turn_out_damaged(run: Path) -> None:
+    days_back(manifest(run, 2), 0.5)
+    save(run, 6, 7)
+    flipped(data_file(run, 7))
+    value, skipped = load(archive(run, 2))
+    assert (value, sorted(skipped)) == (6, [folder(2), folder(7)])
+
+
+def test_a_manifest_names_the_lowest_generation_of_all_places_and_the_newest_steps_first(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    save(near, *range(66))
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        ckpt.copy(65, far).result(30)
+    save(near, 65, value=1.0)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        ckpt.save(66, state(66)).result(30)
+    older = decode_manifest(manifest(near, 66).read_bytes()).older
+    assert older == tuple((folder(step), 1) for step in range(65, 1, -1))
+
+
+def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([run, aiockpt.Tier(tmp_path / "weights", content="weights")], io=SMALL) as ckpt:
+        model = torch.nn.Linear(2, 2)
+        ckpt.save(6, {"model": model, "step": 6}).result(30)
+    copied = decode_manifest(manifest(tmp_path / "weights", 6).read_bytes())
+    assert copied.older == tuple((folder(step), 1) for step in range(NEWEST, 0, -1))
 
 
 @pytest.mark.parametrize(("days", "found"), [(2, True), (0.9, False)])
