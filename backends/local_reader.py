@@ -30,6 +30,8 @@ from aiockpt.runtime.host_memory import map_pages
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
+STALE_PAUSES_S = (0.0, 0.1, 0.4, 1.6)
+"""Before an open file whose handle went stale (a server of NFS that was replaced) is opened anew."""
 PIECE_BYTES = 4 << 20
 BOUNCE_BYTES = 8 << 20
 # Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are.
@@ -107,9 +109,38 @@ class LocalReader:
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         buffers = Buffers(into)
         check_range(self._key, offset, buffers.left_bytes, self._size, damaged=True)
+        end = offset + buffers.left_bytes
         with self._handle.use(), self._tree.errors("reading", self._key):
-            cached, uncached = await run_blocking(self._limiter, self._fill, offset, buffers, seen)
-        self._count_read(cached, uncached)
+            for pause_s in (*STALE_PAUSES_S, None):
+                try:
+                    filled = await run_blocking(self._limiter, self._fill, end - buffers.left_bytes, buffers, seen)
+                    break
+                except OSError as error:
+                    if error.errno != errno.ESTALE or pause_s is None:
+                        raise
+                # What was shown stays: only the rest is read from the file that is opened anew.
+                await anyio.sleep(pause_s)
+                await run_blocking(self._limiter, self._open_anew)
+        self._count_read(*filled)
+
+    def _open_anew(self) -> None:
+        """Replace the descriptor that went stale; where it is stale still, the next read says so.
+
+        Raises:
+            StorageError: another file has the name now.
+        """
+        try:
+            fd, found = self._tree.open_file(self._handle)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return
+        if (found.st_dev, found.st_ino, found.st_size) != (*self._identity, self._size):
+            raise self._replaced()
+        self._fd, self._direct_fd = fd, None
+
+    def _replaced(self) -> StorageError:
+        return StorageError(f"{self._key!r} was replaced while it was read; read it again", key=self._key)
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True), self._tree.errors("closing", self._key):
@@ -202,7 +233,7 @@ class LocalReader:
                 return None
             found = self._tree.files.fstat(fd)
             if (found.st_dev, found.st_ino) != self._identity:
-                raise StorageError(f"{self._key!r} was replaced while it was read; read it again", key=self._key)
+                raise self._replaced()
             self._direct_fd = fd
         return self._direct_fd
 

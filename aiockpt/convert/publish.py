@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 import anyio
 
+from aiockpt.backends.local_optional import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, is_weights
 from aiockpt.convert.streaming import Fill, write_file
 from aiockpt.errors import (
@@ -198,7 +199,7 @@ class _FileSystemTarget:
         try:
             self._files.link(source, target)
         except OSError as error:
-            if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            if error.errno in FALLBACKS["link"].absent:
                 raise UsageError(
                     f"{source} cannot be linked into {self._root} ({error.strerror}): name a folder on the same file "
                     "system, or convert without links"
@@ -235,7 +236,7 @@ class _FileSystemTarget:
             for name in _in_order_of_loss(there):
                 if has_index or name not in self._written:
                     self._files.unlink(os.path.join(self._root, name))
-                    _flush(self._files, self._root)
+                    flush_names(self._files, self._root)
             if has_index:
                 self._move(self._written)
                 self._move([INDEX_NAME])
@@ -246,7 +247,7 @@ class _FileSystemTarget:
         for name in names:
             self._files.rename(os.path.join(self._root, self._staged(name)), os.path.join(self._root, name))
             self._moved.append(name)
-        _flush(self._files, self._root)
+        flush_names(self._files, self._root)
 
     async def abandon(self) -> None:
         names = [stat.key for stat in (await self._folder.list("")).objects]
@@ -265,10 +266,13 @@ class _FileSystemTarget:
                 raise from_os_error(error, "removing", self._root) from error
 
 
-def _flush(files: Files, folder: str) -> None:
-    """Make the names in *folder* durable."""
+def flush_names(files: Files, folder: str) -> None:
+    """Make the names in *folder* durable, where its file system can; the local backend has warned where it cannot."""
     fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(fd)
+    except OSError as error:
+        if error.errno not in FALLBACKS["fsync of a folder"].absent:
+            raise
     finally:
         files.close(fd)

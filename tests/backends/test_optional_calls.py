@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -15,10 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_handle import FALLBACKS, OptionalCall
+from aiockpt.backends.local_reader import PIECE_BYTES
+from aiockpt.convert import to_hugging_face
+from aiockpt.convert.foreign import write_dcp
 from aiockpt.errors import ObjectNotFoundError, StorageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Space
@@ -131,6 +136,47 @@ def test_a_stale_handle_at_any_call_is_waited_for(
         run([Fault(do=do, verb="[!ul]*", at=at, times=3, error=errno.ESTALE)])
 
 
+@pytest.mark.parametrize(("times", "comes"), [(1, True), (4, True), (None, False)])
+def test_an_open_file_whose_handle_goes_stale_is_opened_anew_and_read_on(times: int | None, comes: bool) -> None:
+    files, size = SimulatedFiles(), 3 * PIECE_BYTES
+    shown = bytearray()
+    stale = Fault(do="fail", verb="preadv", at=2, times=times, error=errno.ESTALE)
+
+    async def main() -> None:
+        await upload(LocalBackend("/r", world=World(files, token=simulated_world().token)), "s/data", patterned(size))
+        reader = await LocalBackend("/r", world=World(FaultyFiles(files, [stale]))).open("s/data")
+        into = memoryview(bytearray(size - 7))
+        try:
+            await reader.read(7, [into], shown.extend)
+        finally:
+            await reader.close()
+        assert into == shown == patterned(size)[7:]
+
+    if comes:
+        return run_virtually(main)
+    with pytest.raises(StorageError, match="Stale"):
+        run_virtually(main)
+    return None
+
+
+@pytest.mark.parametrize("becomes", ["another", "gone"])
+def test_where_another_file_has_the_name_of_one_whose_handle_went_stale_nothing_of_it_is_read(becomes: str) -> None:
+    files = SimulatedFiles()
+
+    async def main() -> None:
+        backend = LocalBackend("/r", world=World(files, token=simulated_world().token))
+        await backend.put("s/k", b"the first")
+        reader = await LocalBackend("/r", world=World(FaultyFiles(files, [STALE_READ]))).open("s/k")
+        await (backend.put("s/k", b"the other") if becomes == "another" else backend.delete(["s/k"]))
+        into = bytearray(9)
+        with pytest.raises(StorageError, match="was replaced while" if becomes == "another" else "[Nn]o "):
+            await reader.read(0, [memoryview(into)])
+        await reader.close()
+        assert into == bytes(9)
+
+    run_virtually(main)
+
+
 def test_of_two_writers_of_equal_records_one_has_a_stale_handle_and_each_is_told_the_truth() -> None:
     """That a record is there with the very bytes makes it ours only where our own answer was lost."""
     files = SimulatedFiles()
@@ -181,6 +227,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(folder: str, looks: int, comes
     return None
 
 
+STALE_READ = Fault(do="fail", verb="preadv", error=errno.ESTALE)
 HABITS = [
     ["fallocate=ENOSYS"],
     ["fallocate=EPERM"],
@@ -189,7 +236,7 @@ HABITS = [
     *([f"link={name}"] for name in ("EACCES", "EXDEV", "EMLINK")),
     *([f"statfs={name}"] for name in ("EPERM", "ENOSYS")),
     *([f"fsyncdir={name}"] for name in ("EINVAL", "EBADF", "ENOTSUP")),
-    *([f"{call}=ESTALE*3"] for call in ("create", "mkdir", "link", "getattr")),
+    *([f"{call}=ESTALE*3"] for call in ("create", "mkdir", "link", "getattr", "read")),
     ["late=40"],
     ["fallocate=ENOSYS", "open_direct=EACCES", "link=EXDEV", "statfs=ENOSYS", "fsyncdir=EINVAL", "late=9"],
 ]
@@ -213,6 +260,30 @@ def test_on_a_file_system_with_habits_a_step_is_saved_and_loaded(tmp_path: Path,
         saved = save_and_load(mounted / "run")
     assert saved.durable is not any(habit.startswith("fsyncdir") for habit in habits)
     assert all(asked[habit.partition("=")[0]] for habit in habits if not habit.startswith(("late", "read_direct")))
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
+def test_where_no_folder_can_be_flushed_steps_are_converted_all_the_same(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(error, os.strerror(error))
+        os.fdatasync(fd)
+
+    model = torch.nn.Linear(3, 2)
+    with aiockpt.Checkpointer(f"memory://{tmp_path.name}-{error}") as ckpt:
+        ckpt.save(1, {"model": model}).result(60)
+        monkeypatch.setattr("aiockpt.runtime.world.OsFiles.fsync", staticmethod(refuse))
+        if error == errno.EIO:
+            with pytest.raises(StorageError, match="Input/output"):
+                write_dcp(ckpt, tmp_path / "dcp")
+            return
+        for replace in (False, True):
+            to_hugging_face(ckpt, tmp_path / "folder", replace=replace).result(60)
+        write_dcp(ckpt, tmp_path / "dcp")
+    assert (tmp_path / "dcp/.metadata").exists()
+    assert torch.equal(load_file(tmp_path / "folder/model.safetensors")["weight"], model.weight)
 
 
 @pytest.mark.parametrize("habits", [[], ["fallocate=ENOSYS"], ["fallocate=ENOSYS", "open_direct=EINVAL"]], ids=" ".join)

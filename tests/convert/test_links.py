@@ -121,11 +121,12 @@ def test_a_place_that_is_no_file_system_is_refused(tmp_path: Path) -> None:
         export("memory://links", tmp_path / "out", link=True)
 
 
+@pytest.mark.parametrize("error", [errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS])
 def test_another_file_system_is_refused_with_what_to_do(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     def refuse(source: str, target: str) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr("aiockpt.runtime.world.OsFiles.link", staticmethod(refuse))
     with pytest.raises(UsageError, match=r"cannot be linked into .* name a folder on the same file system"):

@@ -14,11 +14,13 @@ import torch
 from aiockpt.adapters.target import TensorRef
 from aiockpt.convert.foreign.dcp import METADATA
 from aiockpt.convert.foreign.state_dicts import as_state_dicts
+from aiockpt.convert.publish import flush_names
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import stored_state
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.runtime.world import OsFiles
 from aiockpt.session.checkpointer import Checkpointer
 from aiockpt.storage.address import parse_address
 
@@ -138,8 +140,4 @@ def _publish(folder: Path, metadata: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     staged.replace(folder / METADATA)
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    flush_names(OsFiles(), str(folder))
