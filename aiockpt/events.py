@@ -163,12 +163,14 @@ class Loaded(Event, frozen=True, tag=True):
 
     Attributes:
         saved_ns: when the step was saved, by the wall clock of the process that saved it; 0 where that is not known.
+        forked_from: the step of another place, in words, that the run began from; a foreign checkpoint has the step -1.
     """
 
     bytes: int
     read_bytes: int
     seconds: float
     saved_ns: int = 0
+    forked_from: str = ""
 
 
 class LoadFailed(Event, frozen=True, tag=True):

@@ -293,6 +293,7 @@ def finish(
             read_bytes=result.read_bytes,
             seconds=result.seconds,
             saved_ns=manifest.created_ns,
+            forked_from=engine.lineage.origin,
         )
     )
     return Filled(result, target)

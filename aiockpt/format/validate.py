@@ -252,13 +252,14 @@ def _check_identity(document: Manifest | Receipt, what: str) -> None:
     try:
         attempt_prefix(document.attempt)
         older = () if document.older is UNSET else document.older
-        for step in (document.parent, *(step for step, _ in older)):
+        _, origin, origin_run = ("", "", "") if document.forked_from is UNSET else document.forked_from
+        for step in (document.parent, origin or None, *(step for step, _ in older)):
             if step is not None:
                 check_step_id(step)
     except UsageError as error:
         _refuse(what, str(error))
     ancestors = () if document.ancestors is UNSET else document.ancestors
-    for run in (document.run, *(run for run, _ in ancestors)):
+    for run in (document.run, *(run for run, _ in ancestors), *filter(None, [origin_run])):
         if not _RUN.fullmatch(run):
             _refuse(what, f"{run[:40]!r} is not a run: 12 lower-case hex digits")
     if document.generation < 1:

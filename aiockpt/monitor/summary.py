@@ -79,6 +79,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         durable_s: from the call to the commit, median and most.
         effective: productive time over all time (ETTR): not lost, down, loading, or held by a save or for an optimizer.
         retries: calls to storage that were made again.
+        forked_from: what of another place the run began from, in words.
     """
 
     begun_s: float
@@ -96,6 +97,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     restarts: list[Restart]
     stragglers: list[Straggler]
     failures: list[FailedStep]
+    forked_from: str = ""
 
 
 def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
@@ -127,6 +129,7 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
         restarts=restarts,
         stragglers=stragglers(stage_times(run, found)),
         failures=_failures(run),
+        forked_from=next((event.forked_from for _, event in run.told(Loaded) if event.forked_from), ""),
     )
 
 
@@ -192,7 +195,8 @@ def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list
     for before, after in pairwise(starts):
         opened = after[0].opened
         at_s, last_s = after[0].wall_s(opened.at_ns), max(log.last_s for log in before)
-        loaded = next((event.step for log in after for event in log.events if isinstance(event, Loaded)), None)
+        loads = (event.step for log in after for event in log.events if isinstance(event, Loaded))
+        loaded = next((step for step in loads if step >= 0), None)  # a foreign checkpoint has none
         saved_s = [span.begin_s for span in committed if span.step == loaded and span.begin_s < at_s]
         since_s = saved_s[-1] if saved_s else before[0].wall_s(before[0].opened.at_ns)
         restarts.append(

@@ -127,7 +127,7 @@ class UnderWay:
         self._work.pop(("load" if isinstance(event, Loaded) else "save", event.step), None)
         if isinstance(event, Committed):
             self._durable = (event.step, event.at_ns - round(event.seconds * 1e9))
-        elif isinstance(event, Loaded):
+        elif isinstance(event, Loaded) and event.step >= 0:
             self._durable = (event.step, event.at_ns)
 
     def __len__(self) -> int:

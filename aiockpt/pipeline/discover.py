@@ -32,7 +32,7 @@ from aiockpt.errors import (
     StorageError,
     UsageError,
 )
-from aiockpt.format.manifest import Head, Manifest, Receipt, decode_receipt
+from aiockpt.format.manifest import ForkedFrom, Head, Manifest, Receipt, decode_receipt
 from aiockpt.format.names import (
     LATEST_KEY,
     attempt_folder,
@@ -532,7 +532,13 @@ class StepInfo(msgspec.Struct, frozen=True):
 
     def tell_origin(self) -> str:
         """Return in words what the run began from, where that was a step of another place; else nothing."""
-        return "" if self.forked_from is None else f"forked from {' '.join(self.forked_from[:2])}".rstrip()
+        return "" if self.forked_from is None else f"forked from {origin_in_words(self.forked_from)}"
+
+
+def origin_in_words(fork: ForkedFrom) -> str:
+    """Return where a line of saves began, on one line and for a terminal, whatever the address has in it."""
+    said = " ".join(fork[:2]).rstrip()
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in said)
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:

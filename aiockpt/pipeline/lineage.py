@@ -19,7 +19,7 @@ import msgspec
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import MAX_OLDER, Manifest, Older
 from aiockpt.pipeline.commit import Attempt, Parent, begin
-from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
+from aiockpt.pipeline.discover import StepEntry, newest_vote, origin_in_words, scan
 from aiockpt.redaction import redact
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -215,6 +215,12 @@ class Lineage:
         """Begin a line of saves at a checkpoint of another program, at *url*, which has neither step nor run."""
         self._parent = Parent(None, (), (redact(url), "", ""))
         self._enter(self._make_run())
+
+    @property
+    def origin(self) -> str:
+        """What of another place the line of saves began from, in words; else nothing."""
+        fork = msgspec.UNSET if self._parent is None else self._parent.forked_from
+        return "" if fork is msgspec.UNSET else origin_in_words(fork)
 
     def _catch_up(self, clock: int) -> None:
         """Have the saves from now on be newer than one with that logical clock."""

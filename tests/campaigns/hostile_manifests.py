@@ -27,6 +27,7 @@ SHAPES = 8
 MAX_SECONDS, MAX_BYTES = 1.0, 64 << 20
 STEP = f"{ROOT}/step-00000001"
 MANIFEST = f"{STEP}/MANIFEST-1.json"
+FORKED = b'"forked_from":["s3://bucket/other","step-00000007","0123456789ab"],'
 
 
 def load(files: RecordingFiles, shape: DrawnShape, *, newest: bool) -> str:
@@ -66,7 +67,10 @@ def prepare() -> Case:
         dice = random.Random(seed)
         shape, disk, manifest = dice.choice(disks)
         attempt = manifest.partition(b'"attempt":"')[2][:12].decode()
-        body = change_document(unseal(manifest, "it"), dice)
+        body = unseal(manifest, "it")
+        if dice.random() < 0.3:
+            body = body.replace(b'"files":', FORKED + b'"files":', 1)
+        body = change_document(body, dice)
         if not is_object(body):
             return Counter({"no document": 1})
         files = RecordingFiles(replaced(disk, MANIFEST, seal(body)))

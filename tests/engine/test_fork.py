@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import torch
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.monitor import TraceFile
+from aiockpt.pipeline.discover import StepInfo
 from tests.ranks.crew import Crew
 
 START = """
@@ -67,14 +70,21 @@ def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
     caplog.set_level(logging.INFO, "aiockpt")
     save(tmp_path / "a", 1, 2)
     state = {"w": torch.zeros(4)}
-    with aiockpt.Checkpointer(tmp_path / "b", **options) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "b", observers=[TraceFile()], **options) as ckpt:
         assert ckpt.resume(state, fork=tmp_path / "a") == 3
         ckpt.save(3, state).result()
     assert [record.message for record in caplog.records if record.message.startswith("forked from step 2")]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(tmp_path / "b")]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "forked from" in told
+    for command in (["ls"], ["inspect"], ["report", "--text"]):
+        arguments = [sys.executable, "-m", "aiockpt.tools.cli.main", *command, str(tmp_path / "b")]
+        wide = {**os.environ, "COLUMNS": "300"}
+        told = subprocess.run(arguments, check=True, capture_output=True, text=True, env=wide).stdout
+        assert f"forked from file://{tmp_path}/a step-00000002" in " ".join(told.split()), command
+
+
+def test_what_an_address_has_in_it_cannot_move_the_cursor() -> None:
+    info = StepInfo(step=1, id="step-00000001", generation=1, forked_from=("s3://b/\x1b[2J\nrun", "", ""))
+    assert info.tell_origin() == "forked from s3://b/\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}run"
 
 
 def test_a_fork_that_holds_nothing_is_no_new_beginning(tmp_path: Path) -> None:

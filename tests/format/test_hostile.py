@@ -244,6 +244,13 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "dtype unknown": (_tensor("F31", [0]), "unknown dtype 'F31'"),
     "dtype of torch": (_tensor("float32", [0]), "unknown dtype"),
     "dtype huge": (_tensor("F" * 10**6, [0]), "unknown dtype"),
+    # lineage
+    "forked from two texts": (_set(forked_from=["s3://b/run", "step-00000001"]), "forked_from"),
+    "forked from numbers": (_set(forked_from=[1, 2, 3]), "forked_from"),
+    "forked from a text": (_set(forked_from="s3://b/run"), "forked_from"),
+    "forked from null": (_set(forked_from=None), "forked_from"),
+    "forked from no step": (_set(forked_from=["s3://b/run", "../run", "0" * 12]), "step"),
+    "forked from no run": (_set(forked_from=["s3://b/run", "step-00000001", "\x1b[2J"]), "is not a run"),
     "dtype missing": (_drop("tensors", "w", "dtype"), "dtype"),
     # orders of axes
     "axes twice the same": (_axes([0, 0]), "'w' lies in memory in an order that is none: .* of 2 dimensions"),
@@ -402,6 +409,7 @@ RECEIPT_EDITS: dict[str, tuple[Edit, str]] = {
     "piece": (_tensor("U8", [4], [1, 0, 4, [0], [4]]), "file number 1 of 1"),
     "huge shape": (_tensor("U8", [2**47] * 32, _full([2**47] * 32)), "needs"),
     "deep values": (_set(per_rank=json.loads(_deep(300, "[", "]"))), "deeper"),
+    "forked from no step": (_set(forked_from=["s3://b/run", "a/b", ""]), "step"),
     "many values": (_set(state=[[]] * 1_000_001), "values"),
 }
 

@@ -24,6 +24,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.load import Filled, LoadRequest
 from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.events import Loaded
 from aiockpt.format.names import join_name
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.scatter import byte_view
@@ -109,6 +110,16 @@ class ForeignFork:
             unexpected=target.unexpected,
             differences=(*target.problems, *target.told),
             renamed=target.renamed,
+        )
+        engine.emit(
+            Loaded(
+                at_ns=engine.now_ns(),
+                step=-1,
+                bytes=result.bytes,
+                read_bytes=read_bytes,
+                seconds=result.seconds,
+                forked_from=engine.lineage.origin,
+            )
         )
         return Filled(result, target, agree=engine.world_size > 1)
 

@@ -38,6 +38,8 @@ def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None
     """Print a summary; what is wrong comes first."""
     lasted, begun = duration(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
     show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
+    if found.forked_from:
+        show.say(f"[dim]forked from {escape(found.forked_from)}[/]")
     _show_problems(problems)
     show.say("")
     last = "" if found.last_step is None else f", the last of step {found.last_step}"

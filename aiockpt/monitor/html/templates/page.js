@@ -7,7 +7,7 @@ function showHead() {
   document.title = `${report.name} · aiockpt report`;
   byId("name").textContent = report.name;
   byId("about").textContent = `${count(summary.ranks, "rank")} on ${count(summary.hosts, "host")}, ${seconds(summary.ended_s - summary.begun_s)} ` +
-    `from ${moment(summary.begun_s)} to ${moment(summary.ended_s)}; this report is of ${moment(report.made_s)}. ` +
+    `from ${moment(summary.begun_s)} to ${moment(summary.ended_s)}${summary.forked_from && `, forked from ${summary.forked_from}`}; this report is of ${moment(report.made_s)}. ` +
     `Clock: ${Intl.DateTimeFormat().resolvedOptions().timeZone}.`;
 }
 
