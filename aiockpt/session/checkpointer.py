@@ -708,7 +708,7 @@ class Checkpointer:
             self._parts.shutdown.close()
         finally:
             for future in self._engine.failures.take():
-                logger.error("%r: nobody waited for it, and the program ends", future)
+                logger.error("%r: failed, and its error was never retrieved before the program ended", future)
 
     def __enter__(self) -> Self:
         refuse_in_event_loop("a plain `with` block", "write `async with`")

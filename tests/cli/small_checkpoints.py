@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 import aiockpt
 from tests.small_run import SMALL
 
 DAY_S = 86400.0
+ATTEMPT = "a-00112233aabb"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -90,6 +92,26 @@ def manifest(root: Path, step: int) -> Path:
 def uncommit(root: Path, step: int) -> None:
     """Take a step back to the moment before its commit."""
     manifest(root, step).unlink()
+
+
+def begin_attempt(root: Path, step: int) -> None:
+    """Leave what a save leaves that died before its vote."""
+    folder = root / f"step-{step:08d}" / ATTEMPT / "d"
+    folder.mkdir(parents=True)
+    (folder / "r00000-0000.safetensors").write_bytes(bytes(5000))
+
+
+def save_partly(root: Path) -> None:
+    """Save step 1 whole, and steps 2 and 3 without the base, the optimizer and the note."""
+    model = nn.ModuleDict({"base": nn.Linear(3, 3, bias=False).requires_grad_(False), "lora": nn.Linear(3, 1)})
+    optimizer = torch.optim.SGD(model["lora"].parameters(), momentum=0.9)
+    model["lora"](torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "note": "x"}
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        ckpt.save(1, state).result(30)
+        for step in (2, 3):
+            ckpt.save(step, state, only=aiockpt.trainable(), exclude=["optimizer", "note"]).result(30)
 
 
 def snapshot_of(root: Path) -> dict[str, bytes]:

@@ -13,8 +13,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.tools.cli import diff
-from aiockpt.tools.cli.diff import LeafChange, diff_steps, measure_difference
-from aiockpt.tools.cli.reading import open_step
+from aiockpt.tools.cli.diff import LeafChange, diff_steps, measure_difference, open_step
 from aiockpt.tools.cli.survey import find_committed
 from tests.cli.small_checkpoints import data_file, flip, make_state
 from tests.small_run import SMALL

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from aiockpt.events import BytesWritten, Committed, DataWritten, Event, GarbageDeleted, SaveStarted, SnapshotTaken
-from aiockpt.tools.examples.child import DieInSave, StepDone, StepTeller, Told
+from aiockpt.tools.examples.child import DieInSave, StepDone, StepReporter, Told
 
 STARTED = SaveStarted(at_ns=0, step=4, bytes=9, tensor_count=1)
 SNAPSHOT = SnapshotTaken(at_ns=0, step=4, bytes=9, pause_s=0.0, copy_s=0.0)
@@ -40,7 +40,7 @@ def test_it_dies_once_the_state_is_snapshotted_and_some_of_it_is_written(
 
 def test_what_is_told_comes_out_of_the_pipe_line_by_line_with_every_bit_of_the_loss() -> None:
     hear, tell = os.pipe()
-    teller = StepTeller(tell, rank=2)
+    teller = StepReporter(tell, rank=2)
     teller.on_step(3, 1 / 3)
     teller.on_event(GarbageDeleted(at_ns=0, key="not of interest"))
     teller.on_event(Committed(at_ns=0, step=3, bytes=9, seconds=0.5, generation=1))

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.tools.examples.child import Job, Told
+from aiockpt.tools.examples.child import DemoError, Job, RankRecord, Told, run_job
 from aiockpt.tools.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.tools.examples.gpt import GPTSize
-from aiockpt.tools.examples.spawn import DemoError, RankRecord, run_job
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
@@ -100,9 +99,9 @@ def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Pat
 
 
 def test_a_process_that_tells_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.tools.examples.spawn.SILENCE_S", 0)
+    monkeypatch.setattr("aiockpt.tools.examples.child.SILENCE_S", 0)
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
-    with pytest.raises(DemoError, match="it told nothing for 0 s and was ended"):
+    with pytest.raises(DemoError, match="no event for 0 s: the process was ended"):
         run_job(job, "silent", tmp_path, lambda record, told: None)
 
 

@@ -11,11 +11,10 @@ import pytest
 from rich.console import Console
 
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
-from aiockpt.tools.examples.child import StepDone, Told
+from aiockpt.tools.examples.child import RankRecord, StepDone, Told
 from aiockpt.tools.examples.demo import DIFFERENT, EXACT, DemoOptions, conclude
 from aiockpt.tools.examples.display import ENOUGH_STEPS, Display, about, print_result
 from aiockpt.tools.examples.figures import Figures
-from aiockpt.tools.examples.spawn import RankRecord
 
 STORY: tuple[Told, ...] = (
     StepDone(at_ns=0, step=10, loss=2.5, seconds=0.1),

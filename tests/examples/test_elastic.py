@@ -66,7 +66,7 @@ def test_losses_that_differ_are_the_verdict() -> None:
     assert text.splitlines()[-1] == "THE LOSSES DIFFER from the reference's: TP on 4 ranks."
 
 
-@pytest.mark.parametrize(("steps", "every", "message"), [(39, 5, "take 40 or more"), (60, 0, "take 1 or more")])
+@pytest.mark.parametrize(("steps", "every", "message"), [(39, 5, "take 40 or more"), (60, 0, "give 1 or more")])
 def test_a_run_too_short_to_be_killed_three_times_is_refused(
     steps: int, every: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

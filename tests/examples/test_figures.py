@@ -8,9 +8,8 @@ import pytest
 
 from aiockpt.events import BytesWritten, Committed, Loaded, SaveFailed, SaveStarted, SnapshotTaken
 from aiockpt.testing.disk import DiskSpeed
-from aiockpt.tools.examples.child import StepDone
+from aiockpt.tools.examples.child import RankRecord, StepDone
 from aiockpt.tools.examples.figures import WARM_UP_STEPS, Figures, account, judge
-from aiockpt.tools.examples.spawn import RankRecord
 
 DISK = DiskSpeed((100.0, 300.0, 200.0), direct=True)
 

@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from aiockpt.tools.examples.text import Batches, library_text
+from aiockpt.tools.examples.gpt import Batches, library_text
 
 TEXT = torch.arange(200, dtype=torch.uint8)
 

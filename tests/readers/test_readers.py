@@ -399,7 +399,7 @@ def test_a_folder_that_is_not_there_is_waited_for_unless_it_is_looked_at_once(tm
         made = (tmp_path / "run").exists()
         save(tmp_path / "run", 1)
         assert following.wait(60) == 128 + signal.SIGTERM
-    assert "its first step is waited for" in told
+    assert "waiting for the first step" in told
     assert not made
 
 

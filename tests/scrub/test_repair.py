@@ -303,7 +303,7 @@ def test_the_command_mends_all_steps_from_another_place(places: tuple[Path, Path
     assert run.exit_code == 1
     run = CliRunner().invoke(app, ["verify", str(here), "--all", "--repair", str(there)])
     assert run.exit_code == 0, run.output
-    assert "damaged, and written anew: 1 file" in run.output
+    assert "was damaged: 1 file rewritten" in run.output
     assert is_whole(here)
     flip(data_files(here, 2)[0], 9000)
     flip(data_files(there, 2)[0], 9000)

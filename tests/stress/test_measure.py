@@ -113,7 +113,7 @@ async def test_a_place_where_nothing_may_be_deleted_is_refused_before_anything_l
     memory: MemoryBackend, plan: StressPlan
 ) -> None:
     faulty = FaultyBackend(memory, [Fault(do="fail", verb="delete", times=None, error=errno.EACCES)])
-    with pytest.raises(StorageError, match=r"cannot be removed.*right to delete.*is left: aiockpt-bench-\w+/may-be"):
+    with pytest.raises(StorageError, match=r"cannot be deleted.*right to delete.*is left: aiockpt-bench-\w+/may-be"):
         await measure(faulty, plan)
     assert faulty.call_count == 3  # space, put, delete
 
@@ -122,7 +122,7 @@ async def test_a_place_that_keeps_what_is_deleted_is_refused(memory: MemoryBacke
     async def delete(keys: Sequence[str]) -> None:
         del keys
 
-    with pytest.raises(StorageError, match="was removed and is there all the same"):
+    with pytest.raises(StorageError, match="was deleted and is still there"):
         await measure(changed(memory, delete=delete), plan)
 
 
@@ -147,7 +147,7 @@ async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: StressPlan, v
     wrong = [point.operation for point in report.points if point.wrong]
     assert wrong == [operation]
     assert len(report.problems) >= 1
-    assert "not what was" in report.problems[0]
+    assert "differ from what was put" in report.problems[0]
 
 
 async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, plan: StressPlan) -> None:
@@ -169,7 +169,7 @@ async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, pl
 async def test_creates_that_do_not_exclude_each_other_are_found(memory: MemoryBackend, plan: StressPlan) -> None:
     report = await measure(changed(memory, put_new=memory.put), plan)
     assert [check.name for check in report.checks if not check.passed] == ["one of rival creates wins"]
-    assert "two savers could commit" in report.problems[0]
+    assert "two jobs could commit" in report.problems[0]
 
 
 async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend, plan: StressPlan) -> None:
@@ -182,7 +182,7 @@ async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend
         taken.add(key)
 
     report = await measure(changed(memory, put_new=put_new), plan)
-    assert any("holds other bytes" in problem for problem in report.problems)
+    assert any("does not hold the bytes" in problem for problem in report.problems)
 
 
 async def test_a_list_that_lags_behind_is_found(memory: MemoryBackend, plan: StressPlan) -> None:
@@ -229,7 +229,7 @@ async def test_an_operation_at_which_nothing_works_is_left_and_its_further_point
     report = await measure(FaultyBackend(memory, stat_listed("stat")), plan, world=World(clock=Ticking()))
     stats = [point for point in report.points if point.operation == "stat"]
     assert [(point.concurrency, point.requests, point.errors) for point in stats] == [(1, 0, {"transient": 10})]
-    assert any("stat 4 KiB × 1 was left after 10 failures in a row" in problem for problem in report.problems)
+    assert any("stat 4 KiB × 1: stopped after 10 failures in a row" in problem for problem in report.problems)
     assert any(skipped.what == "stat 4 KiB at more than 1" for skipped in report.skipped)
 
 

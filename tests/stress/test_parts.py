@@ -12,10 +12,8 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError
 from aiockpt.storage.backend import Seen
 from aiockpt.testing.faults import Fault, FaultyBackend
-from aiockpt.tools.stress.lab import size_text
-from aiockpt.tools.stress.meter import percentile
+from aiockpt.tools.stress.lab import Payload, new_buffer, percentile, size_text
 from aiockpt.tools.stress.moving import WINDOW_BYTES, read_file, write_file
-from aiockpt.tools.stress.payload import Payload, new_buffer
 from tests.stress.conftest import names_in
 
 BLOCK = 64 << 10

@@ -14,7 +14,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.tools.stress.measure import measure
 from aiockpt.tools.stress.plan import StressPlan
 from aiockpt.tools.stress.report import Soak, StressReport
-from aiockpt.tools.stress.soak_faults import DrawnFaults
+from aiockpt.tools.stress.soak import DrawnFaults
 from tests.stress.conftest import changed
 
 SOAK_S = 1.0
@@ -105,7 +105,7 @@ async def test_calls_that_no_retry_mends_are_problems_by_class(memory: MemoryBac
     full = FaultyBackend(memory, [Fault(do="fail", verb="create", match="*/soak/*", times=None, error=28)])
     report, found = await soaked(full, soak_plan)
     assert set(found.errors) == {"full"}
-    assert any("calls failed in the end" in problem and "full" in problem for problem in report.problems)
+    assert any("calls failed after all retries" in problem and "full" in problem for problem in report.problems)
 
 
 def test_the_dice_of_one_seed_fall_the_same_way_again() -> None:

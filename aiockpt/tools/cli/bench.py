@@ -6,7 +6,6 @@ both.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.given_root import check_folder
+from aiockpt.tools.cli.survey import check_folder
 from aiockpt.tools.stress.lab import size_text
 from aiockpt.tools.stress.measure import measure
 from aiockpt.tools.stress.picture import check_picture, draw
@@ -30,48 +29,12 @@ from aiockpt.tools.stress.plan import StressPlan
 from aiockpt.tools.stress.report import Point, Soak, StressReport
 
 FAILED = 1
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _BY_BYTES = ("write", "read")
 _BESIDE = ("create", "finish", "open")
 
 
-def parse_bytes(name: str, text: str) -> int:
-    """Return the bytes that *text* means: ``16MiB``, ``4KiB``, ``1048576``.
-
-    Raises:
-        UsageError: it is no size; the message names the option *name*.
-    """
-    found = re.fullmatch(r"(\d+) *([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS:
-        raise UsageError(f"{name}: {text!r} is no size: write 4KiB, 16MiB, 1GiB, or bytes")
-    return int(found[1]) * _UNITS[found[2].lower()]
-
-
-def parse_list(name: str, text: str, parse: Callable[[str, str], int]) -> tuple[int, ...]:
-    """Return the values of an option that lists them, with commas between."""
-    return tuple(parse(name, part) for part in text.split(","))
-
-
-def parse_count(name: str, text: str) -> int:
-    """Return the number that *text* is.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not text.strip().isdecimal():
-        raise UsageError(f"{name}: {text!r} is no number: write 1,2,4,8,16")
-    return int(text)
-
-
 class Outputs(msgspec.Struct, frozen=True):
-    """Destinations of the report.
-
-    Attributes:
-        report_to: a file for the report, as JSON.
-        plot_to: a file for a picture of it.
-        as_json: print the report as JSON, and no tables.
-        everything: show every point in the tables.
-    """
+    """Destinations of the report: a file for it, one for a picture, JSON in place of tables; *everything*: every point."""
 
     report_to: Path | None = None
     plot_to: Path | None = None
@@ -119,7 +82,7 @@ async def _measure(backend: Backend, plan: StressPlan) -> StressReport:
         with anyio.CancelScope(shield=True):
             await backend.close()
     if report is None or caught:
-        show.problem("stopped before it was all measured")
+        show.problem("stopped before all was measured")
         raise typer.Exit(128 + (caught or [signal.SIGINT])[0])
     return report
 
@@ -196,22 +159,16 @@ def _errors(points: Sequence[Point]) -> str:
 def _show_points(points: Sequence[Point]) -> None:
     rows = [
         [
-            point.operation,
-            size_text(point.size_bytes),
-            str(point.concurrency),
-            str(point.requests),
+            *(point.operation, size_text(point.size_bytes), str(point.concurrency), str(point.requests)),
             *map(_number, (point.mib_per_s, point.requests_per_s)),
             *map(_number, (point.p50_ms, point.p95_ms, point.p99_ms, point.max_ms, point.cpu_s_per_gib)),
             _errors([point]),
         ]
         for point in points
     ]
-    labels = ["every point", "size", "at once"]
-    show.print_wide(
-        [labels, ["requests", "MiB/s", "requests/s"], ["p50 ms", "p95 ms", "p99 ms", "max ms", "CPU s/GiB", "errors"]],
-        rows,
-        folds="errors",
-    )
+    names, latencies = ["every point", "size", "at once"], ["p50 ms", "p95 ms", "p99 ms", "max ms"]
+    groups = [names, ["requests", "MiB/s", "requests/s"], [*latencies, "CPU s/GiB", "errors"]]
+    show.print_wide(groups, rows, folds="errors")
 
 
 def _show_findings(report: StressReport) -> None:
@@ -220,20 +177,19 @@ def _show_findings(report: StressReport) -> None:
     for floor in report.floors:
         show.say(f"[dim]floor: {escape(floor.name)} {show.speed(floor.bytes_per_s)}[/]")
     for check in report.checks:
-        mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
-        show.say(f"{mark} {escape(check.name)} [dim]({escape(check.detail)})[/]")
+        show.say(f"{show.mark(check.passed)} {escape(check.name)} [dim]({escape(check.detail)})[/]")
     if report.soak is not None:
         _show_soak(report.soak)
     for skipped in report.skipped:
         show.say(f"[yellow]– {escape(skipped.what)}: not measured.[/] {escape(skipped.why)}")
     for problem in report.problems:
-        show.say(f"[red]✗[/] {escape(problem)}")
+        show.say(f"{show.mark(False)} {escape(problem)}")
 
 
 def _show_soak(found: Soak) -> None:
-    mark = "[red]✗[/]" if found.wrong or found.errors else "[green]✓[/]"
+    files, objects = show.count(found.files, "file"), show.count(found.objects, "object")
     show.say(
-        f"{mark} soak of {found.wall_s:.0f} s: {show.count(found.files, 'file')}, {show.count(found.objects, 'object')},"
+        f"{show.mark(not (found.wrong or found.errors))} soak of {found.wall_s:.0f} s: {files}, {objects},"
         f" {show.size(found.bytes_written)} written, {show.size(found.bytes_read)} read and compared,"
         f" {len(found.wrong)} wrong"
     )

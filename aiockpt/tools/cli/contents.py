@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
 
 from rich.markup import escape
 from rich.text import Text
 
 from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.engine.maintenance import Description, TensorInfo
-from aiockpt.format.names import list_names, split_name
-from aiockpt.tools.cli.leaf_values import read_values, shorten
-from aiockpt.tools.cli.show import ago, columns, count, moment, natural_order, out, say, size, title
+from aiockpt.format.names import join_name, list_names, split_name
+from aiockpt.state.tree import Opaque, Path
+from aiockpt.tools.cli.show import (
+    Row,
+    ago,
+    count,
+    moment,
+    natural_order,
+    out,
+    print_table,
+    say,
+    shape_text,
+    size,
+    title,
+)
 
 ROWS = 60
 """Without --all deeper levels are folded, and longer lists of values cut, to about a screen or two."""
+SHORT_ITEMS = 8
 
 
 class _Node:
@@ -110,11 +127,8 @@ def _fitting_depth(tree: _Node) -> int:
 def _show_tensors(seen: Description, tree: _Node, depth: int) -> None:
     files = _files(seen)
     headings = ["tensors", "dtype", "shape", "size", *(["file"] if len(files) > 1 else [])]
-    table = columns(*headings, right=("size",), folds="tensors")
-    for line, node, folded in _rows(tree, depth):
-        table.add_row(line, *_tensor_cells(node, folded, files))
-    out.print()
-    out.print(table)
+    rows = [(line, *_tensor_cells(node, folded, files)) for line, node, folded in _rows(tree, depth)]
+    print_table(headings, rows, right=("size",), folds="tensors")
     if depth < tree.height():
         say("[dim]deeper levels are folded: --depth N shows N levels, --all shows everything[/]")
 
@@ -137,8 +151,12 @@ def _tensor_cells(node: _Node, folded: bool, files: Mapping[str, int]) -> list[s
     tensor = node.tensor
     if tensor is not None:
         where = ", ".join(str(files[path]) for path in tensor.files)
-        shape = "×".join(map(str, tensor.shape)) or "scalar"
-        return [Text(tensor.dtype, "cyan"), shape, size(tensor.bytes), *([where] if len(files) > 1 else [])]
+        return [
+            Text(tensor.dtype, "cyan"),
+            shape_text(tensor.shape),
+            size(tensor.bytes),
+            *([where] if len(files) > 1 else []),
+        ]
     held = list(node.tensors())
     total = Text(size(sum(one.bytes for one in held)), "" if folded else "dim")
     return ["", Text(count(len(held), "tensor"), "" if folded else "dim"), total]
@@ -150,11 +168,11 @@ def _files(seen: Description) -> dict[str, int]:
 
 
 def _show_files(seen: Description) -> None:
-    table = columns("", "files", "tensors", right=("", "tensors"), folds="files")
-    for path, number in _files(seen).items():
-        table.add_row(str(number), path, str(sum(path in tensor.files for tensor in seen.tensors)))
-    out.print()
-    out.print(table)
+    rows = [
+        (str(number), path, str(sum(path in tensor.files for tensor in seen.tensors)))
+        for path, number in _files(seen).items()
+    ]
+    print_table(("", "files", "tensors"), rows, right=("", "tensors"), folds="files")
 
 
 def _show_left_out(seen: Description, everything: bool) -> None:
@@ -162,15 +180,19 @@ def _show_left_out(seen: Description, everything: bool) -> None:
     if not seen.left_out:
         return
     names = sorted(seen.left_out.items(), key=lambda item: natural_order(item[0]))
-    shown = names if everything or len(names) <= 2 * ROWS else names[:ROWS]
-    table = columns("left out when saved", "dtype", "shape", folds="left out when saved")
-    for name, facts in shown:
-        dtype, shape = ("", "") if facts is None else (facts[0], "×".join(map(str, facts[1])) or "scalar")
-        table.add_row(escape(name), Text(dtype, "cyan"), shape)
-    out.print()
-    out.print(table)
-    if len(shown) < len(names):
-        say(f"[dim]and {len(names) - len(shown)} more: --all shows everything[/]")
+    rows = [
+        (escape(name), *(("", "") if facts is None else (Text(facts[0], "cyan"), shape_text(facts[1]))))
+        for name, facts in names
+    ]
+    _print_cut(("left out when saved", "dtype", "shape"), rows, everything)
+
+
+def _print_cut(headings: Sequence[str], rows: Sequence[Row], everything: bool) -> None:
+    """Print a table whose first, or last, heading folds; cut it where it is longer than two screens."""
+    shown = rows if everything or len(rows) <= 2 * ROWS else rows[:ROWS]
+    print_table(headings, shown, folds=headings[0] if len(headings) > 2 else headings[-1])
+    if len(shown) < len(rows):
+        say(f"[dim]and {len(rows) - len(shown)} more: --all shows everything[/]")
 
 
 def _show_values(seen: Description, rank: str, everything: bool) -> None:
@@ -183,14 +205,52 @@ def _show_values(seen: Description, rank: str, everything: bool) -> None:
     )
     values = read_values(stored)
     ranks = f" of rank {rank}" if seen.per_rank and seen.info.world_size > 1 else ""
-    out.print()
     if not values:
+        out.print()
         say("[dim]no values beside the tensors[/]")
         return
-    shown = list(values.items())[: len(values) if everything or len(values) <= 2 * ROWS else ROWS]
-    table = columns(f"values{ranks}", "", folds="")
-    for name, value in shown:
-        table.add_row(escape(name), Text(shorten(value, 10_000 if everything else 48)))
-    out.print(table)
-    if len(shown) < len(values):
-        say(f"[dim]and {len(values) - len(shown)} more: --all shows everything[/]")
+    width = 10_000 if everything else 48
+    rows = [(escape(name), Text(shorten(value, width))) for name, value in values.items()]
+    _print_cut((f"values{ranks}", ""), rows, everything)
+
+
+def read_values(stored: Stored) -> dict[str, Any]:
+    """Return the leaves of the values of a step by name, as one rank had them; tensors are left out.
+
+    Lists and tuples of plain values are leaves.
+    """
+    leaves = _leaves((), read_tree(stored))
+    return {join_name(path): value for path, value in leaves if not isinstance(value, TensorRef)}
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    parts: list[tuple[str | int, Any]]
+    if isinstance(value, Opaque):
+        parts = [(value.codec, value.value)]
+    elif isinstance(value, Mapping):
+        parts = [(key if isinstance(key, str | int) else repr(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list | tuple | deque) and not _is_plain(value):
+        parts = list(enumerate(value))
+    else:
+        yield path, value
+        return
+    for part, inner in parts:
+        yield from _leaves((*path, part), inner)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | deque):
+        return all(_is_plain(item) for item in value)
+    return not isinstance(value, Mapping | Opaque | TensorRef)
+
+
+def shorten(value: Any, width: int = 60) -> str:
+    """Return *value* in at most *width* characters."""
+    if isinstance(value, bytes | bytearray):
+        text = repr(value) if len(value) <= SHORT_ITEMS else f"{len(value)} bytes, crc32 {crc32(value):08x}"
+    elif isinstance(value, list | tuple) and len(value) > SHORT_ITEMS:
+        first = ", ".join(shorten(item, width) for item in value[:3])
+        text = f"{len(value)} items: {first}, …"
+    else:
+        text = repr(value)
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,8 +1,7 @@
-"""Conversion at the terminal: the direction follows from the source, which holds steps or weights."""
+"""Conversion at the terminal; its direction follows from the source, which holds steps or weights."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -14,9 +13,9 @@ from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
 from aiockpt.pipeline.discover import scan
-from aiockpt.tools.cli.commands.common import finish, open_checkpointer
-from aiockpt.tools.cli.given_root import open_place
-from aiockpt.tools.cli.show import bytes_progress, count, say, size, speed
+from aiockpt.tools.cli.commands.app import finish, open_checkpointer
+from aiockpt.tools.cli.show import bytes_progress, count, mark, pace, say, size
+from aiockpt.tools.cli.survey import open_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,52 +24,23 @@ if TYPE_CHECKING:
     from aiockpt.futures import Future
 
 Kind = Literal["steps", "weights", "foreign"]
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
 
 
-def parse_size(text: str) -> int:
-    """Return bytes as Hugging Face's tools write them: ``5GB``, ``500MB``, ``2GiB``, or a number.
+def parse_pairs(option: str, pairs: list[str], form: str, *, may_be_empty: bool = False) -> list[tuple[str, str]]:
+    """Return the pairs of an option that is given as ``LEFT=RIGHT``, in their order.
 
-    Raises:
-        UsageError: it is no size, or 0.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = None if match is None else (_UNITS | _BINARY_UNITS).get(match[2].upper())
-    if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:
-        raise UsageError(f"{text!r} is no size: write 5GB, 500MB or 2GiB")
-    return found
-
-
-def parse_ties(pairs: list[str]) -> dict[str, str]:
-    """Return the pairs of ``--tie NEW=OLD``.
+    Args:
+        form: what to write, for the message.
+        may_be_empty: RIGHT may be.
 
     Raises:
         UsageError: one of them is no pair.
     """
-    ties = {}
-    for pair in pairs:
-        other, equals, kept = pair.partition("=")
-        if not (other and equals and kept):
-            raise UsageError(f"--tie {pair}: write NEW_NAME=NAME_IN_THE_FILES")
-        ties[other] = kept
-    return ties
-
-
-def parse_rules(pairs: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of ``--rename OLD=NEW``, in their order.
-
-    Raises:
-        UsageError: one of them is no pair.
-    """
-    rules = []
-    for pair in pairs:
-        old, equals, new = pair.partition("=")
-        if not (old and equals):
-            raise UsageError(f"--rename {pair}: write OLD=NEW, a regular expression and what takes its place")
-        rules.append((old, new))
-    return rules
+    split = [pair.partition("=") for pair in pairs]
+    for left, equals, right in split:
+        if not (left and equals and (right or may_be_empty)):
+            raise UsageError(f"{option} {left}{equals}{right}: write {form}")
+    return [(left, right) for left, _, right in split]
 
 
 def kind_of_source(source: str) -> Kind:
@@ -138,12 +108,11 @@ def show_converted(done: Converted, source: str | None = None) -> None:
     if done.dry_run:
         say(f"would {'link' if done.linked else 'write'} {what} to {where}")
     else:
-        took = f"{done.seconds:.2f} s ({speed(done.bytes / max(done.seconds, 1e-9))})"
-        how = " linked" if done.linked else ""
-        say(f"[green]✓[/] {what}{how} in {where} after {took}")
+        how = "linked" if done.linked else "written"
+        say(f"{mark(True)} {what}: {how} to {where} in {pace(done.bytes, done.seconds)}")
     if done.left_out:
         names = escape(list_names(done.left_out))
-        say(f"[yellow]![/] without {names}: left out when the step was saved, so the folder alone is no whole model")
+        say(f"[yellow]![/] without {names}: left out when the step was saved, so the folder is not a complete model")
     if source is not None:
         say(f"[dim]  from {escape(source)}:[/]")
     for name in done.files:

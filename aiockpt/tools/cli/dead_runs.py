@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
 import msgspec
+from rich.markup import escape
 
 from aiockpt.errors import CheckpointError
 from aiockpt.format.names import parse_step
@@ -24,7 +26,8 @@ from aiockpt.pipeline.collect import find_reader, plan_removal, remove
 from aiockpt.pipeline.discover import StepEntry, scan
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import storage_now_ns, walk
-from aiockpt.tools.cli.given_root import open_place
+from aiockpt.tools.cli.show import ago, count, freed, print_table, say, size
+from aiockpt.tools.cli.survey import open_place
 from aiockpt.units import duration
 
 
@@ -81,7 +84,7 @@ def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool
     found = RunBelow(run=str(place))
     try:
         backend = open_place(place)
-        sizes = anyio.run(_look, backend, found, older_than_s)
+        sizes = anyio.run(_inspect, backend, found, older_than_s)
         if found.stays or not found.steps:
             return found
         if keep:
@@ -96,7 +99,7 @@ def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool
     return found
 
 
-async def _look(backend: Backend, found: RunBelow, older_than_s: float) -> Counter[str]:
+async def _inspect(backend: Backend, found: RunBelow, older_than_s: float) -> Counter[str]:
     """Fill in the facts of a run; return the bytes by folder, of steps and of attempts."""
     sizes: Counter[str] = Counter()
     dates = []
@@ -117,10 +120,11 @@ async def _why_it_stays(backend: Backend, found: RunBelow, entries: list[StepEnt
     if not found.changed_ns:
         return "when it was last written is not known"
     if await storage_now_ns(backend, secrets.token_hex(6)) - found.changed_ns < older_than_s * 1e9:
-        return f"written within {duration(older_than_s)}"
+        within = duration(older_than_s) if older_than_s < 3.6e6 else f"{older_than_s / 86400:g} d"
+        return f"written within {within}"
     job = await JobWatch(backend).look()
     if job is not None and not job.ended and len(job.silent) < len(job.ranks):
-        return "it runs, as its heartbeats say"
+        return "its heartbeats show that it is running"
     for entry in entries:
         if (reader := await find_reader(backend, entry.id, secrets.token_hex(6))) is not None:
             return f"step {entry.step}: {reader}"
@@ -138,3 +142,23 @@ def _prune(place: str | Path, found: RunBelow, sizes: Counter[str], rules: Reten
     found.kept = tuple(step.step for step in pruned.kept)
     found.left = pruned.left
     found.problem = "; ".join(f"{step_id}: {reason}" for step_id, reason in pruned.left if step_id in pruned.failed)
+
+
+def show_dead_runs(folder: str, runs: Sequence[RunBelow], unread: Mapping[str, str], deleted: bool) -> None:
+    """Print a row for each run below *folder*, what cannot be read, and what was freed or would be."""
+    rows = []
+    for run in runs:
+        kept = f"keeps {count(len(run.kept), 'step')}" if run.kept else "no step stays"
+        state = f"[dim]skipped: {escape(run.stays)}[/]" if run.stays else kept
+        state = f"[red]{escape(run.problem)}[/]" if run.problem else state
+        written = ago(run.changed_ns) if run.changed_ns else "–"
+        free = "" if run.stays else size(run.freed_bytes)
+        rows.append((escape(run.run), str(run.steps), size(run.bytes), written, free, state))
+    headings = ("run", "steps", "size", "last written", "freed" if deleted else "frees", "")
+    print_table(headings, rows, right=("steps", "size", "freed", "frees"), folds="", gap=False)
+    for place, reason in unread.items():
+        say(f"[red]✗ {escape(place)}:[/] {escape(reason)}")
+    if freed_bytes := sum(run.freed_bytes for run in runs):
+        say(freed(freed_bytes, deleted))
+    else:
+        say(f"{escape(folder)}: nothing to delete of {count(len(runs), 'run')}")

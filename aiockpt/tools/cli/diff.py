@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
+import anyio
 import msgspec
 import torch
 
 from aiockpt.engine.load import stored_state
+from aiockpt.errors import StorageError
 from aiockpt.format.configuration import flatten, shown_value
-from aiockpt.format.dtypes import itemsize
+from aiockpt.format.dtypes import itemsize, torch_name
 from aiockpt.format.manifest import Manifest, TensorEntry
 from aiockpt.format.names import prefixes
-from aiockpt.tools.cli.leaf_values import read_values, shorten
-from aiockpt.tools.cli.reading import StepReader
+from aiockpt.options import IO
+from aiockpt.pipeline.collect import lease_key
+from aiockpt.pipeline.discover import StepEntry, newest_manifest
+from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.pipeline.scatter import Places
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import World
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+from aiockpt.storage.backend import Backend
+from aiockpt.tools.cli.contents import read_values, shorten
+from aiockpt.tools.cli.show import shape_text
 
+RELEASE_S = 10.0
 BATCH_BYTES = 256 << 20
 """Tensors of each step that are read at once: neighbours share blocks, which are read and verified whole."""
 
@@ -85,19 +99,12 @@ async def diff_steps(
         *_aliases(before.manifest.alias, after.manifest.alias),
         *_values(_all_values(before.manifest), _all_values(after.manifest)),
     ]
-    return _tell_left_out(found, before.manifest, after.manifest)
+    return _mark_left_out(found, before.manifest, after.manifest)
 
 
 def tensor_bytes(entry: TensorEntry) -> int:
     """Return the bytes of a tensor."""
-    return itemsize(entry.dtype) * _elements(entry)
-
-
-def _elements(entry: TensorEntry) -> int:
-    volume = 1
-    for length in entry.shape:
-        volume *= length
-    return volume
+    return itemsize(entry.dtype) * math.prod(entry.shape)
 
 
 def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None) -> LeafChange:
@@ -110,7 +117,7 @@ def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None
     return LeafChange(name, "tensor", "same")
 
 
-def _tell_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
+def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
     """Mark names that one of two steps was saved without, by choice: whether they changed is unknown.
 
     What both were saved without is the same as far as that was noted: dtype and shape.
@@ -141,7 +148,7 @@ def _shape(tensor: TensorEntry) -> str:
 
 
 def _in_words(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {'×'.join(map(str, shape)) or 'scalar'}"
+    return f"{dtype} {shape_text(shape)}"
 
 
 def _batches(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[list[str]]:
@@ -174,7 +181,7 @@ def measure_difference(left: torch.Tensor, right: torch.Tensor) -> TensorDiffere
     changed = not_finite = counted = 0
     largest, total, distance, length = 0.0, 0.0, 0.0, 0.0
     for start in range(0, left.numel(), CHUNK_ELEMENTS):
-        one, two = (_flat(tensor)[start : start + CHUNK_ELEMENTS] for tensor in (left, right))
+        one, two = (tensor.reshape(-1)[start : start + CHUNK_ELEMENTS] for tensor in (left, right))
         changed += _count_changed(one, two)
         was, now = _widen(one), _widen(two)
         if was is None or now is None:
@@ -208,10 +215,6 @@ def _count_changed(one: torch.Tensor, two: torch.Tensor) -> int:
 
 def _norm(tensor: torch.Tensor, order: float) -> float:
     return float(torch.linalg.vector_norm(tensor, order))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -262,3 +265,65 @@ def _all_values(manifest: Manifest) -> dict[str, Any]:
     if manifest.config is not msgspec.UNSET:
         values |= {name: shown_value(name, value) for name, value in flatten(manifest.config)}
     return values
+
+
+class StepReader:
+    """Reads whole tensors of one step, several at once, so that each verified block is read once; see `open_step`.
+
+    (`Checkpointer.read` is for one tensor: it reads the blocks around it whole, and the manifest again each time.)
+    """
+
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._backend = backend
+        self._threads = Limiter("reading", 1)
+
+    async def read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tensors *names*, every block verified.
+
+        Raises:
+            CorruptionError: a block is not as it was saved.
+        """
+        shards = [self._shard(name) for name in names]
+        places = await run_blocking(self._threads, Places, self.manifest, shards)
+        fetcher = Fetcher(
+            self._backend,
+            self.manifest,
+            places.memories,
+            read_bytes=IO().read_bytes,
+            verify=True,
+            on_read=lambda _: None,
+        )
+        for landings in places.plan.passes:
+            async with open_tasks() as tasks:
+                for file, some in landings.items():
+                    tasks.start_soon(fetcher.fetch_file, file, some)
+        await run_blocking(self._threads, places.settle)
+        return [shard.data for shard in shards]
+
+    def _shard(self, name: str) -> TensorShard:
+        entry = self.manifest.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, torch_name(entry.dtype)))
+        return TensorShard(
+            name=name, dtype=entry.dtype, shape=entry.shape, boxes=(Box.whole(entry.shape),), data=tensor
+        )
+
+
+@asynccontextmanager
+async def open_step(backend: Backend, entry: StepEntry) -> AsyncIterator[StepReader]:
+    """Open a step for reading, and keep the retention of other processes away from it meanwhile.
+
+    Raises:
+        ManifestError: none of its generations is valid.
+    """
+    key = lease_key(entry.id, World().token(6).hex())
+    try:
+        await backend.put(key, b"")
+    except StorageError:
+        key = ""  # a place that may only be read: nothing is deleted there either
+    try:
+        yield StepReader(backend, await newest_manifest(backend, entry))
+    finally:
+        if key:
+            with anyio.move_on_after(RELEASE_S, shield=True):
+                await backend.delete([key])

@@ -1,7 +1,7 @@
-"""Probe of what a place can do, and how fast it is, before a run is trusted to it.
+"""Test of what a folder's file system can do, and how fast it is.
 
-Guarantee: what is tried is tried in a folder of its own that is removed, also after control-C; the large files have no
-name from the start.
+Guarantee: everything is tried in a folder of its own that is removed, also after control-C; the large files never have a
+name.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
+from rich.markup import escape
 
 from aiockpt.backends.local_mounts import explain_bucket, find_mount
 from aiockpt.testing.disk import OnMoved, measure_disk
+from aiockpt.tools.cli import show
 
 FLUSHES = 20
 REPEATS = 3
@@ -61,6 +63,11 @@ class Diagnosis(msgspec.Struct, frozen=True):
     def survives_reboot(self) -> bool:
         """Whether what is flushed here is there after the machine was switched off."""
         return self.file_system not in _IN_MEMORY
+
+    @property
+    def commit_ms(self) -> float:
+        """About how long a commit takes."""
+        return COMMIT_FLUSHES * max(self.file_flush_ms, self.folder_flush_ms)
 
 
 def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> Diagnosis:
@@ -163,8 +170,39 @@ def _warnings(found: Diagnosis) -> Iterator[str]:
         yield "no O_DIRECT: writes go through the page cache, at a third of the speed or less"
     if not found.link:
         yield "no hard links: a manifest is created in place, and a crash can leave a torn one (which readers refuse)"
-    commit_ms = COMMIT_FLUSHES * max(found.file_flush_ms, found.folder_flush_ms)
     if max(found.file_flush_ms, found.folder_flush_ms) > SLOW_FLUSH_MS:
-        yield f"flushes are slow: a save takes {commit_ms / 1e3:.1f} s or more, however small it is"
+        yield f"flushes are slow: a save takes {found.commit_ms / 1e3:.1f} s or more, however small it is"
     if found.free_bytes < found.total_bytes / 20:
         yield f"{1 - found.free_bytes / found.total_bytes:.0%} of the space is used"
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    """Print what a place can do."""
+    cached = "" if found.direct else "through the page cache"
+    free = f"{show.size(found.free_bytes)} of {show.size(found.total_bytes)}"
+    rows = [
+        ("free", free, f"{found.free_bytes / found.total_bytes:.0%}" if found.total_bytes else ""),
+        ("O_DIRECT", _yes(found.direct), "data bypasses the page cache" if found.direct else ""),
+        ("hard links", _yes(found.link), "commits are exclusive" if found.link else ""),
+        ("exclusive create", _yes(found.exclusive_create), ""),
+        ("flush of a file", f"{found.file_flush_ms:.2f} ms", f"the slowest flush took {found.slowest_flush_ms:.2f} ms"),
+        ("flush of a folder", f"{found.folder_flush_ms:.2f} ms", f"so a commit costs about {found.commit_ms:.0f} ms"),
+        ("write", show.speed(found.write_bytes_per_s), cached),
+        ("read", show.speed(found.read_bytes_per_s), cached),
+    ]
+    show.title(found.root, found.file_system)
+    rows = [(name, value, f"[dim]{note}[/]") for name, value, note in rows]
+    show.print_table(("", " ", "  "), rows, folds="  ", gap=False)
+    for line in found.warnings:
+        show.say(f"[yellow]![/] {escape(line)}")
+    for line in found.problems:
+        show.say(f"{show.mark(False)} {escape(line)}")
+    if not found.problems:
+        safe = "safe for checkpoints" if found.survives_reboot else "safe for checkpoints while the machine is up"
+        show.say(
+            f"{show.mark(True)} {safe}: of concurrent commits exactly one succeeds, and flushed data is visible to all"
+        )
+
+
+def _yes(works: bool) -> str:
+    return "[green]yes[/]" if works else "[red]no[/]"

@@ -1,23 +1,20 @@
-"""Output of `aiockpt ls`: a row a step, the newest first, with the lines that say what descends from what."""
+"""Output of `aiockpt ls`: a row for each step, newest first, with the lines that show its branches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rich.markup import escape
 from rich.text import Text
 
+from aiockpt.format.names import parse_step
 from aiockpt.pipeline.discover import StepInfo
-from aiockpt.tools.cli.descent import ABANDONED, CURRENT, draw_lines, find_current, find_predecessors
-from aiockpt.tools.cli.show import ago, columns, count, moment, out, say, size, title
+from aiockpt.tools.cli.show import Row, ago, count, moment, print_table, say, size, title
 from aiockpt.tools.cli.survey import Survey, UnfinishedSave
 
-if TYPE_CHECKING:
-    from aiockpt.tools.cli.dead_runs import RunBelow
-
 METRICS_SHOWN = 3
-UNFINISHED = "◐"
+CURRENT, ABANDONED, UNFINISHED = "●", "○", "◐"
 _MEANINGS = {
     CURRENT: "the newest step and its ancestors",
     ABANDONED: "another branch",
@@ -46,8 +43,7 @@ def show_survey(root: str, found: Survey, instead: Sequence[str] = ()) -> None:
                 f"[red]✗ step {step.step}:[/] generation {step.newest_generation} is damaged; "
                 f"readers take generation {step.generation}"
             )
-    for attempt in found.unfinished:
-        say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+    show_unfinished(root, found.unfinished)
     if marks - {CURRENT}:
         say(f"[dim]{' · '.join(f'{mark} {meaning}' for mark, meaning in _MEANINGS.items() if mark in marks)}[/]")
 
@@ -71,20 +67,19 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> set[str]:
         facts.append(steps[0].tell_origin())
     title(root, " · ".join(facts))
 
-    table = columns("", "step", "saved", "size", *shown, "state", right=("step", "size", *shown), folds="state")
-    for step, line in zip(steps, lines, strict=True):
-        values = [_metric(step.metrics, name) for name in shown]
-        label = Text(str(step.step), "bold" if step.id in current else "")
-        state = _state(step, lost_its_parent=predecessors[step.id] is None and step is not steps[-1])
-        table.add_row(
+    rows: list[Row] = [
+        (
             Text(line, "green" if step.id in current else "dim"),
-            label,
+            Text(str(step.step), "bold" if step.id in current else ""),
             moment(step.created_ns),
             size(step.bytes) if step.bytes else "–",
-            *values,
-            state,
+            *(_metric(step.metrics, name) for name in shown),
+            _state(step, lost_its_parent=predecessors[step.id] is None and step is not steps[-1]),
         )
-    out.print(table)
+        for step, line in zip(steps, lines, strict=True)
+    ]
+    headings = ("", "step", "saved", "size", *shown, "state")
+    print_table(headings, rows, right=("step", "size", *shown), folds="state", gap=False)
     if more:
         say(f"[dim]more metrics: {escape(', '.join(more))}[/]")
     return {CURRENT if step.id in current else ABANDONED for step in steps}
@@ -115,43 +110,120 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
     return state
 
 
-def show_dead_runs(folder: str, runs: Sequence[RunBelow], unread: Mapping[str, str], deleted: bool) -> None:
-    """Print a row for each run below *folder*, what cannot be read, and what was freed or would be."""
-    numbers = ("steps", "size", "freed" if deleted else "frees")
-    table = columns("run", numbers[0], numbers[1], "last written", numbers[2], "", right=numbers, folds="")
-    for run in runs:
-        kept = f"keeps {count(len(run.kept), 'step')}" if run.kept else "no step stays"
-        state = f"[dim]stays: {escape(run.stays)}[/]" if run.stays else kept
-        state = f"[red]{escape(run.problem)}[/]" if run.problem else state
-        written = ago(run.changed_ns) if run.changed_ns else "–"
-        freed = "" if run.stays else size(run.freed_bytes)
-        table.add_row(escape(run.run), str(run.steps), size(run.bytes), written, freed, state)
-    if runs:
-        out.print(table)
-    for place, reason in unread.items():
-        say(f"[red]✗ {escape(place)}:[/] {escape(reason)}")
-    freed_bytes = sum(run.freed_bytes for run in runs)
-    if not freed_bytes:
-        say(f"{escape(folder)}: nothing to delete of {count(len(runs), 'run')}")
-    elif deleted:
-        say(f"freed {size(freed_bytes)}")
-    else:
-        say(f"[dim]a dry run: nothing was touched. Add --yes to free {size(freed_bytes)}[/]")
+def show_unfinished(root: str, attempts: Sequence[UnfinishedSave]) -> None:
+    """Print what each attempt without a manifest is, and what to do about it."""
+    for attempt in attempts:
+        say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {_describe_unfinished(root, attempt)}")
 
 
-def tell_unfinished(root: str, attempt: UnfinishedSave) -> str:
-    """Return what an attempt without a manifest is, and what to do about it; with markup."""
+def _describe_unfinished(root: str, attempt: UnfinishedSave) -> str:
     what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
     what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"
+    removed = "`aiockpt prune` removes it after a day"
     if attempt.can_be_committed:
-        return f"{what}: all of it was written; finish it with [bold]aiockpt commit {escape(root)}[/]"
+        return f"{what}: it was written completely; finish it with [bold]aiockpt commit {escape(root)}[/]"
     if attempt.missing_ranks:
         ranks = ", ".join(map(str, attempt.missing_ranks[:10])) + (", …" if len(attempt.missing_ranks) > 10 else "")
-        return f"{what}: no receipt of rank {ranks}; it is running, or died. `aiockpt prune` removes it after a day"
-    if attempt.missing_ranks is None:  # nothing says how many ranks there are: of one, or of many
-        written = "nothing of it was written completely"
-        return f"{what}: {written}; it is running, or died. `aiockpt prune` removes it after a day"
+        return f"{what}: no receipt of rank {ranks}; it is running, or died. {removed}"
+    if attempt.missing_ranks is None:  # without a receipt the number of ranks is unknown: one, or many
+        return f"{what}: nothing of it was written completely; it is running, or died. {removed}"
     if attempt.manifest_is_damaged:
-        advice = f"move the damaged one away, and [bold]aiockpt commit {escape(root)}[/] writes it anew"
-        return f"{what} that can be read: all of it was written; {advice}"
-    return f"{what}: another attempt was committed in its place; `aiockpt prune` removes it after a day"
+        advice = f"move the damaged manifest away, and [bold]aiockpt commit {escape(root)}[/] writes a new one"
+        return f"{what} that can be read: it was written completely; {advice}"
+    return f"{what}: another attempt was committed in its place; {removed}"
+
+
+# ------------------------------------------------------------------ descent of steps, without I/O
+
+
+class Saved(Protocol):
+    """Origin of a step: the run that saved it, and what that run had loaded."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def run(self) -> str: ...
+    @property
+    def parent(self) -> str | None: ...
+
+
+def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
+    """Return for each step the one it continues: the one before it of its run, or the one that the run had loaded.
+
+    A run that loads again goes on from there. Where what it had loaded was deleted or saved anew since, the step that was
+    saved last before it and has a lower number stands in for it: retention removes steps from a line, and the line
+    continues. None where a step began from nothing, or where nothing can stand in.
+
+    Args:
+        steps: the newest first.
+    """
+    predecessors: dict[str, str | None] = {}
+    newest_of_run: dict[str, Saved] = {}
+    for step in reversed(steps):
+        mate = newest_of_run.get(step.run)
+        if mate is not None and mate.parent == step.parent:
+            predecessors[step.id] = mate.id
+        elif step.parent in predecessors:
+            predecessors[step.id] = step.parent
+        else:
+            predecessors[step.id] = _find_stand_in(step.parent, predecessors)
+        newest_of_run[step.run] = step
+    return predecessors
+
+
+def _find_stand_in(parent: str | None, older: Mapping[str, object]) -> str | None:
+    """Return the last of the *older* steps, in the order they were saved, with a lower number than *parent* had."""
+    limit = None if parent is None else parse_step(parent)
+    if limit is None:
+        return None
+    numbers = {step_id: parse_step(step_id) for step_id in older}
+    return next(
+        (step_id for step_id in reversed(numbers) if (number := numbers[step_id]) is not None and number < limit), None
+    )
+
+
+def find_current(steps: Sequence[Saved], predecessors: Mapping[str, str | None]) -> set[str]:
+    """Return the ids of the newest step and of all it descends from."""
+    current: set[str] = set()
+    at = steps[0].id if steps else None
+    while at is not None:
+        current.add(at)
+        at = predecessors[at]
+    return current
+
+
+def draw_lines(steps: Sequence[Saved], predecessors: Mapping[str, str | None], current: set[str]) -> list[str]:
+    """Return for each step, the newest first, its piece of the drawing: a dot, and the lines that pass by or join it."""
+    lanes: list[str | None] = []  # the step that each line leads down to
+    drawn = []
+    for step in steps:
+        joining = [index for index, awaited in enumerate(lanes) if awaited == step.id]
+        if not joining:
+            joining = [_free_lane(lanes)]
+        drawn.append(_draw(lanes, joining, CURRENT if step.id in current else ABANDONED))
+        for index in joining:
+            lanes[index] = None
+        lanes[joining[0]] = predecessors[step.id]
+    return drawn
+
+
+def _free_lane(lanes: list[str | None]) -> int:
+    if None not in lanes:
+        lanes.append(None)
+    return lanes.index(None)
+
+
+def _draw(lanes: Sequence[str | None], joining: Sequence[int], dot: str) -> str:
+    first, last = joining[0], joining[-1]
+    cells = []
+    for index, awaited in enumerate(lanes):
+        bar = "─" if first <= index < last else " "
+        if index == first:
+            cells.append(dot + bar)
+        elif index in joining:
+            cells.append(("╯" if index == last else "┴") + bar)
+        elif awaited is not None:
+            cells.append(("┼" if first < index < last else "│") + bar)
+        else:
+            cells.append(bar * 2)
+    return "".join(cells).rstrip()

@@ -12,37 +12,30 @@ from contextlib import contextmanager
 
 from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands import cleanup, look, move, operate, prove, try_out  # noqa: F401  importing registers them
-from aiockpt.tools.cli.commands.common import DAMAGED, STORAGE_FAILED, WRONG_CALL, app
+from aiockpt.tools.cli.commands import cleanup, look, move, operate, try_out  # noqa: F401  importing registers them
+from aiockpt.tools.cli.commands.app import DAMAGED, STORAGE_FAILED, WRONG_CALL, app
 
 __all__ = ["app", "main"]
 
 
 @contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Turn our errors into one clear message and an exit code; bugs keep their traceback."""
+def _errors_reported() -> Iterator[None]:
+    """Turn our errors into one message and an exit status; bugs keep their traceback."""
     try:
         yield
-    except (UsageError, StepNotFoundError) as error:
-        _fail(error, WRONG_CALL)
-    except StorageError as error:
-        _fail(error, STORAGE_FAILED)
-    except CheckpointError as error:
-        _fail(error, DAMAGED)
-    except OSError as error:
-        _fail(error, STORAGE_FAILED)
-
-
-def _fail(error: Exception, status: int) -> None:
-    show.problem(str(error))
-    sys.exit(status)
+    except (CheckpointError, OSError) as error:
+        show.problem(str(error))
+        if isinstance(error, UsageError | StepNotFoundError):
+            sys.exit(WRONG_CALL)
+        damaged = isinstance(error, CheckpointError) and not isinstance(error, StorageError)
+        sys.exit(DAMAGED if damaged else STORAGE_FAILED)
 
 
 def main() -> None:
     """Run the command line."""
     for library in ("botocore", "aiobotocore"):  # they print tracebacks of what they raise as well
         logging.getLogger(library).addHandler(logging.NullHandler())
-    with _told_plainly():
+    with _errors_reported():
         app()
 
 

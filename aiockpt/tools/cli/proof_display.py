@@ -14,7 +14,7 @@ from rich.status import Status
 
 from aiockpt.prove.certificate import cut
 from aiockpt.prove.compare import RESUME, TRAINING
-from aiockpt.tools.cli.show import columns, count, err, out, say, title
+from aiockpt.tools.cli.show import count, err, out, print_table, say, title
 
 if TYPE_CHECKING:
     from aiockpt.prove.certificate import Certificate, RowResult, StartResult
@@ -90,19 +90,8 @@ def show_certificate(found: Certificate) -> None:
 
 
 def _show_starts(starts: Sequence[StartResult]) -> None:
-    table = columns(
-        "start",
-        "ranks",
-        "from",
-        "steps",
-        "saves",
-        "seconds",
-        "killed",
-        right=("ranks", "steps", "saves", "seconds"),
-        folds="killed",
-    )
-    for start in starts:
-        table.add_row(
+    rows = [
+        (
             start.name,
             str(start.world_size),
             "–" if start.resumed_from is None else f"step {start.resumed_from}",
@@ -111,24 +100,22 @@ def _show_starts(starts: Sequence[StartResult]) -> None:
             f"{start.seconds:.1f}",
             escape(start.killed or ""),
         )
-    out.print()
-    out.print(table)
+        for start in starts
+    ]
+    headings = ("start", "ranks", "from", "steps", "saves", "seconds", "killed")
+    print_table(headings, rows, right=("ranks", "steps", "saves", "seconds"), folds="killed")
 
 
-def _show_rows(rows: Sequence[RowResult], heading: str) -> None:
-    if not rows:
-        return
-    table = columns(heading, "compared", "resumed", "without the load", right=("compared",), folds=heading)
-    for row in rows:
+def _show_rows(found: Sequence[RowResult], heading: str) -> None:
+    rows = []
+    for row in found:
         if row.row == RESUME and row.outcome == "equal":
             continue
         style = _STYLES.get(row.outcome, "dim")
         control = "" if row.control is None or style == "dim" else "differs" if row.control else "[dim]the same[/]"
-        table.add_row(
-            escape(row.row.removeprefix(TRAINING)), f"{row.compared:,}", f"[{style}]{row.outcome}[/]", control
-        )
-    out.print()
-    out.print(table)
+        name = escape(row.row.removeprefix(TRAINING))
+        rows.append((name, f"{row.compared:,}", f"[{style}]{row.outcome}[/]", control))
+    print_table((heading, "compared", "resumed", "without the load"), rows, right=("compared",), folds=heading)
 
 
 def _show_difference(found: Certificate) -> None:
@@ -137,18 +124,17 @@ def _show_difference(found: Certificate) -> None:
         return
     other = "resumed run" if found.verdict == "differs" else "run again"
     rank = f", rank {first.rank}" if first.rank else ""
-    table = columns("", " ", folds=" ")
-    table.show_header = False
-    table.add_row("first", escape(f"{first.row.removeprefix(TRAINING)}: {first.what}"))
-    table.add_row("where", escape(f"{first.at} ({first.start}{rank})"))
-    table.add_row("straight run", escape(cut(first.expected)))
-    table.add_row(other, escape(cut(first.found)))
+    rows = [
+        ("first", escape(f"{first.row.removeprefix(TRAINING)}: {first.what}")),
+        ("where", escape(f"{first.at} ({first.start}{rank})")),
+        ("straight run", escape(cut(first.expected))),
+        (other, escape(cut(first.found))),
+    ]
     if first.note:
-        table.add_row("", escape(first.note))
+        rows.append(("", escape(first.note)))
     if found.verdict == "differs" and first.row != "resume":
-        table.add_row("differ, too", escape(_join(found.also)))
-        table.add_row("still equal", escape(_join(found.same)))
-    out.print(table)
+        rows += [("differ, too", escape(_join(found.also))), ("still equal", escape(_join(found.same)))]
+    print_table(("", " "), rows, folds=" ", gap=False)
     if found.verdict == "differs":
         say(f"[dim]--seed {found.seed} kills at the same places again; --dir FOLDER keeps logs and records.[/]")
 

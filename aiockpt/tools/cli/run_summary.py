@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.markup import escape
-from rich.table import Table
 
 from aiockpt.monitor.finding import Finding, Level
 from aiockpt.monitor.spans import WHOLE
@@ -51,9 +50,7 @@ def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None
         show.say(f"durable     {duration(found.durable_s[0])} after the call, at most {duration(found.durable_s[1])}")
     show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
     _show_trouble(found)
-    if found.stages:
-        show.say("")
-        show.out.print(_table(found))
+    _show_stages(found)
 
 
 def _show_trouble(found: Summary) -> None:
@@ -75,19 +72,21 @@ def _show_trouble(found: Summary) -> None:
         show.say(f"restart     at {at} on {ranks}, {resumed}; {lost}")
 
 
-def _table(found: Summary) -> Table:
-    right = ("count", "median", "most", "speed")
-    table = show.columns("", "stage", "count", "median", "most", "where", "speed", right=right, folds="where")
+def _show_stages(found: Summary) -> None:
+    rows = []
     before = ""
     for stage in found.stages:
-        table.add_row(
-            stage.operation if stage.operation != before else "",
-            "all of it" if stage.stage == WHOLE else stage.stage,
-            str(stage.count),
-            duration(stage.median_s),
-            duration(stage.most_s),
-            f"rank {stage.slowest_rank}, step {stage.slowest_step}",
-            show.speed(stage.bytes_per_s) if stage.bytes_per_s else "",
+        rows.append(
+            (
+                stage.operation if stage.operation != before else "",
+                "all of it" if stage.stage == WHOLE else stage.stage,
+                str(stage.count),
+                duration(stage.median_s),
+                duration(stage.most_s),
+                f"rank {stage.slowest_rank}, step {stage.slowest_step}",
+                show.speed(stage.bytes_per_s) if stage.bytes_per_s else "",
+            )
         )
         before = stage.operation
-    return table
+    right = ("count", "median", "most", "speed")
+    show.print_table(("", "stage", "count", "median", "most", "where", "speed"), rows, right=right, folds="where")

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Literal
@@ -36,8 +36,8 @@ from aiockpt.redaction import redact
 from aiockpt.units import count, size, speed
 
 __all__ = [
-    "ago", "bytes_progress", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "parts_progress",
-    "print_wide", "problem", "say", "size", "speed", "title",
+    "ago", "bytes_progress", "columns", "count", "err", "freed", "json_or", "mark", "moment", "natural_order", "out", "pace",
+    "parts_progress", "print_table", "print_wide", "problem", "say", "shape_text", "size", "speed", "title",
 ]  # fmt: skip
 
 PIPE_COLUMNS = 160
@@ -110,6 +110,48 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
     return table
 
 
+Row = Sequence[str | Text]
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Row], *, right: tuple[str, ...] = (), folds: str, gap: bool = True
+) -> None:
+    """Print a table as `columns` makes it, below an empty line where *gap* says so; without rows nothing.
+
+    Headings that are all blank are not shown.
+    """
+    table = columns(*headings, right=right, folds=folds)
+    table.show_header = any(heading.strip() for heading in headings)
+    for row in rows:
+        table.add_row(*row)
+    if table.row_count:
+        out.print(*[""] * gap, table, sep="\n")
+
+
+def mark(passed: bool) -> str:
+    """Return the sign in front of a result."""
+    return "[green]✓[/]" if passed else "[red]✗[/]"
+
+
+def pace(bytes_moved: int, seconds: float) -> str:
+    """Return how long something took, and its speed."""
+    return f"{seconds:.2f} s ({speed(bytes_moved / max(seconds, 1e-9))})"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as ``40×30``."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def freed(size_bytes: int, deleted: bool) -> str:
+    """Return what a deletion freed, or that a dry run would free."""
+    return (
+        f"freed {size(size_bytes)}"
+        if deleted
+        else f"[dim]dry run: nothing was changed; add --yes to free {size(size_bytes)}[/]"
+    )
+
+
 def moment(time_ns: int) -> str:
     """Return a point in time as the wall clock here shows it."""
     return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S") if time_ns else "–"
@@ -152,11 +194,8 @@ def print_wide(groups: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], *
     parts = [numbers] if together else [part for group in rest for part in _split(cells, names, group, folds)]
     for part in parts:
         shown = [*names, *part]
-        table = columns(*shown, right=tuple(heading for heading in shown[1:] if heading != folds), folds=folds)
-        for row in zip(*(cells[heading] for heading in shown), strict=True):
-            table.add_row(*row)
-        out.print()
-        out.print(table)
+        right = tuple(heading for heading in shown[1:] if heading != folds)
+        print_table(shown, zip(*(cells[heading] for heading in shown), strict=True), right=right, folds=folds)
 
 
 def _split(cells: Cells, names: Sequence[str], group: Sequence[str], folds: str) -> Iterator[list[str]]:

@@ -1,12 +1,16 @@
-"""Survey of a root, damaged and unfinished steps included: it changes nothing and imports no torch.
+"""Roots that an operator names, and what is in them: damaged and unfinished steps included.
 
-(`Checkpointer.steps` finishes the commits of dead jobs first, as a program that resumes needs it; an operator needs to
-see a place as it is.)
+Guarantees: nothing is changed, no missing folder is created, and torch is not imported. (`Checkpointer.steps` finishes the
+commits of dead jobs first, as a program that resumes needs it; an operator needs to see a place as it is.)
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 import anyio
 import msgspec
@@ -20,11 +24,22 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.format.names import attempt_folder
-from aiockpt.pipeline.discover import StepEntry, StepInfo, look_into, newest_first, read_receipts, scan, votes_to_finish
+from aiockpt.pipeline.discover import (
+    StepEntry,
+    StepInfo,
+    look_into,
+    newest_first,
+    read_receipts,
+    refuse_step_folder,
+    scan,
+    votes_to_finish,
+)
 from aiockpt.pipeline.receipts import read_head
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import OsFiles
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
 from aiockpt.storage.transfer import walk
 
 MANIFESTS_AT_ONCE = 8
@@ -65,7 +80,7 @@ async def survey(backend: Backend) -> Survey:
     steps: dict[str, StepInfo] = {}
     unfinished: list[UnfinishedSave] = []
 
-    async def look(entry: StepEntry) -> None:
+    async def describe(entry: StepEntry) -> None:
         async with slots:
             if entry.committed:
                 steps[entry.id] = await look_into(backend, entry)
@@ -73,7 +88,7 @@ async def survey(backend: Backend) -> Survey:
 
     async with open_tasks() as tasks:
         for entry in entries:
-            tasks.start_soon(look, entry)
+            tasks.start_soon(describe, entry)
     order = {entry.id: place for place, entry in enumerate(entries)}
     unfinished.sort(key=lambda one: (order[one.id], one.attempt))
     return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
@@ -92,10 +107,10 @@ async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished
         except (CorruptionError, StorageError):
             named.add(None)
     nameless = [attempt for attempt in entry.attempts if attempt not in named]
-    return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
+    return [await _describe_attempt(backend, entry, attempt, None in named) for attempt in nameless]
 
 
-async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> UnfinishedSave:
+async def _describe_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> UnfinishedSave:
     receipts = await read_receipts(backend, entry.id, attempt)
     votes = await votes_to_finish(backend, entry, attempt)
     files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
@@ -119,22 +134,15 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
     Raises:
         StepNotFoundError: there is none; the message lists what there is.
     """
-    entries = await scan(backend)
-    committed = [entry for entry in entries if entry.committed]
-    if step is None and committed:
-        return committed[0]
+    committed = [entry for entry in await scan(backend) if entry.committed]
     for entry in committed:
-        if entry.step == step:
+        if step in (None, entry.step):
             return entry
     if step is None:
         raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
-    raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {_some(committed)}")
-
-
-def _some(committed: Sequence[StepEntry]) -> str:
-    shown = [str(entry.step) for entry in committed[:10]]
-    more = len(committed) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
+    there = ", ".join(str(entry.step) for entry in committed[:10]) or "none"
+    more = f" and {len(committed) - 10} more" if len(committed) > 10 else ""
+    raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {there}{more}")
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -179,3 +187,62 @@ def check_metric(name: str, steps: Sequence[StepInfo]) -> None:
     known = sorted({metric for step in steps for metric in step.metrics})
     if steps and name not in known:
         raise UsageError(f"no step has the metric {name!r}; the metrics there are: {', '.join(known) or 'none'}")
+
+
+def open_place(root: str | os.PathLike[str]) -> Backend:
+    """Return the backend of *root*: a folder that exists, or a URL.
+
+    Raises:
+        UsageError: it cannot hold a checkpoint that this process can read.
+    """
+    backend = open_backend(root)
+    if backend.url.startswith("memory://"):
+        raise UsageError(f"{root}: memory:// exists only in the process that made it; give a folder")
+    if (folder := _folder_of(backend)) is not None:
+        check_folder(folder, "checkpoints are kept in a folder")
+    return backend
+
+
+def place_below(root: str, below: str) -> str | Path:
+    """Return the place of a folder *below* the root ("": the root itself): of files a Path, in which no slip is seen."""
+    folder = _folder_of(open_backend(root))
+    return f"{root.rstrip('/')}/{below}".rstrip("/") if folder is None else folder / below
+
+
+def is_to_come(root: str) -> bool:
+    """Return whether *root* is a folder that does not exist yet."""
+    folder = _folder_of(open_backend(root))
+    return folder is not None and not folder.exists()
+
+
+def local_folder(root: str) -> Path:
+    """Return the folder that *root* names.
+
+    Raises:
+        UsageError: it names none, or none that exists.
+    """
+    folder = _folder_of(open_backend(root))
+    if folder is None:
+        raise UsageError(f"{root}: only a folder can be examined; give the path of one")
+    check_folder(folder, "give a folder on the file system to be examined", may_be_made=True)
+    return folder
+
+
+def _folder_of(backend: Backend) -> Path | None:
+    """Return the folder that *backend* keeps its objects in; None where that is none of a file system."""
+    scheme, _, rest = backend.url.partition("://")
+    return Path(unquote(rest)) if scheme == "file" else None
+
+
+def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:
+    """Raise UsageError unless *folder* is one and is not a step of a checkpoint.
+
+    Args:
+        may_be_made: an empty folder would do, and the message says how to make it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: a file; {advice}")
+    if not folder.is_dir():
+        making = f"make it (mkdir -p {shlex.quote(str(folder))}), or " if may_be_made else ""
+        raise UsageError(f"{folder}: no such folder; {making}{advice}")
+    refuse_step_folder(f"file://{quote(str(folder))}", OsFiles())

@@ -25,11 +25,10 @@ from aiockpt.events import Committed, Loaded
 from aiockpt.format.names import parse_manifest, step_id
 from aiockpt.runtime.signals import Interrupted, ended_by_signals
 from aiockpt.testing.disk import measure_disk
-from aiockpt.tools.examples.child import Job, StepDone
+from aiockpt.tools.examples.child import DemoError, Job, RankRecord, StepDone, run_job
 from aiockpt.tools.examples.display import Display, print_result
 from aiockpt.tools.examples.figures import Figures, account, judge
 from aiockpt.tools.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.tools.examples.spawn import DemoError, RankRecord, run_job
 from aiockpt.units import speed
 
 CHECKPOINTS, DISK = "checkpoints", "disk"
@@ -107,7 +106,7 @@ def choose_doomed_save(options: DemoOptions) -> int:
         DemoError: the options leave no such step.
     """
     if options.every < 1 or options.keep < 1:
-        raise DemoError("a save every step or less often, and one checkpoint or more to keep, are needed")
+        raise DemoError("--every and --keep must be 1 or more")
     saves = (options.steps - 1) // options.every  # beside the one of step 0
     if saves < 3:
         enough = 3 * options.every + 1

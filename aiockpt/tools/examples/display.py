@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.events import Committed, SnapshotTaken
-from aiockpt.tools.examples.child import StepDone, Told
+from aiockpt.tools.examples.child import RankRecord, StepDone, Told
 from aiockpt.tools.examples.figures import Figures
-from aiockpt.tools.examples.spawn import RankRecord
 from aiockpt.units import size, speed
 
 DIFFERENCES_SHOWN = 10

@@ -19,11 +19,10 @@ import msgspec
 from rich.console import Console
 
 from aiockpt.events import Loaded
-from aiockpt.tools.examples.child import Job
+from aiockpt.tools.examples.child import DemoError, Job, RankRecord
 from aiockpt.tools.examples.demo import CHECKPOINTS, DIFFERENT, EXACT, check_uncommitted, direct, run_phase, tell
 from aiockpt.tools.examples.display import Display, table_of
 from aiockpt.tools.examples.figures import Figures
-from aiockpt.tools.examples.spawn import DemoError, RankRecord
 from aiockpt.tools.examples.train_elastic import SMALL_SIZE
 from aiockpt.units import size
 
@@ -62,7 +61,7 @@ def run_elastic(
 
     def check() -> None:
         if every < 1:
-            raise DemoError(f"a save every {every} steps cannot be: take 1 or more")
+            raise DemoError(f"--every {every}: give 1 or more")
         if steps < 8 * every:  # a save to die in before each of the three kills, and one before it
             raise DemoError(f"{steps} steps are too few for a save every {every}: take {8 * every} or more")
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from aiockpt.events import Committed, Loaded, SaveStarted, SnapshotTaken
 from aiockpt.testing.disk import DiskSpeed
-from aiockpt.tools.examples.child import StepDone
-from aiockpt.tools.examples.spawn import RankRecord
+from aiockpt.tools.examples.child import RankRecord, StepDone
 
 WARM_UP_STEPS = 3
 """The first steps of a process are slow with or without checkpoints, and are not counted."""

@@ -1,12 +1,15 @@
-"""A small byte-level GPT, its optimizer and its schedule: an ordinary PyTorch program.
+"""A small byte-level GPT, its text, its optimizer and its schedule: an ordinary PyTorch program without checkpoints.
 
-No code here handles checkpoints. Two things make resuming it worth a test: dropout draws from torch's random
-state in every step, and the output layer shares its weight with the embedding.
+Two things make resuming it worth a test: dropout draws from torch's random state in every step, and the output layer shares
+its weight with the embedding. The text is the source of the standard library, which is always there. The order of batches is
+a function of the seed and of the loader's own state, so a restored loader goes on with exactly the batch that came next.
 """
 
 from __future__ import annotations
 
 import math
+import sysconfig
+from pathlib import Path
 
 import msgspec
 import torch
@@ -14,7 +17,52 @@ import torch.nn.functional as F  # noqa: N812  the name that everybody uses
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from aiockpt.tools.examples.text import VOCABULARY, Batches, library_text
+VOCABULARY = 256  # the model reads bytes
+
+
+def library_text() -> Tensor:
+    """Return the modules of the standard library, one after the other by name, as a (bytes,) uint8 tensor."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"\n".join(module.read_bytes() for module in modules)), dtype=torch.uint8)
+
+
+class Batches:
+    """Windows of a text in an order that is shuffled anew each epoch: an endless loader with a position."""
+
+    def __init__(self, text: Tensor, *, window: int, batch: int, seed: int = 0) -> None:
+        self._text = text
+        self._window = window
+        self._batch = batch
+        self._seed = seed
+        self._windows = (len(text) - 1) // window
+        self._start_epoch(0)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, both (batch, window) int64; the targets are one byte ahead."""
+        if self._position + self._batch > self._windows:
+            self._start_epoch(self._epoch + 1)
+        chosen = self._order[self._position : self._position + self._batch]
+        self._position += self._batch
+        places = chosen[:, None] * self._window + torch.arange(self._window + 1)
+        rows = self._text[places].long()
+        return rows[:, :-1], rows[:, 1:]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the loader is; its order follows from that."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to where another loader of the same text was."""
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._position = 0
+        self._order = torch.randperm(self._windows, generator=torch.Generator().manual_seed(self._seed + epoch))
 
 
 class GPTSize(msgspec.Struct, frozen=True, kw_only=True):

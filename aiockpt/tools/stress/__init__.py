@@ -1,4 +1,4 @@
-"""Stress tests of a storage, run through the storage contract, so that any backend and wrapper works.
+"""Stress tests of a place, made through the storage contract, so that any backend and wrapper works.
 
-Read `moving` (files as the engine moves them) first. No module here depends on the command line.
+Independent of the command line; `moving` (files moved as the engine moves them) is the first to read.
 """

@@ -1,4 +1,4 @@
-"""Checks that a place keeps what commits rely on: tried, not believed.
+"""Checks of the guarantees that commits rely on, made at the place itself.
 
 The conformance suite (`aiockpt.testing.backend_suite`) checks far more of a backend; this checks one place through it.
 """
@@ -20,6 +20,7 @@ RACERS = 16
 async def check_place(lab: Lab) -> None:
     """Try each, and add the outcome to the report."""
     lab.watch("what commits rely on")
+    # The names are in the JSON of the report: they stay as they are.
     tried: tuple[tuple[str, Callable[[Lab], Awaitable[tuple[bool, str]]]], ...] = (
         ("one of rival creates wins", _one_winner),
         ("what was written is seen at once", _seen_at_once),
@@ -33,7 +34,7 @@ async def check_place(lab: Lab) -> None:
             passed, detail = False, str(error)
         lab.report.checks.append(StorageCheck(name, passed, detail))
         if not passed:
-            lab.report.problems.append(f"{name}: no. {detail}")
+            lab.report.problems.append(f"{name}: failed. {detail}")
 
 
 async def _one_winner(lab: Lab) -> tuple[bool, str]:
@@ -55,10 +56,10 @@ async def _one_winner(lab: Lab) -> tuple[bool, str]:
         if len(winners) != 1:
             return (
                 False,
-                f"{len(winners)} of {RACERS} callers were told that they created {key}: two savers could commit",
+                f"{len(winners)} of {RACERS} concurrent creates of {key} succeeded: two jobs could commit a step",
             )
         if await lab.backend.get(key, RECEIPT_BYTES + 1) != lab.content.document(winners[0], RECEIPT_BYTES):
-            return False, f"{key} holds other bytes than those of the caller who was told that it created it"
+            return False, f"{key} does not hold the bytes of the create that succeeded"
     return True, f"{RACES} races of {RACERS}"
 
 
@@ -69,12 +70,12 @@ async def _seen_at_once(lab: Lab) -> tuple[bool, str]:
         data = lab.content.document(number, RECEIPT_BYTES)
         await lab.backend.put(key, data)
         if await lab.backend.get(key, RECEIPT_BYTES + 1) != data:
-            return False, f"{key}: get did not return what was put"
+            return False, f"{key}: get returned other bytes than were put"
         if (await lab.backend.stat(key)).size != RECEIPT_BYTES:
-            return False, f"{key}: stat did not say the size of what was put"
+            return False, f"{key}: stat returned another size than was put"
         listed = [stat.key for stat in (await lab.backend.list(lab.key("checks", "seen"))).objects]
         if key not in listed:
-            return False, f"{key}: a list made after the put does not show it"
+            return False, f"{key}: missing from a list made after the put"
     return True, "by get, stat and list"
 
 
@@ -97,7 +98,7 @@ async def _replaced(lab: Lab) -> tuple[bool, str]:
     if torn:
         return False, f"{torn} of {2 * RACERS} reads beside a put returned a mixture"
     if await lab.backend.get(key, 2 * RECEIPT_BYTES + 1) != versions[-1]:
-        return False, f"{key}: the last version is not there after it was put"
+        return False, f"{key}: does not hold the last version that was put"
     return True, f"{2 * RACERS} reads beside {RACERS} puts"
 
 
@@ -106,12 +107,12 @@ async def _gone_at_once(lab: Lab) -> tuple[bool, str]:
     key = lab.key("checks", "gone")
     await lab.backend.put(key, b"soon gone")
     await lab.backend.delete([key])
-    for verb, look in (("get", lambda: lab.backend.get(key, 1)), ("stat", lambda: lab.backend.stat(key))):
+    for verb, find in (("get", lambda: lab.backend.get(key, 1)), ("stat", lambda: lab.backend.stat(key))):
         try:
-            await look()
+            await find()
         except ObjectNotFoundError:
             continue
         return False, f"{key}: {verb} still finds it"
     if key in [stat.key for stat in (await lab.backend.list(lab.key("checks"))).objects]:
-        return False, f"{key}: a list still shows it"
+        return False, f"{key}: still in a list"
     return True, "by get, stat and list"

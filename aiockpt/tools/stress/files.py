@@ -15,9 +15,7 @@ import anyio
 from aiockpt.errors import StorageError
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.storage.backend import Reader, Upload
-from aiockpt.tools.stress.lab import Lab, Request
-from aiockpt.tools.stress.meter import Meter, Stopwatch
-from aiockpt.tools.stress.payload import new_buffer
+from aiockpt.tools.stress.lab import Lab, Meter, Request, Stopwatch, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES
 
 

@@ -1,21 +1,39 @@
-"""One run from start to end: a folder of its own, floors, checks, data files, small objects, the soak, and a clean place."""
+"""One run from start to end: a scratch folder, floors, checks, data files, small objects, the soak, and a clean place.
+
+Guarantees:
+
+- No key outside the scratch folder is touched; its name was never used before.
+- A place that cannot be cleaned is refused before anything large is written.
+- The folder is emptied however the run ends, and listed to check that it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote
 
-from aiockpt.errors import UsageError
+import anyio
+import numpy as np
+
+from aiockpt.errors import CheckpointError, ObjectNotFoundError, StorageError, UsageError
+from aiockpt.format.checksum import hash_block
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import walk
+from aiockpt.testing.disk import measure_disk
 from aiockpt.tools.stress.checks import check_place
 from aiockpt.tools.stress.files import measure_files
-from aiockpt.tools.stress.floors import measure_floors
-from aiockpt.tools.stress.lab import Lab, Watch
+from aiockpt.tools.stress.lab import Lab, Payload, Watch, new_buffer
 from aiockpt.tools.stress.objects import measure_objects
-from aiockpt.tools.stress.payload import Payload
 from aiockpt.tools.stress.plan import BLOCK_BYTES, StressPlan
-from aiockpt.tools.stress.report import StressReport
-from aiockpt.tools.stress.scratch_folder import own_folder
+from aiockpt.tools.stress.report import Floor, StressReport
 from aiockpt.tools.stress.soak import soak
 
 _ROOM = 1.1
@@ -82,3 +100,127 @@ async def _check_room(backend: Backend, plan: StressPlan) -> None:
             f"{backend.url} has {free_bytes >> 20} MiB free, and up to {plan.most_bytes >> 20} MiB would lie there at once:"
             " lower --bytes (and --sizes)"
         )
+
+
+_COPIED_BYTES = 64 << 20
+_REPEATS = 5
+_DISK_BYTES = 256 << 20
+
+
+async def measure_floors(lab: Lab) -> None:
+    """Measure what is cheap to measure, and record what was not."""
+    lab.watch("floors: memory and disk")
+    working = Limiter("floors", 1)
+    lab.report.floors.append(Floor("memory copy", await run_blocking(working, _copy_bytes_per_s)))
+    lab.report.floors.append(Floor("checksum (xxh3)", await run_blocking(working, _hash_bytes_per_s)))
+    scheme, _, path = lab.backend.url.partition("://")
+    if scheme != "file":
+        lab.skip("raw disk", f"{scheme}:// is not a folder of this machine")
+        return
+    size = min(_DISK_BYTES, lab.plan.most_bytes)
+    try:
+        kinds: tuple[Literal["write", "read"], ...] = ("write", "read")
+        for kind in kinds:
+            found = await run_blocking(working, partial(measure_disk, Path(unquote(path)), size, 2, kind=kind))
+            name = f"raw disk, {kind} ({'O_DIRECT' if found.direct else 'page cache'}, one thread)"
+            lab.report.floors.append(Floor(name, max(found.bytes_per_s)))
+    except OSError as error:
+        lab.skip("raw disk", str(error))
+
+
+def _copy_bytes_per_s() -> float:
+    source, target = (np.frombuffer(new_buffer(_COPIED_BYTES), np.uint8) for _ in range(2))
+    return _COPIED_BYTES / statistics.median(_time(lambda: np.copyto(target, source)) for _ in range(_REPEATS))
+
+
+def _hash_bytes_per_s() -> float:
+    source = new_buffer(_COPIED_BYTES)
+    return _COPIED_BYTES / statistics.median(_time(lambda: hash_block(source)) for _ in range(_REPEATS))
+
+
+def _time(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+CLEANING_DEADLINE_S = 300.0
+_SHOWN = 300
+
+
+@asynccontextmanager
+async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object]) -> AsyncIterator[str]:
+    """Lend a folder of *backend* for the length of the block; remove all that is in it afterwards.
+
+    Args:
+        token: random bytes that name it.
+        say: called with where it is, and that it was removed.
+
+    Raises:
+        StorageError: what is written here cannot be removed, or was not all removed at the end.
+    """
+    prefix = f"aiockpt-bench-{token.hex()}"
+    where = backend.url + ("" if backend.url.endswith("/") else "/") + prefix
+    await _prove_cleanable(backend, prefix, where)
+    say(f"everything goes below {where}, and is removed at the end")
+    try:
+        yield prefix
+    finally:
+        left = f"it was not done after {CLEANING_DEADLINE_S:g} s"
+        with anyio.move_on_after(CLEANING_DEADLINE_S, shield=True):
+            left = await _clean(backend, prefix)
+        if left:
+            raise StorageError(f"{where} could not be emptied: {left}. Remove it by hand.", key=prefix)
+        say(f"removed all that was below {where}")
+
+
+async def _prove_cleanable(backend: Backend, prefix: str, where: str) -> None:
+    """Write one small object, see it, remove it, and see that it is gone."""
+    key = f"{prefix}/may-be-removed"
+    await backend.put(key, b"written by aiockpt bench")
+    try:
+        await backend.delete([key])
+    except StorageError as error:
+        raise StorageError(
+            f"{where} is not measured, because objects cannot be deleted there: {error}. Grant the right to delete; one"
+            f" object of a few bytes is left: {key}",
+            key=key,
+        ) from error
+    try:
+        await backend.stat(key)
+    except ObjectNotFoundError:
+        return
+    raise StorageError(
+        f"{where} is not measured: {key} was deleted and is still there. A store that keeps deleted objects (a versioned"
+        " bucket with delete markers hidden, a cache in front of it) cannot be cleaned.",
+        key=key,
+    )
+
+
+async def _clean(backend: Backend, prefix: str) -> str:
+    """Remove everything below *prefix*, as far as that can be done; return what is wrong, or nothing."""
+    problems: list[str] = []
+    folders = [prefix]
+    for folder in folders:
+        try:
+            listing = await backend.list(folder)
+            folders.extend(listing.folders)
+            await backend.delete([stat.key for stat in listing.objects])
+        except CheckpointError as error:
+            problems.append(_short(error))
+    try:
+        left = [stat.key async for stat in walk(backend, prefix)]
+        if not left:
+            await backend.delete(
+                [f"{folder}/-" for folder in reversed(folders)]
+            )  # removes empty folders where they exist
+            return ""
+    except CheckpointError as error:
+        return _short(error)
+    return "; ".join([*problems, f"{len(left)} objects are left, such as {left[0]}"])
+
+
+def _short(error: CheckpointError) -> str:
+    """Return the message of *error*, which may name a thousand keys, cut in its middle."""
+    text = str(error)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"

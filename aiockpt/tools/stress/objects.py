@@ -7,8 +7,7 @@ from functools import partial
 from itertools import count, islice
 
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.tools.stress.lab import Lab, Request
-from aiockpt.tools.stress.meter import Meter, Stopwatch
+from aiockpt.tools.stress.lab import Lab, Meter, Request, Stopwatch
 from aiockpt.tools.stress.plan import LISTED_COUNT, MOST_REQUESTS, RECEIPT_BYTES, SMALL_SIZES
 
 LISTED_FOLDER = "listed"
@@ -108,7 +107,7 @@ class _Point:
         with meter.request(self._size):
             found = await self._lab.backend.get(self._key(number), self._size + 1)
         if found != self._lab.content.document(number, self._size):
-            meter.wrong.append(f"{self._key(number)}: {len(found)} bytes came and they are not what was put")
+            meter.wrong.append(f"{self._key(number)}: {len(found)} bytes came, and they differ from what was put")
 
     async def _delete(self, _: str, meter: Meter, number: int) -> None:
         with meter.request():
@@ -119,7 +118,7 @@ class _Point:
         with meter.request():
             found = await self._lab.backend.stat(key)
         if found.size != RECEIPT_BYTES:
-            meter.wrong.append(f"{key}: stat says {found.size} bytes, and {RECEIPT_BYTES} were put")
+            meter.wrong.append(f"{key}: stat returned {found.size} bytes, and {RECEIPT_BYTES} were put")
 
     async def _list(self, _: str, meter: Meter, __: int) -> None:
         with meter.request():

@@ -25,7 +25,7 @@ MOST_REQUESTS = 2_000
 
 MOST_CONCURRENCY = 256
 MOST_FAULTS = 0.3
-"""Twelve attempts fail in a row once in two million calls; with more faults retries mend no more, whatever the place."""
+"""Twelve attempts fail in a row once in two million calls; with more faults, calls fail in spite of the retries."""
 
 
 class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
         soak = f" and a soak of {self.soak_s:g} s" if self.soak_s else ""
         return (
             f"{self.point_count} points of {self.seconds:g} s{soak}: some {about}, longer where the place is slow; fewer"
-            " --sizes and --concurrency, and less --seconds, take less"
+            " --sizes and --concurrency and less --seconds make it shorter"
         )
 
 

@@ -24,7 +24,7 @@ Operations of data files: ``create``, ``write`` (one block of at most 16 MiB: a 
 ``open``, ``read`` (one ranged read, the same blocks); ``size_bytes`` is that of the file. Of small objects: ``put``,
 ``get``, ``put_new`` (create exclusively), ``stat``, ``list`` (a folder of 100), ``delete`` (one); ``size_bytes`` is that of
 the object. ``plan`` has the options as they were used. ``problems`` is empty exactly when every check passed, no byte was
-wrong, no operation was left for its failures, and no call of the soak failed in the end.
+wrong, no operation was stopped for its failures, and no call of the soak failed after its retries.
 """
 
 from __future__ import annotations

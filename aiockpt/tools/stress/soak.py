@@ -3,11 +3,12 @@
 Workers write, read back, replace, list and delete, each in a folder of its own, so that what must be there is known.
 Whatever was acknowledged is compared whenever it is read, and once more at the end. A read that brings damaged bytes is
 repeated, as a load does; what is damaged every time is wrong. So is an object that is missing, a list that lacks one, a
-create that wins against an object that is there, and a deleted one that is found.
+create that succeeds although the object exists, and a deleted one that is found.
 """
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,13 +25,10 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.retry_calls import classify
 from aiockpt.storage.transfer import put_once
-from aiockpt.testing.faults import FaultyBackend
-from aiockpt.tools.stress.lab import Lab
-from aiockpt.tools.stress.meter import Stopwatch
-from aiockpt.tools.stress.payload import new_buffer
+from aiockpt.testing.faults import Action, Fault, FaultSchedule, FaultyBackend
+from aiockpt.tools.stress.lab import Lab, Stopwatch, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES, RECEIPT_BYTES
 from aiockpt.tools.stress.report import Soak
-from aiockpt.tools.stress.soak_faults import DrawnFaults
 
 MOST_WORKERS = 8
 MOST_FILE_BYTES = 64 << 20
@@ -74,7 +72,7 @@ async def soak(lab: Lab) -> None:
             worker = _Worker(lab, backend, number, tally, lab.plan.most_bytes // workers)
             tasks.start_soon(worker.run, lambda: stopwatch.wall_s < lab.plan.soak_s)
     seen = backend.statistics()
-    met = sum(retried.values())
+    retried_count = sum(retried.values())
     lab.report.soak = Soak(
         seed=lab.plan.seed,
         fraction=lab.plan.faults,
@@ -86,16 +84,16 @@ async def soak(lab: Lab) -> None:
         bytes_written=tally.bytes_written,
         bytes_read=tally.bytes_read,
         injected=dict(faults.injected.most_common()),
-        retried=met,
-        recovered=max(0, met - sum(tally.errors.values())),
+        retried=retried_count,
+        recovered=max(0, retried_count - sum(tally.errors.values())),
         reread=tally.reread,
         errors=dict(tally.errors),
         wrong=tally.wrong,
     )
     lab.report.problems.extend(f"soak: {problem}" for problem in tally.wrong)
     if tally.errors:
-        said = ", ".join(f"{number} × {name}" for name, number in tally.errors.most_common())
-        lab.report.problems.append(f"soak: calls failed in the end, all retries used: {said}")
+        counts = ", ".join(f"{number} × {name}" for name, number in tally.errors.most_common())
+        lab.report.problems.append(f"soak: calls failed after all retries: {counts}")
 
 
 class _Worker:
@@ -139,7 +137,7 @@ class _Worker:
         try:
             await action()
         except ObjectNotFoundError as error:
-            self._wrong(f"what was acknowledged is missing: {error}")
+            self._wrong(f"an acknowledged object is missing: {error}")
         except StorageError as error:
             self._tally.errors[classify(error)] += 1
 
@@ -257,3 +255,50 @@ class _Worker:
         except ObjectNotFoundError:
             return
         self._wrong(f"{key} was deleted and is there")
+
+
+ERRNOS = (errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ESTALE)
+"""Those after which the same call may succeed."""
+
+_POSSIBLE: dict[str, tuple[Action, ...]] = {
+    "put": ("fail", "lose_answer"),
+    "put_new": ("fail", "lose_answer"),
+    "delete": ("fail", "lose_answer"),
+    "get": ("fail", "flip"),
+    "reader.read": ("fail", "flip"),
+    "create": ("fail",),
+    "upload.write": ("fail",),
+    "upload.finish": ("fail",),
+    "open": ("fail",),
+    "stat": ("fail",),
+    "list": ("fail",),
+}
+
+
+class DrawnFaults(FaultSchedule):
+    """A random schedule: *fraction* of the calls get a fault that a faithful backend could have and a caller can repair.
+
+    - *fail* without effect, at every verb.
+    - *lose the answer* after the effect, where a repeated call is distinguished from another writer's: ``put``, ``put_new``,
+      ``delete``. (Of ``create``, ``Upload.write`` and ``Upload.finish`` it is lost below a backend, which detects it; lost
+      above one, the backend would rightly report that this block, or file, exists.)
+    - *flip* a bit of what was read. One flipped in what is written would be damage that no reader can repair.
+
+    Attributes:
+        injected: how often each thing happened to each verb.
+    """
+
+    def __init__(self, seed: int, fraction: float) -> None:
+        super().__init__((), FaultyBackend.ACTIONS)
+        self._dice = random.Random(seed)
+        self._fraction = fraction
+        self.injected: Counter[str] = Counter()
+
+    def due(self, verb: str, name: str) -> Fault | None:
+        """Count a call of *verb* and draw its fault."""
+        super().due(verb, name)
+        if verb not in _POSSIBLE or self._dice.random() >= self._fraction:
+            return None
+        action = self._dice.choice(_POSSIBLE[verb])
+        self.injected[f"{action} {verb}"] += 1
+        return Fault(do=action, error=self._dice.choice(ERRNOS), bit=self._dice.getrandbits(40))

@@ -1,4 +1,4 @@
-"""Commands that change what is kept: ``prune`` and ``rm`` delete, ``commit`` rolls forward."""
+"""Commands that delete or commit: ``prune``, ``gc`` and ``rm`` delete, ``commit`` rolls forward."""
 
 from __future__ import annotations
 
@@ -9,47 +9,44 @@ import typer
 
 from aiockpt.errors import UsageError
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands.common import STORAGE_FAILED, Json, Root, app, open_checkpointer, step_number
+from aiockpt.tools.cli.commands.app import (
+    STORAGE_FAILED,
+    Json,
+    Root,
+    Yes,
+    app,
+    argument,
+    flag,
+    open_checkpointer,
+    option,
+    step_argument,
+)
 from aiockpt.units import parse_seconds
 
 
 @app.command("prune")
 def prune(
     root: Root,
-    last: Annotated[
-        int | None, typer.Option(min=1, help="Keep the newest N steps.", metavar="N", show_default=False)
-    ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(min=1, help="Besides, keep every step divisible by N.", metavar="N", show_default=False),
-    ] = None,
-    best: Annotated[
-        str | None, typer.Option(help="Besides, keep the best by this metric.", metavar="METRIC", show_default=False)
-    ] = None,
-    newer_than: Annotated[
-        str | None,
-        typer.Option(help="Besides, keep every step that is younger: 7d, 36h.", metavar="AGE", show_default=False),
-    ] = None,
+    last: Annotated[int | None, option("Keep the newest N steps.", "N", min=1)] = None,
+    every: Annotated[int | None, option("Also keep every step divisible by N.", "N", min=1)] = None,
+    best: Annotated[str | None, option("Also keep the best step by this metric.", "METRIC")] = None,
+    newer_than: Annotated[str | None, option("Also keep every step younger than this: 7d, 36h.", "AGE")] = None,
     optimizer: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Of older steps than the newest N, keep the weights alone.", metavar="N", show_default=False
-        ),
+        int | None, option("Keep the optimizer state of the newest N steps only; older ones keep weights.", "N", min=1)
     ] = None,
-    best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.", metavar="N")] = 1,
-    mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
+    best_count: Annotated[int, option("How many of the best steps to keep.", "N", min=1)] = 1,
+    mode: Annotated[Literal["min", "max"], option("Whether low or high values of --best are good.")] = "min",
     grace_hours: Annotated[
-        float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.", metavar="HOURS")
+        float, option("Age from which an uncommitted attempt counts as garbage.", "HOURS", min=0)
     ] = 24.0,
-    delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show; so it is without --yes, too.")] = False,
+    delete: Yes = False,
+    dry_run: Annotated[bool, flag("Only show what would be deleted (the default).", "--dry-run", "-n")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
+    """Delete the steps that no rule keeps, and uncommitted attempts of dead saves. A dry run, unless --yes."""
     from aiockpt.options import Best, Retention
-    from aiockpt.tools.cli.given_root import open_place
     from aiockpt.tools.cli.results import show_pruned
-    from aiockpt.tools.cli.survey import check_metric, measure, survey
+    from aiockpt.tools.cli.survey import check_metric, measure, open_place, survey
 
     if delete and dry_run:
         raise UsageError("--yes deletes and --dry-run only shows: give one of them")
@@ -76,28 +73,21 @@ def prune(
 
 @app.command("gc")
 def collect_dead_runs(
-    folder: Annotated[
-        str, typer.Argument(help="A folder with runs in it, at any depth, or a URL.", show_default=False)
-    ],
-    older_than: Annotated[
-        str, typer.Option(help="A run is dead when nothing was written to it for so long: 36h, 30d.", metavar="AGE")
-    ] = "30d",
-    keep: Annotated[int, typer.Option(min=0, help="How many steps of a dead run stay, the newest.", metavar="N")] = 1,
-    everything: Annotated[
-        bool, typer.Option("--all", "-a", help="With --keep 0: delete every step of dead runs, the newest too.")
-    ] = False,
-    delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
+    folder: Annotated[str, argument("A folder that contains runs, at any depth, or a URL.")],
+    older_than: Annotated[str, option("A run is dead when nothing was written to it for so long.", "AGE")] = "30d",
+    keep: Annotated[int, option("How many of a dead run's newest steps to keep.", "N", min=0)] = 1,
+    everything: Annotated[bool, flag("With --keep 0: delete all steps of dead runs.", "--all", "-a")] = False,
+    delete: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Show what dead runs below a folder hold, and delete all but their newest step. Only shows it, unless --yes."""
-    from aiockpt.tools.cli.dead_runs import clean_run, find_roots
-    from aiockpt.tools.cli.given_root import open_place, place_below
-    from aiockpt.tools.cli.listing import show_dead_runs
+    """List dead runs below a folder, and delete all but the newest step of each. A dry run, unless --yes."""
+    from aiockpt.tools.cli.dead_runs import clean_run, find_roots, show_dead_runs
+    from aiockpt.tools.cli.survey import open_place, place_below
 
     if not (older_than_s := parse_seconds(older_than)):
         raise UsageError(f"--older-than {older_than}: give a time such as 30d or 36h")
     if everything != (keep == 0):
-        raise UsageError("--keep 0 deletes every step of a dead run, so it wants --all, which is for nothing else")
+        raise UsageError("--keep 0 deletes every step of a dead run and needs --all; --all needs --keep 0")
     roots, unread = anyio.run(find_roots, open_place(folder))
     places = [place_below(folder, root) for root in roots]
     runs = [clean_run(place, older_than_s=older_than_s, keep=keep, delete=delete) for place in places]
@@ -111,17 +101,15 @@ def collect_dead_runs(
 @app.command("rm")
 def remove_steps(
     root: Root,
-    step: Annotated[
-        int | None, typer.Argument(help="The step: 1000, or step-00001000.", parser=step_number, metavar="step")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Remove the whole run.")] = False,
-    sure: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    step: Annotated[int | None, step_argument("The step to remove, such as 1000 or step-00001000.")] = None,
+    everything: Annotated[bool, flag("Remove the whole run.", "--all", "-a")] = False,
+    sure: Annotated[bool, flag("Do not ask for confirmation.", "--yes", "-y")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove one step, or the whole run, also what a job left in shared memory. Asks first, unless --yes."""
+    """Remove one step, or the whole run, from a folder, a bucket or shared memory. Asks first, unless --yes."""
     from aiockpt.pipeline.collect import plan_removal, remove
-    from aiockpt.tools.cli.given_root import open_place
     from aiockpt.tools.cli.results import ask_removal, show_removed
+    from aiockpt.tools.cli.survey import open_place
 
     if everything == (step is not None):
         raise UsageError("give the step to remove, or --all to remove the whole run")
@@ -135,10 +123,9 @@ def remove_steps(
 
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
-    """Finish the commits that dead jobs could not: of every save that was written completely and lacks its manifest."""
-    from aiockpt.tools.cli.given_root import open_place
+    """Commit saves of dead jobs that were written completely and lack only the manifest."""
     from aiockpt.tools.cli.results import show_finished
-    from aiockpt.tools.cli.survey import survey
+    from aiockpt.tools.cli.survey import open_place, survey
 
     backend = open_place(root)
     with open_checkpointer(root) as ckpt:

@@ -9,7 +9,7 @@ import typer
 
 from aiockpt.errors import UsageError
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands.common import (
+from aiockpt.tools.cli.commands.app import (
     DAMAGED,
     Everything,
     Json,
@@ -18,8 +18,10 @@ from aiockpt.tools.cli.commands.common import (
     app,
     chosen_steps,
     finish,
+    flag,
     open_checkpointer,
-    step_number,
+    option,
+    step_argument,
 )
 
 if TYPE_CHECKING:
@@ -31,11 +33,10 @@ if TYPE_CHECKING:
 
 @app.command("ls")
 def list_steps(root: Root, as_json: Json = False) -> None:
-    """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
+    """List the steps, newest first, with their branches; damaged and unfinished ones too."""
     from aiockpt.pipeline.discover import look_for_hints, refuse_step
-    from aiockpt.tools.cli.given_root import open_place
     from aiockpt.tools.cli.listing import show_survey
-    from aiockpt.tools.cli.survey import survey
+    from aiockpt.tools.cli.survey import open_place, survey
 
     backend = open_place(root)
     found = anyio.run(survey, backend)
@@ -49,16 +50,12 @@ def list_steps(root: Root, as_json: Json = False) -> None:
 def inspect(
     root: Root,
     step: Step = None,
-    depth: Annotated[
-        int | None, typer.Option(min=1, help="Levels of the tree to show.", metavar="N", show_default=False)
-    ] = None,
-    rank: Annotated[
-        int, typer.Option(min=0, help="Whose values to show, where each rank has its own.", metavar="N")
-    ] = 0,
+    depth: Annotated[int | None, option("Levels of the tree to show.", "N", min=1)] = None,
+    rank: Annotated[int, option("The rank whose values to show, where each rank has its own.", "N", min=0)] = 0,
     everything: Everything = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a step holds: tensors with dtypes, shapes, sizes and files; values; without reading data."""
+    """Show the content of a step, without reading data: tensors (dtype, shape, size, file) and values."""
     from aiockpt.tools.cli.contents import show_description
 
     (number,) = chosen_steps(root, step, False, valid=True)
@@ -75,21 +72,15 @@ def inspect(
 def verify(
     root: Root,
     step: Step = None,
-    every: Annotated[bool, typer.Option("--all", "-a", help="Verify every step.")] = False,
+    every: Annotated[bool, flag("Verify every step.", "--all", "-a")] = False,
     repair_from: Annotated[
-        str | None,
-        typer.Option(
-            "--repair",
-            metavar="FROM",
-            help="Write anew what is bad, from another place that has the same steps.",
-            show_default=False,
-        ),
+        str | None, option("Rewrite damaged files from another copy of the run.", "FROM", "--repair")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
-    from aiockpt.tools.cli.given_root import open_place
+    """Read every block of a step and compare its checksum. Exit status 0: intact; 1: damaged."""
     from aiockpt.tools.cli.results import show_check
+    from aiockpt.tools.cli.survey import open_place
 
     steps = chosen_steps(root, step, every) or chosen_steps(root, None, False)
     results = []
@@ -137,18 +128,14 @@ def _repair_one(ckpt: Checkpointer, step: int, source: Backend, quiet: bool) -> 
 @app.command("diff")
 def diff(
     root: Root,
-    one: Annotated[
-        int, typer.Argument(help="A step, as it was: 1000, or step-00001000.", parser=step_number, metavar="before")
-    ],
-    two: Annotated[
-        int, typer.Argument(help="Another step, as it is, in the same form.", parser=step_number, metavar="after")
-    ],
+    one: Annotated[int, step_argument("The older step, such as 1000 or step-00001000.", "before")],
+    two: Annotated[int, step_argument("The newer step.", "after")],
     everything: Everything = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two steps: which tensors and values changed, and by how much. Exit status 1: they differ."""
-    from aiockpt.tools.cli.given_root import open_place
+    """Compare two steps: which tensors and values changed, and by how much. Exit status 1: different."""
     from aiockpt.tools.cli.results import show_changes
+    from aiockpt.tools.cli.survey import open_place
 
     changes = anyio.run(_diff, open_place(root), one, two, as_json)
     show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
@@ -157,8 +144,7 @@ def diff(
 
 
 async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[LeafChange]:
-    from aiockpt.tools.cli.diff import diff_steps, tensor_bytes
-    from aiockpt.tools.cli.reading import open_step
+    from aiockpt.tools.cli.diff import diff_steps, open_step, tensor_bytes
     from aiockpt.tools.cli.survey import find_committed
 
     entries = [await find_committed(backend, step) for step in (one, two)]

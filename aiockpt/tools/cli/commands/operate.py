@@ -1,11 +1,10 @@
-"""Commands on a run and its steps: ``report`` shows it from the traces of its ranks, ``top`` from their heartbeats;
-``watch`` runs a command for each step.
-"""
+"""Commands on a run: ``report`` from traces of its ranks, ``top`` from their heartbeats, ``watch``, ``prove``."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shlex
 import subprocess
 import time
 from contextlib import suppress
@@ -18,7 +17,18 @@ import typer
 from rich.markup import escape
 
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands.common import DAMAGED, Json, Root, app, chosen_steps, open_checkpointer
+from aiockpt.tools.cli.commands.app import (
+    DAMAGED,
+    WRONG_CALL,
+    Json,
+    Root,
+    app,
+    argument,
+    chosen_steps,
+    flag,
+    open_checkpointer,
+    option,
+)
 
 if TYPE_CHECKING:
     from aiockpt.monitor.html.size_map import SizeMap
@@ -26,20 +36,13 @@ if TYPE_CHECKING:
 
 @app.command("report")
 def report(
-    run: Annotated[
-        str, typer.Argument(help="The folder of a run, a folder of traces, or one trace; or a URL.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Where to write the page; report.html when left out.", metavar="FILE"),
-    ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Print it here instead of writing a page.")] = False,
-    chrome: Annotated[
-        Path | None, typer.Option(help="Write the timeline of all ranks there, for ui.perfetto.dev.", metavar="FILE")
-    ] = None,
+    run: Annotated[str, argument("A run, a folder of traces, or one trace: a folder, a file or a URL.")],
+    out: Annotated[Path | None, option("The page to write; report.html by default.", "FILE", "--out", "-o")] = None,
+    text: Annotated[bool, flag("Print a summary instead of writing a page.", "--text")] = False,
+    chrome: Annotated[Path | None, option("Write the timeline of all ranks for ui.perfetto.dev.", "FILE")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write how saves and loads of a run went, as a page to look at: slow ranks, pauses, restarts, failures."""
+    """Write an HTML report on the saves and loads of a run: pauses, slow ranks, restarts, failures."""
     from aiockpt.monitor.chrome import write_chrome_trace
     from aiockpt.monitor.findings import find_problems
     from aiockpt.monitor.read_run import read_run
@@ -68,18 +71,8 @@ def report(
 
         page = Path("report.html") if out is None else out
         name = run if "://" in run or Path(run).name else str(Path(run).absolute())
-        write_html_report(
-            gather(
-                name,
-                told,
-                timeline,
-                found,
-                points,
-                problems,
-                _sizes([*([run] if "://" in run or Path(run).is_dir() else []), *map(str, told.folders())]),
-            ),
-            page,
-        )
+        roots = [*([run] if "://" in run or Path(run).is_dir() else []), *map(str, told.folders())]
+        write_html_report(gather(name, told, timeline, found, points, problems, _sizes(roots)), page)
         if not as_json:
             show_findings(str(page), found, problems)
 
@@ -87,13 +80,13 @@ def report(
 @app.command("top")
 def top(
     run: Root,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every: Annotated[float, option("Seconds between two polls.", min=0.1)] = 1.0,
+    once: Annotated[bool, flag("Print the current state once, and exit.", "--once")] = False,
     as_json: Json = False,
 ) -> None:
-    """Watch a running job: which ranks are alive, what each waits for, how old the last durable step is."""
-    from aiockpt.tools.cli.given_root import open_place
+    """Watch a running job: ranks alive, what each waits for, age of the last durable step."""
     from aiockpt.tools.cli.live_view import follow, look_once
+    from aiockpt.tools.cli.survey import open_place
 
     backend = open_place(run)
     if once or as_json or not show.out.is_terminal:
@@ -107,27 +100,22 @@ def top(
 def watch(
     root: Root,
     command: Annotated[
-        str,
-        typer.Option(
-            "--exec",
-            help="Run by the shell for each step, with AIOCKPT_STEP, AIOCKPT_URL and AIOCKPT_FOLDER in its environment.",
-            show_default=False,
-        ),
+        str, option("A shell command; it gets AIOCKPT_STEP, AIOCKPT_URL and AIOCKPT_FOLDER.", None, "--exec")
     ],
-    name: Annotated[str, typer.Option(help="Of the reader: each one gets every step once.")] = "watch",
-    newest: Annotated[bool, typer.Option("--newest", help="Pass over steps that a newer one has overtaken.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="End when there is nothing new.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 10.0,
+    name: Annotated[str, option("Name of this reader; each reader gets every step once.")] = "watch",
+    newest: Annotated[bool, flag("Skip steps that a newer one has overtaken.", "--newest")] = False,
+    once: Annotated[bool, flag("Exit when there is no new step.", "--once")] = False,
+    every: Annotated[float, option("Seconds between two polls.", min=0.1)] = 10.0,
 ) -> None:
-    """Run a command for each committed step, once, which is kept meanwhile; where it fails it is run again later."""
+    """Run a command once for each committed step, which is kept meanwhile; a failed command is retried later."""
     from aiockpt.runtime.signals import Interrupted, ended_by_signals
-    from aiockpt.tools.cli.given_root import is_to_come, open_place
+    from aiockpt.tools.cli.survey import is_to_come, open_place
 
     failed = 0
     if once or not is_to_come(root):
         open_place(root)
     else:
-        show.say(f"[dim]{escape(root)}: no such folder yet; its first step is waited for[/]")
+        show.say(f"[dim]{escape(root)}: no such folder yet; waiting for the first step[/]")
     try:
         with ended_by_signals(), open_checkpointer(root) as ckpt:
             for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
@@ -136,9 +124,7 @@ def watch(
                 status = subprocess.run(command, shell=True, env={**os.environ, **told}, check=False).returncode
                 if status:
                     failed += 1
-                    show.problem(
-                        f"step {step.step}: the command ended with {status}; it is given that step again later"
-                    )
+                    show.problem(f"step {step.step}: the command ended with {status}; it will be retried for this step")
                     step.again()
                 else:
                     show.say(f"step {step.step} done")
@@ -162,3 +148,65 @@ def _sizes(roots: list[str]) -> SizeMap | None:
             continue
         return size_map(seen.info.step, seen.tensors)
     return None
+
+
+@app.command("prove", context_settings={"allow_interspersed_args": False})
+def prove(
+    command: Annotated[list[str], argument("The command that starts the script, after --: python train.py …")],
+    kills: Annotated[int, option("How often to kill it: in a save, then between steps, …", "N", min=1)] = 2,
+    seed: Annotated[int, option("Seed of the places to kill at.", "N")] = 0,
+    close: Annotated[
+        float | None, option("Relative tolerance of losses, for a script that is not deterministic: 1e-3.", "X")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, option("A row of the table to ignore; may contain *. Repeatable.", "ROW")
+    ] = None,
+    as_is: Annotated[
+        list[str] | None,
+        option("A place that the script only reads, such as initial weights: not redirected.", "PLACE"),
+    ] = None,
+    resume_with: Annotated[
+        str | None, option("Another command to resume with, quoted: on more or fewer ranks.", "COMMAND")
+    ] = None,
+    loss: Annotated[
+        str | None, option(r"Also compare printed losses: 'step (?P<step>\d+) loss (?P<loss>\S+)'.", "REGEX")
+    ] = None,
+    timeout: Annotated[float, option("Seconds that each start may take.", "S", min=1)] = 3600.0,
+    folder: Annotated[
+        Path | None, option("A new folder for logs, records and scratch checkpoints; it is kept.", "FOLDER", "--dir")
+    ] = None,
+    json_to: Annotated[
+        Path | None, option("Write the certificate as JSON to a file; - prints it.", "FILE", "--json")
+    ] = None,
+) -> None:
+    """Show that a training script resumes as the same run: run it, kill -9 it, resume it, compare every part.
+
+    The script needs no change. Its checkpoints go to a scratch folder; existing ones are neither read nor changed. Exit
+    status 0: certified; 1: the resumed run differs, and the first difference is named; 2: nothing could be shown.
+    """
+    from aiockpt.prove import Proof, certify
+    from aiockpt.runtime.signals import Interrupted, ended_by_signals
+    from aiockpt.tools.cli.proof_display import ProofDisplay, show_certificate
+
+    how = Proof(
+        kills=kills,
+        seed=seed,
+        close=close,
+        ignore=tuple(ignore or ()),
+        as_is=tuple(as_is or ()),
+        resume_with=None if resume_with is None else tuple(shlex.split(resume_with)),
+        timeout_s=timeout,
+        loss=loss,
+    )
+    try:
+        with ended_by_signals(), ProofDisplay(command) as display:
+            found = certify(command, how, folder=folder, tick=display.tick, told=display.told)
+    except Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
+    if json_to is not None and str(json_to) != "-":
+        json_to.write_bytes(found.to_json())
+    show.json_or(str(json_to) == "-", found, lambda: show_certificate(found))
+    if found.verdict == "differs":
+        raise typer.Exit(DAMAGED)
+    if found.verdict != "certified":
+        raise typer.Exit(WRONG_CALL)

@@ -1,4 +1,4 @@
-"""Commands that try out a place and this machine: ``doctor``, ``bench`` and ``demo``; ``plan`` calculates."""
+"""Commands that test a place and this machine: ``doctor``, ``bench`` and ``demo``; ``plan`` calculates."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ import typer
 
 from aiockpt.errors import StorageAccessError, UsageError
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands.common import STORAGE_FAILED, Json, Root, app, chosen_steps, finish, open_checkpointer
+from aiockpt.tools.cli.commands.app import (
+    STORAGE_FAILED,
+    Json,
+    app,
+    argument,
+    chosen_steps,
+    finish,
+    flag,
+    open_checkpointer,
+    option,
+    parse_size,
+)
+
+SIZES = "4KiB, 16MiB, 1GiB, or bytes"
 
 
 @app.command("doctor")
 def doctor(
-    root: Root,
-    size_mib: Annotated[
-        int, typer.Option("--size", min=8, help="MiB of each file of the speed test.", metavar="N")
-    ] = 512,
+    root: Annotated[str, argument("The folder to test.")],
+    size_mib: Annotated[int, option("MiB of each file of the speed test.", "N", "--size", min=8)] = 512,
     as_json: Json = False,
 ) -> None:
-    """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
-    from aiockpt.tools.cli.doctor import REPEATS, examine
-    from aiockpt.tools.cli.given_root import local_folder
-    from aiockpt.tools.cli.results import show_diagnosis
+    """Test a file system: O_DIRECT, hard links, flush latency, free space, raw write and read speed."""
+    from aiockpt.tools.cli.doctor import REPEATS, examine, show_diagnosis
+    from aiockpt.tools.cli.survey import local_folder
 
     folder = local_folder(root)
     space = shutil.disk_usage(folder)
@@ -37,10 +47,8 @@ def doctor(
         with show.bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
             found = examine(folder, size_mib << 20, tick)
     except PermissionError as error:
-        advice = "give this user the right, or name another folder"
-        raise StorageAccessError(
-            f"{folder}: what a commit needs cannot be tried ({error.strerror}); {advice}"
-        ) from error
+        advice = "grant write access, or name another folder"
+        raise StorageAccessError(f"{folder}: cannot be written to ({error.strerror}); {advice}") from error
     show.json_or(as_json, found, lambda: show_diagnosis(found))
     if found.problems:
         raise typer.Exit(STORAGE_FAILED)
@@ -48,43 +56,31 @@ def doctor(
 
 @app.command("bench")
 def bench(
-    url: Annotated[str, typer.Argument(help="The place: a folder, or a URL.", show_default=False)],
-    sizes: Annotated[str, typer.Option(help="Of data files, the smallest first.", metavar="SIZE,…")] = "16MiB,256MiB",
-    concurrency: Annotated[
-        str, typer.Option(help="Requests under way at once, a point for each.", metavar="N,…")
-    ] = "1,2,4,8,16",
-    seconds: Annotated[float, typer.Option(help="Of each point.", metavar="S")] = 2.0,
-    most: Annotated[
-        str, typer.Option("--bytes", help="To move in each point, and to lie there, at most.", metavar="SIZE")
-    ] = "1GiB",
-    soak: Annotated[float, typer.Option(help="Seconds of a mixed workload with faults; 0: none.", metavar="S")] = 0.0,
-    faults: Annotated[
-        float, typer.Option(help="Fraction of the soak's calls that fail on purpose.", metavar="FRACTION")
-    ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of the bytes, and of the soak's dice.", metavar="N")] = 0,
-    report_to: Annotated[
-        Path | None,
-        typer.Option("--report", help="Write the report, as JSON, to a file.", metavar="FILE", show_default=False),
-    ] = None,
-    plot_to: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw throughput and p99 into a .png or .svg.", metavar="FILE", show_default=False),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Show every point.")] = False,
+    url: Annotated[str, argument("The place: a folder or a URL.")],
+    sizes: Annotated[str, option("Sizes of data files, smallest first.", "SIZE,…")] = "16MiB,256MiB",
+    concurrency: Annotated[str, option("Numbers of concurrent requests, one point each.", "N,…")] = "1,2,4,8,16",
+    seconds: Annotated[float, option("Duration of each point.", "S")] = 2.0,
+    most: Annotated[str, option("Most bytes to move in one point, and to store at once.", "SIZE", "--bytes")] = "1GiB",
+    soak: Annotated[float, option("Duration of a mixed workload with injected faults; 0: none.", "S")] = 0.0,
+    faults: Annotated[float, option("Fraction of the soak's calls that fail on purpose.", "FRACTION")] = 0.05,
+    seed: Annotated[int, option("Seed of the bytes and of the soak.", "N")] = 0,
+    report_to: Annotated[Path | None, option("Write the report as JSON to a file.", "FILE", "--report")] = None,
+    plot_to: Annotated[Path | None, option("Plot throughput and p99 to a .png or .svg.", "FILE", "--plot")] = None,
+    everything: Annotated[bool, flag("Show every point.", "--all", "-a")] = False,
     as_json: Json = False,
 ) -> None:
-    """Stress a place before a run is trusted to it: throughput, latency, errors; every byte read is compared.
+    """Stress-test a place: throughput, latency, errors; every byte read is compared.
 
-    It works in a folder of its own that is removed at the end, also after control-C. Exit status 1: something is wrong.
+    Works in a folder of its own that is removed at the end, also after control-C. Exit status 1: a check failed.
     """
-    from aiockpt.tools.cli.bench import Outputs, parse_bytes, parse_count, parse_list, run_bench
+    from aiockpt.tools.cli.bench import Outputs, run_bench
     from aiockpt.tools.stress.plan import StressPlan
 
     plan = StressPlan(
-        sizes=parse_list("--sizes", sizes, parse_bytes),
-        concurrency=parse_list("--concurrency", concurrency, parse_count),
+        sizes=tuple(parse_size(each, "--sizes", SIZES) for each in sizes.split(",")),
+        concurrency=tuple(_parse_number("--concurrency", each) for each in concurrency.split(",")),
         seconds=seconds,
-        most_bytes=parse_bytes("--bytes", most),
+        most_bytes=parse_size(most, "--bytes", SIZES),
         soak_s=soak,
         faults=faults,
         seed=seed,
@@ -92,34 +88,27 @@ def bench(
     raise typer.Exit(run_bench(url, plan, Outputs(report_to, plot_to, as_json, everything)))
 
 
+def _parse_number(option: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise UsageError(f"{option}: {text!r} is no number: write 1,2,4,8,16")
+    return int(text)
+
+
 @app.command("demo")
 def demo(
     folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir",
-            help="A new folder to save in, which stays; when left out one here, removed at the end.",
-            metavar="FOLDER",
-            show_default=False,
-        ),
+        Path | None, option("A new folder to save in, which is kept. Default: a temporary one here.", "FOLDER", "--dir")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 60,
-    every: Annotated[int, typer.Option(help="Save every N steps.", metavar="N")] = 5,
-    lazy: Annotated[
-        bool, typer.Option("--lazy", help="Copy beside training, not in the call; not with --elastic.")
-    ] = False,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep the last N checkpoints, 3 when left out; not with --elastic.", metavar="N", show_default=False
-        ),
-    ] = None,
-    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer; not with --elastic.")] = False,
-    elastic: Annotated[bool, typer.Option("--elastic", help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
+    steps: Annotated[int, option("Training steps.", "N")] = 60,
+    every: Annotated[int, option("Save every N steps.", "N")] = 5,
+    lazy: Annotated[bool, flag("Take lazy snapshots (copied beside training). Not with --elastic.", "--lazy")] = False,
+    keep: Annotated[int | None, option("Keep the last N checkpoints (default 3). Not with --elastic.", "N")] = None,
+    asynchronous: Annotated[bool, flag("Use the async trainer. Not with --elastic.", "--async")] = False,
+    elastic: Annotated[bool, flag("Resume on other numbers of ranks: 2, 2, 1 and 4 processes.", "--elastic")] = False,
+    plain: Annotated[bool, flag("Print plain lines instead of a live display.", "--plain")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a small GPT with checkpoints, kill it in the middle of a save, resume, and show what it cost."""
+    """Train a small GPT with checkpoints, kill it in the middle of a save, resume it, and show the cost."""
     if elastic:
         from aiockpt.tools.examples.elastic import run_elastic
 
@@ -144,23 +133,18 @@ def demo(
 
 @app.command("plan")
 def plan(
-    root: Annotated[
-        str | None, typer.Argument(help="A run like it: a step is as large as its newest one.", show_default=False)
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="Of the model, such as 7B, 350M or 7e9.", metavar="N", show_default=False)
-    ] = None,
+    root: Annotated[str | None, argument("A similar run: the size of its newest step is used.")] = None,
+    parameters: Annotated[str | None, option("Parameters of the model, such as 7B, 350M or 7e9.", "N")] = None,
     bytes_per_parameter: Annotated[
-        float, typer.Option(help="14: bf16 weights, fp32 masters, two fp32 moments. 12: fp32 weights and moments.")
+        float, option("14: bf16 weights, fp32 masters, two fp32 moments. 12: fp32 weights and moments.")
     ] = 14.0,
-    ranks: Annotated[int, typer.Option(help="That hold the state.", min=1)] = 1,
-    bandwidth: Annotated[str, typer.Option(help="Into the place, a second, of all ranks together.")] = "1GiB",
-    mtbf: Annotated[float, typer.Option(help="Hours from failure to failure of the whole job.")] = 24.0,
+    ranks: Annotated[int, option("Number of ranks that hold the state.", min=1)] = 1,
+    bandwidth: Annotated[str, option("Write bandwidth per second of all ranks together.")] = "1GiB",
+    mtbf: Annotated[float, option("Mean hours between failures of the whole job.")] = 24.0,
     as_json: Json = False,
 ) -> None:
-    """Say what saves of a run will take, and how often to save, before there is anything to measure."""
+    """Estimate how long saves of a run will take, and how often to save."""
     from aiockpt.policies.cadence.run_plan import plan_run
-    from aiockpt.tools.cli.convert import parse_size
 
     if (root is None) == (parameters is None):
         raise UsageError("plan: name a run like it, or give --parameters 7B")
