@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from aiockpt.events import BytesWritten, Committed, DataWritten, Event, GarbageDeleted, SaveStarted, SnapshotTaken
-from aiockpt.tools.examples.child import DieInSave, StepDone, StepReporter, Told
+from aiockpt.tools.examples.child import DemoEvent, DieInSave, StepDone, StepReporter
 
 STARTED = SaveStarted(at_ns=0, step=4, bytes=9, tensor_count=1)
 SNAPSHOT = SnapshotTaken(at_ns=0, step=4, bytes=9, pause_s=0.0, copy_s=0.0)
@@ -46,7 +46,7 @@ def test_what_is_told_comes_out_of_the_pipe_line_by_line_with_every_bit_of_the_l
     teller.on_event(Committed(at_ns=0, step=3, bytes=9, seconds=0.5, generation=1))
     os.close(tell)
     with os.fdopen(hear, "rb") as pipe:
-        (rank, done), (_, committed) = (msgspec.json.decode(line, type=tuple[int, Told]) for line in pipe)
+        (rank, done), (_, committed) = (msgspec.json.decode(line, type=tuple[int, DemoEvent]) for line in pipe)
     assert isinstance(done, StepDone)
     assert (rank, done.step, done.loss) == (2, 3, 1 / 3)
     assert committed == Committed(at_ns=0, step=3, bytes=9, seconds=0.5, generation=1)

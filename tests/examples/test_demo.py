@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.tools.examples.child import DemoError, Job, RankRecord, Told, run_job
+from aiockpt.tools.examples.child import DemoError, DemoEvent, Job, RankRecord, run_job
 from aiockpt.tools.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.tools.examples.gpt import GPTSize
 
@@ -91,7 +91,7 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
 
-    def interrupt(record: RankRecord, told: Told) -> None:
+    def interrupt(record: RankRecord, told: DemoEvent) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # and returns, though the job would take for ever

@@ -103,7 +103,9 @@ def _say(text: str) -> None:
 def show_report(report: StressReport, everything: bool) -> None:
     """Print what was found."""
     durable = "durable" if report.durable else "not durable"
-    show.title(report.url, f"{report.scope}, {durable}; throughput at so many requests under way, latency at the best")
+    show.title(
+        report.url, f"{report.scope}, {durable}; throughput by number of concurrent requests, latency where it was best"
+    )
     concurrencies = sorted({point.concurrency for point in report.points})
     files = [point for point in report.points if point.operation in _BY_BYTES]
     small = [point for point in report.points if point.operation not in (*_BY_BYTES, *_BESIDE)]

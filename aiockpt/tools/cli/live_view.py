@@ -31,8 +31,8 @@ MOST_SLOW = 3
 _SHOWN_RANKS = 12
 
 
-async def look_once(root: str, backend: Backend, as_json: bool) -> None:
-    """Print how the job is now."""
+async def print_once(root: str, backend: Backend, as_json: bool) -> None:
+    """Print the current state of the job."""
     try:
         job = await JobWatch(backend).look()
     finally:
@@ -40,7 +40,7 @@ async def look_once(root: str, backend: Backend, as_json: bool) -> None:
     show.json_or(as_json, job, lambda: show.out.print(view(root, job, height=1000)))
 
 
-class _Looks:
+class _Poller:
     """Polls the job, and goes on where storage fails, or hangs, for a while.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Looks:
         self.answered_s = time.monotonic()
         self.trouble = ""
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Poll once.
 
         Raises:
@@ -71,7 +71,7 @@ class _Looks:
             busy_s = time.process_time()
             await anyio.sleep(self.pause_s)  # what was seen is drawn meanwhile
             try:
-                await self.look()
+                await self.poll()
             except (CheckpointError, OSError) as error:
                 self.trouble = str(error)
             self.pause_s = max(self._every_s, (time.process_time() - busy_s) / MOST_OF_A_CORE)
@@ -81,33 +81,31 @@ class _Looks:
         silent_s = time.monotonic() - self.answered_s
         if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
             return ""
-        return (
-            f"storage has not answered for {_time(silent_s)}, and what is shown is so old: {self.trouble or 'it hangs'}"
-        )
+        return f"storage has not answered for {_time(silent_s)}; shown is the last known state: {self.trouble or 'it hangs'}"
 
 
 async def follow(root: str, backend: Backend, every_s: float) -> None:
-    """Show how the job is, every *every_s* seconds, until the task is cancelled or the job has ended.
+    """Show the state of the job, every *every_s* seconds, until the task is cancelled or the job has ended.
 
     A screen is drawn when there is something new to see.
 
     Raises:
         CheckpointError: storage fails at the first poll. Later that is shown, and the poll repeated.
     """
-    looks = _Looks(backend, every_s)
+    poller = _Poller(backend, every_s)
     drawn: tuple[JobNow | None, str] | None = None
     try:
-        await looks.look()
+        await poller.poll()
         with Live(console=show.out, screen=True, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(looks.go_on)
-                while looks.job is None or not looks.job.ended:
-                    job, trouble = looks.job, looks.unanswered()
+                tasks.start_soon(poller.go_on)
+                while poller.job is None or not poller.job.ended:
+                    job, trouble = poller.job, poller.unanswered()
                     if drawn is None or job is not drawn[0] or trouble != drawn[1]:
                         live.update(view(root, job, show.out.height, trouble), refresh=True)
                         drawn = job, trouble
                     await anyio.sleep(every_s)
-        show.out.print(view(root, looks.job, show.out.height))
+        show.out.print(view(root, poller.job, show.out.height))
     finally:
         with anyio.CancelScope(shield=True):
             await backend.close()
@@ -132,7 +130,7 @@ def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> Rende
     shown = rows[: max(1, min(MOST_ROWS, height - len(parts) - TABLE_LINES))]
     parts.append(_table(shown))
     if len(rows) > len(shown):
-        parts.append(_line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which wait less[/]"))
+        parts.append(_line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which have waited less[/]"))
     return Group(*parts)
 
 
@@ -163,7 +161,7 @@ def _header(root: str, job: JobNow) -> list[str]:
         f"{show.count(job.retried, 'call')} made again",
     ]
     for ranks, what in (
-        (job.doubled, "two processes speak in turns, so two jobs have one place"),
+        (job.doubled, "two processes report as one rank, so two jobs have one place"),
         (job.silent, "silent"),
         (job.missing, "never heard of"),
     ):

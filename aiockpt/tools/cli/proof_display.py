@@ -55,7 +55,7 @@ class ProofDisplay:
         where = "" if self._at is None else f" · step {self._at}"
         self._status.update(f"{name}{where} [dim]· {seconds:.0f} s[/]")
 
-    def told(self, start: Start) -> None:
+    def show_start(self, start: Start) -> None:
         """Show what became of a start."""
         came = f"from step {start.loaded}" if start.loaded is not None else "from the beginning"
         ended = "killed" if start.died is not None else "to its end"

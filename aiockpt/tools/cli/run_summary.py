@@ -30,7 +30,7 @@ def _show_problems(problems: Sequence[Finding]) -> None:
         advice = f" {escape(problem.advice)}" if problem.advice else ""
         show.say(f"[{_TONES[problem.level]}]{problem.level:8}[/] {escape(problem.what)}{advice}{since}")
     if not problems:
-        show.say("[green]well[/]     no failure, no slow rank, nothing lost")
+        show.say("[green]ok[/]       no failure, no slow rank, nothing lost")
 
 
 def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None:
@@ -42,8 +42,8 @@ def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None
     _show_problems(problems)
     show.say("")
     last = "" if found.last_step is None else f", the last of step {found.last_step}"
-    made_again = show.count(found.retries, "call")
-    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
+    retried = show.count(found.retries, "call")
+    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {retried} made again")
     if found.committed or found.failed:
         show.say(f"pause       {duration(found.pauses_s[0])}, at most {duration(found.pauses_s[1])}")
     if found.committed:

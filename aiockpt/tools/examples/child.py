@@ -75,7 +75,7 @@ class StepDone(Event, frozen=True, tag=True):
     seconds: float
 
 
-Told = (
+DemoEvent = (
     StepDone | events.SaveStarted | SnapshotTaken | events.BarrierWaited | BytesWritten | DataWritten | events.Committed
     | events.SaveFailed | events.Loaded | events.StepSkipped | events.RolledForward
 )  # fmt: skip
@@ -97,7 +97,7 @@ class StepReporter:
 
     def on_event(self, event: Event) -> None:
         """Emit an event; a line is short enough for the pipe to accept it at once, whatever else writes to it."""
-        if isinstance(event, Told):
+        if isinstance(event, DemoEvent):
             os.write(self._pipe, msgspec.json.encode((self._rank, event)) + b"\n")
 
 
@@ -162,20 +162,20 @@ class RankRecord:
     """
 
     def __init__(self) -> None:
-        self._told: dict[type[Event], dict[int, Any]] = defaultdict(dict)
+        self._events: dict[type[Event], dict[int, Any]] = defaultdict(dict)
         self.waits_s: dict[int, float] = defaultdict(float)
         self.written_bytes: Counter[int] = Counter()
 
-    def add(self, told: Told) -> None:
+    def add(self, event: DemoEvent) -> None:
         """Add an event."""
-        self._told[type(told)][told.step] = told
-        if isinstance(told, BarrierWaited):
-            self.waits_s[told.step] += told.seconds
-        if isinstance(told, BytesWritten):
-            self.written_bytes[told.step] += told.bytes
+        self._events[type(event)][event.step] = event
+        if isinstance(event, BarrierWaited):
+            self.waits_s[event.step] += event.seconds
+        if isinstance(event, BytesWritten):
+            self.written_bytes[event.step] += event.bytes
 
     def __getitem__(self, kind: type[E]) -> dict[int, E]:
-        return self._told[kind]
+        return self._events[kind]
 
     def newest(self, kind: type[E]) -> E | None:
         """Return the last event of this kind, if any."""
@@ -192,8 +192,10 @@ class RankRecord:
         return len(self[SaveStarted]) - len(self[Committed]) - len(self[SaveFailed])
 
 
-def run_job(job: Job, name: str, folder: Path, on_told: Callable[[RankRecord, Told], object]) -> dict[int, RankRecord]:
-    """Run *job* and return, when its processes are dead, the record of each rank's events; *on_told* gets those of rank 0.
+def run_job(
+    job: Job, name: str, folder: Path, on_recorded: Callable[[RankRecord, DemoEvent], object]
+) -> dict[int, RankRecord]:
+    """Run *job* to its end and return the record of each rank's events; *on_recorded* gets those of rank 0.
 
     The events go to ``<name>.jsonl`` in *folder* too, and the output to ``<name>.log``.
 
@@ -201,7 +203,7 @@ def run_job(job: Job, name: str, folder: Path, on_told: Callable[[RankRecord, To
         DemoError: they did not end as the job requires: well, or by SIGKILL.
     """
     records: dict[int, RankRecord] = defaultdict(RankRecord)
-    decoder = msgspec.json.Decoder(tuple[int, Told])
+    decoder = msgspec.json.Decoder(tuple[int, DemoEvent])
     command, env = (
         [sys.executable, "-m", "aiockpt.tools.examples.child", msgspec.json.encode(job).decode()],
         {**os.environ},
@@ -217,10 +219,10 @@ def run_job(job: Job, name: str, folder: Path, on_told: Callable[[RankRecord, To
     ):
         for line in _lines(child, log):
             copy.write(line + b"\n")
-            rank, told = decoder.decode(line)
-            records[rank].add(told)
+            rank, event = decoder.decode(line)
+            records[rank].add(event)
             if rank == 0:
-                on_told(records[0], told)
+                on_recorded(records[0], event)
     status = child.returncode
     expected = 0 if job.die_in_save_of is None else 1 if job.ranks else -signal.SIGKILL  # 1: torchrun's, of a dead rank
     if status != expected:

@@ -148,7 +148,7 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
 def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, RankRecord]:
     """Run *job* in view, and return the events of each rank."""
     display.begin(name)
-    records = run_job(job, name, folder, lambda record, told: display.show(record, told, job.steps))
+    records = run_job(job, name, folder, lambda record, event: display.show(record, event, job.steps))
     record, losses = records[0], list(records[0].losses.values())
     seconds = sum(done.seconds for done in record[StepDone].values())
     parts = [f"from step {step}" for step in record[Loaded]]

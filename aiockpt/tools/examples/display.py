@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.events import Committed, SnapshotTaken
-from aiockpt.tools.examples.child import RankRecord, StepDone, Told
+from aiockpt.tools.examples.child import DemoEvent, RankRecord, StepDone
 from aiockpt.tools.examples.figures import Figures
 from aiockpt.units import size, speed
 
@@ -73,13 +73,13 @@ class Display(Progress):
         self._phase = phase
         self.update(self._rows[phase], visible=True, text="starting")
 
-    def show(self, record: RankRecord, told: Told, steps: int) -> None:
-        """Show the event *told* of a run of so many steps; *record* has it already."""
+    def show(self, record: RankRecord, event: DemoEvent, steps: int) -> None:
+        """Show an event of a run of so many steps; *record* has it already."""
         done, row = record.newest(StepDone), self._rows[self._phase]
         if done is None:
             return
         training, saving = f"step {done.step:>3}/{steps}   loss {done.loss:.4f}", saving_text(record)
-        if isinstance(told, StepDone):
+        if isinstance(event, StepDone):
             self.advance(row)
             self.advance(self._all)
             if done.step % max(1, steps // LINES) == 0:

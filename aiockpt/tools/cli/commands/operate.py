@@ -54,15 +54,15 @@ def report(
 
     gc.disable()  # millions of events are kept to the end: looking for cycles among them finds none
     try:
-        told = read_run(run)
-        timeline = spans(told)
-        found = summarize(told, timeline)
+        run_events = read_run(run)
+        timeline = spans(run_events)
+        found = summarize(run_events, timeline)
     finally:
         gc.enable()
     if chrome is not None:
         write_chrome_trace(timeline, chrome)
-    points = save_points(told)
-    problems = find_problems(told, found, points, time.time())
+    points = save_points(run_events)
+    problems = find_problems(run_events, found, points, time.time())
     if text or chrome is not None or as_json:
         whole = {**msgspec.to_builtins(found), "problems": problems}
         show.json_or(as_json, whole, lambda: show_summary(redact(run), found, problems))
@@ -71,8 +71,8 @@ def report(
 
         page = Path("report.html") if out is None else out
         name = run if "://" in run or Path(run).name else str(Path(run).absolute())
-        roots = [*([run] if "://" in run or Path(run).is_dir() else []), *map(str, told.folders())]
-        write_html_report(gather(name, told, timeline, found, points, problems, _sizes(roots)), page)
+        roots = [*([run] if "://" in run or Path(run).is_dir() else []), *map(str, run_events.folders())]
+        write_html_report(gather(name, run_events, timeline, found, points, problems, _sizes(roots)), page)
         if not as_json:
             show_findings(str(page), found, problems)
 
@@ -85,12 +85,12 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Watch a running job: ranks alive, what each waits for, age of the last durable step."""
-    from aiockpt.tools.cli.live_view import follow, look_once
+    from aiockpt.tools.cli.live_view import follow, print_once
     from aiockpt.tools.cli.survey import open_place
 
     backend = open_place(run)
     if once or as_json or not show.out.is_terminal:
-        anyio.run(look_once, run, backend, as_json)
+        anyio.run(print_once, run, backend, as_json)
         return
     with suppress(KeyboardInterrupt):
         anyio.run(follow, run, backend, every)
@@ -120,8 +120,8 @@ def watch(
         with ended_by_signals(), open_checkpointer(root) as ckpt:
             for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
                 folder = {} if step.folder is None else {"AIOCKPT_FOLDER": str(step.folder)}
-                told = {"AIOCKPT_STEP": str(step.step), "AIOCKPT_URL": step.url, **folder}
-                status = subprocess.run(command, shell=True, env={**os.environ, **told}, check=False).returncode
+                variables = {"AIOCKPT_STEP": str(step.step), "AIOCKPT_URL": step.url, **folder}
+                status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
                 if status:
                     failed += 1
                     show.problem(f"step {step.step}: the command ended with {status}; it will be retried for this step")
@@ -200,7 +200,7 @@ def prove(
     )
     try:
         with ended_by_signals(), ProofDisplay(command) as display:
-            found = certify(command, how, folder=folder, tick=display.tick, told=display.told)
+            found = certify(command, how, folder=folder, tick=display.tick, told=display.show_start)
     except Interrupted as interruption:
         raise typer.Exit(128 + interruption.number) from None
     if json_to is not None and str(json_to) != "-":
