@@ -17,7 +17,7 @@ from aiockpt.errors import CheckpointError, CorruptionError, StepNotFoundError
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import run_inline, snapshot
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from
 from tests.file_surgery import ROOT, content, flip, paths
 from tests.inline_process import Process, local
@@ -127,11 +127,8 @@ def prepare() -> Case:
         dice = random.Random(seed)
         disk = dice.choice(disks)
         path, bit = draw_place(disk, dice)
-        try:
+        with noted(lambda: f"bit {bit} of {path} of a disk whose step 2 is {disk.kind}, {disk.shape}"):
             return Counter({look(disk, path, bit): 1})
-        except BaseException as error:
-            error.add_note(f"bit {bit} of {path} of a disk whose step 2 is {disk.kind}, {disk.shape}")
-            raise
 
     return case
 

@@ -1,4 +1,4 @@
-"""How is one question asked ten million times? A case for each seed, counted, told as it goes, repeatable by its seed.
+"""A campaign: one question asked ten million times, a case for each seed, counted, reported as it goes, repeatable.
 
 Guarantees:
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -22,6 +23,16 @@ Case = Callable[[int], Outcomes]
 """Looks at what a seed says; raises where the contract is broken."""
 
 MAX_FINDINGS = 10
+
+
+@contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Add *note* to what is raised in the block."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note())
+        raise
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):

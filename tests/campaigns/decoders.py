@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.decoder_targets import TARGETS, Target
 from tests.campaigns.mutations import change_bytes, change_document
 
@@ -41,11 +41,8 @@ def mutate(target: Target, seed: int) -> Outcomes:
             if start.startswith(b"{") and dice.random() < 0.5
             else change_bytes(start, dice)
         )
-        try:
+        with noted(lambda data=data: f"{target.name} of {data[:4000]!r}"):  # type: ignore[misc]
             outcomes[f"{target.name}: {_decode_within_limits(target, data)}"] += 1
-        except BaseException as error:
-            error.add_note(f"{target.name} of {data[:4000]!r}")
-            raise
     return outcomes
 
 

@@ -15,7 +15,7 @@ from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import crash_states, snapshot
 from aiockpt.testing.virtual_time import run_virtually
-from tests.campaigns.campaign import Campaign, Outcomes
+from tests.campaigns.campaign import Campaign, Outcomes, noted
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from, load_told
 from tests.inline_process import Process, local
 
@@ -99,11 +99,8 @@ def case(seed: int) -> Outcomes:
     shape = DrawnShape.draw(dice)
     reading = dice.random() < 0.3
     faults = [draw_fault(dice, reading=reading) for _ in range(dice.choice((1, 1, 2, 3)))]
-    try:
+    with noted(lambda: f"with {faults} and {shape}"):
         return Counter({load_under(faults, shape, seed) if reading else save_under(faults, shape, seed): 1})
-    except BaseException as error:
-        error.add_note(f"with {faults} and {shape}")
-        raise
 
 
 CAMPAIGN = Campaign(name="failing-calls", counts="saves and loads", prepare=lambda: case, smoke_count=100)

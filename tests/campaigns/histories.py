@@ -22,7 +22,7 @@ from aiockpt.testing.faults import FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import snapshot
 from aiockpt.tools.cli.survey import find_valid
-from tests.campaigns.campaign import Campaign, Outcomes
+from tests.campaigns.campaign import Campaign, Outcomes, noted
 from tests.campaigns.damage import DAMAGES, Scene
 from tests.campaigns.history import STEPS, History, Save, load_value, parse, run_quickly, state_of
 from tests.file_surgery import content
@@ -134,12 +134,13 @@ def look(scene: Scene, dice: random.Random, seed: int, *, goes_on: bool) -> str:
         goes_on: list, load, prune and save then, too.
     """
     history = scene.history
-    try:
+    with noted(
+        lambda: (
+            f"after {history.told}; saves {history.saves}; voted {history.voted}; torn {history.torn};"
+            f" with {scene.done}"
+        )
+    ):
         return run_quickly(lambda: _look(scene, dice, seed, goes_on=goes_on))
-    except BaseException as error:
-        error.add_note(f"after {history.told}; saves {history.saves}; voted {history.voted}; torn {history.torn}")
-        error.add_note(f"with {scene.done}")
-        raise
 
 
 async def _look(scene: Scene, dice: random.Random, seed: int, *, goes_on: bool) -> str:

@@ -16,7 +16,7 @@ from aiockpt.errors import CheckpointError
 from aiockpt.format.document import seal, unseal
 from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulation import run_inline
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with
 from tests.campaigns.mutations import change_document, is_object
 from tests.file_surgery import ROOT, content, replaced
@@ -76,14 +76,11 @@ def prepare() -> Case:
         files = RecordingFiles(replaced(disk, MANIFEST, seal(body)))
         tracemalloc.reset_peak()
         began_s = time.process_time()
-        try:
+        with noted(lambda: f"manifest: {body[:4000]!r}"):
             outcome = load(files, shape, newest=dice.random() < 0.3)
             assert time.process_time() - began_s < MAX_SECONDS, "took more than a second"
             assert tracemalloc.get_traced_memory()[1] < MAX_BYTES, "took more than 64 MiB"
             check_opened(files, attempt)
-        except BaseException as error:
-            error.add_note(f"manifest: {body[:4000]!r}")
-            raise
         return Counter({outcome: 1})
 
     return case

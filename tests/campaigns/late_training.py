@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import aiockpt
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.sigkill import RAISED, in_child
 from tests.inline_process import TINY
 
@@ -260,20 +260,18 @@ def prepare() -> Case:
         streamed = dice.random() < 0.5
         sizes: list[int] = []
         try:
-            for number in range(MOST_LIVES):
-                sizes.append(dice.choice((1, 1, 1, 2, 3)))
-                job = partial(
-                    live, root, root.with_name(f"store-{seed}-{number}"), sizes[-1], streamed, seed * 10 + number
-                )
-                ranks = [partial(job, rank) for rank in range(sizes[-1])]
-                killed = kill_at_random(ranks, dice.random() * MOST_LIFE_S, early=dice.random() < 0.2)
-                _, verdict = in_child(partial(judge, root, streamed))
-                outcomes[_describe(killed, verdict)] += killed
-                if verdict == ALL_TRAINED:
-                    break
-        except BaseException as error:
-            error.add_note(f"{'a stream' if streamed else 'a sampler'} on {sizes} ranks")
-            raise
+            with noted(lambda: f"{'a stream' if streamed else 'a sampler'} on {sizes} ranks"):
+                for number in range(MOST_LIVES):
+                    sizes.append(dice.choice((1, 1, 1, 2, 3)))
+                    job = partial(
+                        live, root, root.with_name(f"store-{seed}-{number}"), sizes[-1], streamed, seed * 10 + number
+                    )
+                    ranks = [partial(job, rank) for rank in range(sizes[-1])]
+                    killed = kill_at_random(ranks, dice.random() * MOST_LIFE_S, early=dice.random() < 0.2)
+                    _, verdict = in_child(partial(judge, root, streamed))
+                    outcomes[_describe(killed, verdict)] += killed
+                    if verdict == ALL_TRAINED:
+                        break
         finally:
             shutil.rmtree(root, ignore_errors=True)
         return +outcomes

@@ -19,7 +19,6 @@ import struct
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ import torch
 import torch.distributed
 
 import aiockpt
-from tests.campaigns.campaign import Campaign, Case, Outcomes
-from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, RAISED, in_child
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.sigkill import NEVER_SAVED, RAISED, fork, in_child
+from tests.campaigns.sigkill_ranks import load, state_of
 from tests.inline_process import TINY
 
 WORLD_SIZE = 3
@@ -57,11 +57,6 @@ class Plan:
         ranks = sorted(dice.sample(range(world_size), dice.randint(1, world_size)))
         self.told = sorted((dice.random() * 0.4, rank) for rank in ranks)
         self.killed_after_s = dice.random() * 0.1 if dice.random() < 0.2 and self.worker == "thread" else None
-
-
-def state_of(rank: int, value: int) -> dict[str, Any]:
-    """Return what a rank holds."""
-    return {"shared": torch.full((37, 31), float(value)), f"own{rank}": torch.arange(40) + value + rank, "value": value}
 
 
 def run(place: Path, plan: Plan, rank: int, world_size: int, ready: int, progress: mmap.mmap) -> int:
@@ -94,31 +89,16 @@ def run(place: Path, plan: Plan, rank: int, world_size: int, ready: int, progres
     return DONE
 
 
-def load(root: Path, world_size: int) -> int:
-    """Return the newest step after comparing all of it; 0 when there is none, and 1 for step 0."""
-    state = {key: value for rank in range(world_size) for key, value in state_of(rank, -1).items()}
-    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
-        loaded = ckpt.load(state).result(DEADLINE_S)
-    if loaded is None:
-        return 0
-    value = state["value"]
-    whole = {key: item for rank in range(world_size) for key, item in state_of(rank, value).items()}
-    equal = all(torch.equal(state[key], item) for key, item in whole.items() if key != "value")
-    return value + 1 if equal and loaded.step == value else NEVER_SAVED
+def load_next(root: Path, world_size: int) -> int:
+    """Return the number after the newest step, all of which was compared; 0 when there is none."""
+    value = load(root, world_size)
+    return 0 if value is None else value if value == NEVER_SAVED else value + 1
 
 
 def fork_all(place: Path, plan: Plan, world_size: int, progress: mmap.mmap) -> list[int]:
     """Start all ranks; return their process ids when all are ready."""
     listening, ready = os.pipe()
-    children = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if not pid:
-            status = RAISED
-            with suppress(BaseException):
-                status = run(place, plan, rank, world_size, ready, progress)
-            os._exit(status)
-        children.append(pid)
+    children = [fork(partial(run, place, plan, rank, world_size, ready, progress)) for rank in range(world_size)]
     os.close(ready)
     said = b""
     while len(said) < world_size and (more := os.read(listening, world_size)):
@@ -145,11 +125,7 @@ def tell(children: list[int], plan: Plan, progress: mmap.mmap) -> int:
 
 def end_all(children: list[int]) -> list[int]:
     """Return how each ended: its status, or less than 0 for the signal that ended it."""
-    ends = []
-    for pid in children:
-        _, status = os.waitpid(pid, 0)
-        ends.append(os.waitstatus_to_exitcode(status))
-    return ends
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 
 def tell_and_look(place: Path, plan: Plan, world_size: int) -> str:
@@ -161,7 +137,7 @@ def tell_and_look(place: Path, plan: Plan, world_size: int) -> str:
     reached = tell(children, plan, progress)
     ends = end_all(children)
     promises = {path.read_text() for path in place.glob("promised-*")}
-    crashed, found = in_child(partial(load, place / "run", world_size))
+    crashed, found = in_child(partial(load_next, place / "run", world_size))
     assert not crashed
     assert found not in (RAISED, NEVER_SAVED), f"{ends}, then the load returned {found}"
     assert len(promises) <= 1, f"{ends}: {promises}"
@@ -188,10 +164,8 @@ def prepare(world_size: int) -> Case:
         place, plan = Path(folder.name) / f"case-{seed}", Plan(seed, world_size)
         place.mkdir()
         try:
-            return Counter({tell_and_look(place, plan, world_size): 1})
-        except BaseException as error:
-            error.add_note(f"{vars(plan)}")
-            raise
+            with noted(lambda: f"{vars(plan)}"):
+                return Counter({tell_and_look(place, plan, world_size): 1})
         finally:
             shutil.rmtree(place)
 

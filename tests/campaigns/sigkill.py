@@ -21,7 +21,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.inline_process import TINY, states_equal, tiny_state
 
 RAISED, NEVER_SAVED = 255, 254
@@ -33,19 +33,27 @@ FIRST, SECOND, LAST = 1, 2, 3
 """The steps, and what they hold."""
 
 
-def in_child(work: Callable[[], int]) -> tuple[bool, int]:
-    """Run *work* in a forked child; return whether it was killed, and what it returned."""
+def fork(work: Callable[[], int]) -> int:
+    """Return the process id of a child that ends with what *work* returns, or with `RAISED`."""
     pid = os.fork()
     if not pid:
         status = RAISED
         with suppress(BaseException):
             status = work()
         os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True, 0
-    return False, os.WEXITSTATUS(status)
+    return pid
+
+
+def end_of(pid: int) -> tuple[bool, int]:
+    """Wait for a child; return whether it was killed, and what it returned."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code >= 0 or code == -signal.SIGKILL, f"ended by signal {-code}"
+    return code < 0, max(0, code)
+
+
+def in_child(work: Callable[[], int]) -> tuple[bool, int]:
+    """Run *work* in a forked child; return whether it was killed, and what it returned."""
+    return end_of(fork(work))
 
 
 def save(root: Path, step: int, kill_at: int | None) -> int:
@@ -106,11 +114,8 @@ def prepare() -> Case:
         dice = random.Random(seed)
         kills = [dice.randint(1, calls) for _ in range(dice.choice((0, 0, 0, 1, 2)))]
         kills.append(1 + seed * SPREAD % calls)
-        try:
+        with noted(lambda: f"killed at calls {kills} of {calls}"):
             outcome = kill_and_look(base, Path(folder.name) / f"run-{seed}", kills)
-        except BaseException as error:
-            error.add_note(f"killed at calls {kills} of {calls}")
-            raise
         return Counter({outcome: len(kills)})
 
     return case

@@ -7,13 +7,11 @@ job of all ranks saves on. Seeds sweep ranks and calls; rank 0 between the last 
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes
-from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, RAISED, SPREAD, in_child
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, SPREAD, end_of, fork, in_child
 from tests.inline_process import TINY
 
 WORLD_SIZE = 3
@@ -61,35 +59,22 @@ def save(root: Path, store: Path, rank: int, step: int, kill_at: int | None, dea
     return 0
 
 
-def load(root: Path) -> int:
-    """Load the newest step of all ranks on one and return its value; 0 when there is none."""
+def load(root: Path, world_size: int = WORLD_SIZE) -> int | None:
+    """Load the newest step of all ranks on one, compare all of it, and return its value; None when there is none."""
+    state = {key: value for rank in range(world_size) for key, value in state_of(rank, -1).items()}
     with aiockpt.Checkpointer(root, io=TINY) as ckpt:
-        state = {key: value for rank in range(WORLD_SIZE) for key, value in state_of(rank, -1).items()}
-        if ckpt.load(state).result(DEADLINE_S) is None:
-            return 0
-        value = state["value"]
-        whole = {key: item for rank in range(WORLD_SIZE) for key, item in state_of(rank, value).items()}
-        equal = all(torch.equal(state[key], item) for key, item in whole.items() if key != "value")
-        return value if equal else NEVER_SAVED
+        loaded = ckpt.load(state).result(DEADLINE_S)
+    if loaded is None:
+        return None
+    value = int(state["value"])
+    whole = {key: item for rank in range(world_size) for key, item in state_of(rank, value).items()}
+    equal = all(torch.equal(state[key], item) for key, item in whole.items() if key != "value")
+    return value if equal and loaded.step == value else NEVER_SAVED
 
 
 def on_all_ranks(work: Callable[[int], int]) -> list[tuple[bool, int]]:
     """Fork all ranks at once; return of each whether it was killed, and what it returned."""
-    children = []
-    for rank in range(WORLD_SIZE):
-        pid = os.fork()
-        if not pid:
-            status = RAISED
-            with suppress(BaseException):
-                status = work(rank)
-            os._exit(status)
-        children.append(pid)
-    ends = []
-    for pid in children:
-        _, status = os.waitpid(pid, 0)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        ends.append((killed, 0 if killed else os.WEXITSTATUS(status)))
-    return ends
+    return [end_of(pid) for pid in [fork(partial(work, rank)) for rank in range(WORLD_SIZE)]]
 
 
 def save_with_ranks(root: Path, store: Path, step: int, victim: int, kill_at: int | None) -> list[tuple[bool, int]]:
@@ -109,10 +94,8 @@ def prepare() -> Case:
         root, victim, kill_at = place / f"run-{seed}", seed % WORLD_SIZE, 1 + seed // WORLD_SIZE * SPREAD % MOST_CALLS
         shutil.copytree(place / "base", root)
         try:
-            return Counter({kill_and_look(root, place / f"store-{seed}", victim, kill_at): 1})
-        except BaseException as error:
-            error.add_note(f"rank {victim} killed at call {kill_at}")
-            raise
+            with noted(lambda: f"rank {victim} killed at call {kill_at}"):
+                return Counter({kill_and_look(root, place / f"store-{seed}", victim, kill_at): 1})
         finally:
             shutil.rmtree(root)
 
@@ -130,11 +113,11 @@ def kill_and_look(root: Path, store: Path, victim: int, kill_at: int) -> str:
     others = [status for rank, (_, status) in enumerate(ends) if rank != victim]
     assert all(status in (0, GIVEN_UP) for status in others), f"the others returned {others}"
     committed = (False, 0) in ends  # if nobody says so, nobody knows: even where none was killed, one may be late
-    _, found = in_child(lambda: load(root))
+    _, found = in_child(lambda: load(root) or 0)
     assert found in ((SECOND,) if committed else (FIRST, SECOND)), f"{ends}, then loaded {found}"
     again = save_with_ranks(root, store.with_suffix(".again"), LAST, 0, None)
     assert again == [(False, 0)] * WORLD_SIZE, f"saving on returned {again}"
-    _, newest = in_child(lambda: load(root))
+    _, newest = in_child(lambda: load(root) or 0)
     assert newest == LAST, f"saved on, then loaded {newest}"
     if not killed:
         return "outlived"

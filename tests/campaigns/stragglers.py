@@ -40,7 +40,7 @@ from aiockpt.monitor.stage_times import stage_times
 from aiockpt.monitor.stragglers import Straggler, stragglers
 from aiockpt.runtime.world import World
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 WORLD_SIZE = 4
@@ -268,13 +268,11 @@ def prepare(*, quiet: bool) -> Case:
         place, plan = Path(folder.name) / f"case-{seed}", Plan(seed, quiet=quiet)
         place.mkdir()
         try:
-            run_job(place, plan, port)
-            run = read_run(place)
-            found = stragglers(stage_times(run, spans(run)))
-            return Counter({outcome(plan, found): 1})
-        except BaseException as error:
-            error.add_note(f"{vars(plan)}")
-            raise
+            with noted(lambda: f"{vars(plan)}"):
+                run_job(place, plan, port)
+                run = read_run(place)
+                found = stragglers(stage_times(run, spans(run)))
+                return Counter({outcome(plan, found): 1})
         finally:
             shutil.rmtree(place)
 
