@@ -107,7 +107,7 @@ class _Point:
         with meter.request(self._size):
             found = await self._lab.backend.get(self._key(number), self._size + 1)
         if found != self._lab.content.document(number, self._size):
-            meter.wrong.append(f"{self._key(number)}: {len(found)} bytes came, and they differ from what was put")
+            meter.wrong.append(f"{self._key(number)}: {len(found)} bytes came that are not what was put")
 
     async def _delete(self, _: str, meter: Meter, number: int) -> None:
         with meter.request():
