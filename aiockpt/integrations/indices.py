@@ -1,19 +1,22 @@
 """The indices that a ``DataLoader`` reads, made so that the rest of an epoch can be repeated.
 
 They are drawn again with the random numbers of the begin of the epoch, and those that were trained are passed over. No
-sample is read for it.
+sample is read for it. What another batch size or another length of the data makes of that position is decided here, too.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 import aiockpt
+
+logger = logging.getLogger("aiockpt")
 
 _RNG = aiockpt.RNG()
 
@@ -55,6 +58,17 @@ class Indices:
     Attributes:
         start: the random generators when the epoch's indices were begun, or None.
     """
+
+    @classmethod
+    def put_into(cls, loader: DataLoader[Any]) -> Self:
+        """Return the indices that *loader* reads, put in the place of its sampler, or those that are there already."""
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        source: Any = getattr(loader, name)
+        if isinstance(source, Indices):
+            return source  # type: ignore[return-value]
+        # A DataLoader refuses this by its setter; frameworks make a new one for it.
+        indices = loader.__dict__[name] = cls(source, loader)
+        return indices
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
@@ -115,7 +129,7 @@ class Indices:
         if start is not None:
             self._go_on = (start, passed, seen)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make the next iteration a whole one: of the one that was to go on, nothing was left."""
         self._go_on = None
 
@@ -135,6 +149,33 @@ class Indices:
         """Set all generators."""
         _RNG.load_state_dict(state["global"])
         self.write_own(state["own"])
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the number of samples or batches; None where it is not known."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def log_other_length(length: int | None, before: int | None) -> None:
+    """Log that the data have another length than when a checkpoint was made."""
+    logger.warning(
+        "the data have %s samples, and had %s when the checkpoint was made: the rest of this epoch is drawn of another "
+        "order, so that some of its samples come twice, and others not",
+        *(length, before),
+    )
+
+
+def whole_batches(samples: int, size: int, before: int) -> int:
+    """Return after how many whole batches of *size* a loader goes on that cannot go on at any sample; log it."""
+    logger.warning(
+        "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at whole "
+        "batches, after %d samples",
+        *(size, before, samples, samples // size * size),
+    )
+    return samples // size
 
 
 class _Rest:

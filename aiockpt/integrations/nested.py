@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiockpt
 
 
-def put(state: dict[str, Any], path: Sequence[str], value: object) -> None:
+def put(state: dict[Any, Any], path: Sequence[str | int], value: object) -> None:
     """Put *value* at *path* of nested dicts.
 
     Raises:
@@ -18,15 +18,35 @@ def put(state: dict[str, Any], path: Sequence[str], value: object) -> None:
     for depth, part in enumerate(path[:-1], 1):
         inner = inner.setdefault(part, {})
         if type(inner) is not dict:
-            raise aiockpt.UsageError(f"{'.'.join(path[:depth])} is a tensor, and what {'.'.join(path)} lies in")
+            raise aiockpt.UsageError(f"{_dotted(path[:depth])} is a tensor, and what {_dotted(path)} lies in")
     if path[-1] in inner:
-        raise aiockpt.UsageError(f"{'.'.join(path)} is a tensor, and what others lie in")
+        raise aiockpt.UsageError(f"{_dotted(path)} is a tensor, and what others lie in")
     inner[path[-1]] = value
 
 
-def take(state: dict[str, Any], path: Sequence[str]) -> Any:
+def _dotted(path: Sequence[str | int]) -> str:
+    return ".".join(map(str, path))
+
+
+def value_at(state: dict[str, Any], path: Sequence[str]) -> Any:
     """Return what lies at *path* of nested dicts."""
     inner: Any = state
     for part in path:
         inner = inner[part]
     return inner
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat dict as dicts in dicts, so that its tensors are called as those of a module are."""
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        put(state, name.split("."), value)
+    return state
+
+
+def flatten(state: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Return the dict that `nest` received."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        flat |= flatten(value, f"{start}{name}.") if isinstance(value, dict) else {start + name: value}
+    return flat

@@ -184,11 +184,11 @@ def _fill(here: Any, received: Any) -> Any:
     mine: dict[Any, torch.Tensor] = {}
     tree_map_with_path(lambda path, value: mine.setdefault(path, value) if torch.is_tensor(value) else None, here)
 
-    def take(path: Any, value: Any) -> Any:
+    def fill(path: Any, value: Any) -> Any:
         if path not in mine:
             return value
         with torch.no_grad():
             _local(mine[path]).copy_(value)
         return mine[path]
 
-    return tree_map_with_path(take, received)
+    return tree_map_with_path(fill, received)

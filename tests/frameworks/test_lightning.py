@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import os
 import subprocess
 import sys
 import threading
@@ -21,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import aiockpt
 from aiockpt.prove import Proof, certify
 from tests.docs.running import run_page
+from tests.frameworks import proving
 from tests.frameworks.lit import train
+from tests.frameworks.proving import TORCHRUN, digest_of, environment, output_of, prove
 
-CHECKOUT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 PROGRAM = [sys.executable, "-m", "tests.frameworks.lit.train"]
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -45,21 +42,12 @@ def fit(*arguments: str) -> Any:
 
 def program(*arguments: str, check: bool = True) -> str:
     """Run the program in processes of its own; return what it said."""
-    done = subprocess.run(
-        [*PROGRAM, *arguments], check=False, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0 or not check, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONWARNINGS": "ignore"}
+    return output_of(*PROGRAM, *arguments, check=check)
 
 
 def steps_in(place: Path | str = "ckpt") -> list[int]:
     """Return the steps of a place, the oldest first."""
-    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
-        return sorted(info.step for info in ckpt.steps().result())
+    return proving.steps_in(place)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -76,9 +64,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("saves", ["--every-steps=4", "--every-epochs=1"])
 def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(saves: str) -> None:
-    prove = [str(BIN / "aiockpt"), "prove", "--kills", "2", "--seed", "3", "--", *PROGRAM, saves]
-    done = subprocess.run(prove, check=False, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prove(*PROGRAM, saves, seed=3)
 
 
 @pytest.mark.parametrize("options", [["--every-steps=1"], ["--every-epochs=1"]], ids=["steps", "epochs"])
@@ -100,8 +86,7 @@ def test_every_kind_of_loader_goes_on_with_the_very_next_batch(loader: str, opti
 )
 def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
     if "--package=pytorch_lightning" in options:
-        prove = [str(BIN / "aiockpt"), "prove", "--kills", "1", "--", *PROGRAM, *options]
-        assert subprocess.run(prove, check=False, env=environment(), timeout=500).returncode == 0
+        prove(*PROGRAM, *options, kills=1, seed=0)
     else:
         certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
 
@@ -221,31 +206,17 @@ def test_a_metric_that_the_module_has_no_more_is_passed_over() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_are_killed_and_resumed(strategy: str) -> None:
-    prove = [
-        str(BIN / "aiockpt"),
-        "prove",
-        "--kills",
-        "2",
-        "--seed",
-        "1",
-        "--",
-        *on_ranks(2, strategy, "--every-steps=2"),
-    ]
-    done = subprocess.run(prove, check=False, env=environment(), capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prove(*on_ranks(2, strategy, "--every-steps=2"))
 
 
 def on_ranks(count: int, strategy: str, *arguments: str) -> list[str]:
-    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", str(count), "-m", "tests.frameworks.lit.train"]
-    return [*torchrun, "--ranks", str(count), "--strategy", strategy, *arguments]
+    torchrun = [*TORCHRUN, str(count), "-m", "tests.frameworks.lit.train"]
+    return [*torchrun, f"--ranks={count}", f"--strategy={strategy}", *arguments]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_go_on_as_one_in_the_middle_of_an_epoch_and_one_as_two(strategy: str) -> None:
-    done = subprocess.run(
-        on_ranks(2, strategy, "--every-steps=1", "--max-steps=5"), check=False, env=environment(), timeout=300
-    )
-    assert done.returncode == 0
+    output_of(*on_ranks(2, strategy, "--every-steps=1", "--max-steps=5"))
     with aiockpt.Checkpointer("ckpt", ranks=aiockpt.Ranks()) as ckpt:
         saved = ckpt.read(5, "model.net.0.weight").result()
         ckpt.copy(5, "five").result()
@@ -256,8 +227,7 @@ def test_two_ranks_go_on_as_one_in_the_middle_of_an_epoch_and_one_as_two(strateg
         "--every-steps=50", "--epochs=2", "--norm=layer"
     )  # two global batches of eight had been trained in the second epoch
     assert one.global_step == 5 + (12 - 8 + 1) // 2
-    again = on_ranks(2, strategy, "--every-steps=50", "--epochs=3")
-    assert subprocess.run(again, check=False, env=environment(), timeout=300).returncode == 0
+    output_of(*on_ranks(2, strategy, "--every-steps=50", "--epochs=3"))
     assert steps_in()[-1] == one.global_step + 3
 
 
@@ -532,8 +502,7 @@ def test_model_checkpoint_keeps_what_it_keeps_and_resumes_the_same_with_our_plug
 
 
 def test_our_plug_in_saves_under_ddp() -> None:
-    command = on_ranks(2, "ddp", "--plugin=ours", "--every-steps=2", "--max-steps=5")
-    assert subprocess.run(command, check=False, env=environment(), timeout=300).returncode == 0
+    output_of(*on_ranks(2, "ddp", "--plugin=ours", "--every-steps=2", "--max-steps=5"))
     assert plug_in().load_checkpoint("ckpt/last.ckpt")["global_step"] == 4
 
 
@@ -611,8 +580,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_what_is_relied_on_is_what_it_was_written_for(name: str) -> None:
-    source = inspect.getsource(import_module(f"lightning.pytorch.{name}"))
-    assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
+    assert digest_of(f"lightning.pytorch.{name}") == UPSTREAM[name]
 
 
 def test_its_page_runs_as_it_stands() -> None:

@@ -6,9 +6,6 @@ import argparse
 import hashlib
 import inspect
 import io
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -24,7 +21,8 @@ from torch import nn
 import aiockpt
 from tests.docs.running import run_page
 from tests.frameworks.mcore.job import BATCH, WORDS, Job, start, unwrapped
-from tests.frameworks.mcore.ranks import CHECKS, SHAPES, resume, same, whole_state
+from tests.frameworks.mcore.ranks import CHECKS, SHAPES, resume, whole_state
+from tests.frameworks.proving import assert_same, prove
 from tests.ranks.forked import outcomes_of
 
 megatron: Any = import_module("aiockpt.integrations.megatron")  # now that Megatron runs on the CPU
@@ -276,7 +274,7 @@ def test_an_optimizer_goes_on_as_it_was(places: Path, distributed: bool, bf16: b
     resume(other, places / "x")
     assert [other.step(number) for number in (2, 3)] == straight
     assert {group["lr"] for group in other.optimizer.param_groups} == {0.02}
-    same(other.weights(), job.weights())
+    assert_same(other.weights(), job.weights())
 
 
 class Named(nn.Module):
@@ -324,7 +322,7 @@ def test_a_plain_module_and_optimizer_take_it_and_it_takes_theirs(places: Path, 
         group["lr"] = 0.5
     resume(other, places / "plain" / "iter_0000002", same_places=False)
     assert [other.step(number) for number in (2, 3)] == straight
-    same(other.weights(), job.weights())
+    assert_same(other.weights(), job.weights())
 
 
 def test_another_optimizer_of_megatron_refuses_what_another_framework_has_saved(places: Path) -> None:
@@ -381,26 +379,7 @@ def test_a_factory_that_does_not_cut_into_runs_is_refused() -> None:
 
 
 def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(places: Path) -> None:
-    prove = [
-        str(Path(sys.executable).parent / "aiockpt"),
-        "prove",
-        "--kills",
-        "1",
-        "--seed",
-        "3",
-        "--json",
-        "proof.json",
-    ]
-    alone = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in alone} | {
-        "PYTHONPATH": str(CHECKOUT)
-    }
-    script = [sys.executable, "-m", "tests.frameworks.mcore.train"]
-    done = subprocess.run(
-        [*prove, "--", *script], check=False, env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((places / "proof.json").read_text())["verdict"] == "certified"
+    prove(sys.executable, "-m", "tests.frameworks.mcore.train", kills=1, seed=3)
 
 
 # ---------------------------------------------------------------------- Megatron-Bridge
@@ -488,7 +467,7 @@ def test_a_run_of_megatron_bridge_goes_on_bit_by_bit(places: Path) -> None:
     assert again.load() == (2, 2000)
     assert again.state.train_state.consumed_train_samples == 8
     assert again.train(5) == losses
-    same(again.job.weights(), run.job.weights())
+    assert_same(again.job.weights(), run.job.weights())
 
 
 @pytest.mark.usefixtures("microbatches")
@@ -505,12 +484,12 @@ def test_settings_of_megatron_bridge_are_heeded(places: Path) -> None:
     assert not older.job.optimizer.chained_optimizers[0].optimizer.state
     tuned = BridgeRun(seed=8, finetune=True)
     assert tuned.load() == (0, 0)
-    same(tuned.job.weights(), run.job.weights())
+    assert_same(tuned.job.weights(), run.job.weights())
     assert tuned.state.train_state.step == 0
     skipped = BridgeRun(seed=8)
     before = skipped.job.weights()
     assert skipped.load(skip=True) == (3, 3000)
-    same(skipped.job.weights(), before)
+    assert_same(skipped.job.weights(), before)
     assert BridgeRun(load=None).load() == (0, 0)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +13,8 @@ import aiockpt
 from aiockpt.integrations.ray import HANDLE, RayHandle, read_handle
 from tests.docs.running import run_page
 from tests.frameworks import ray_job
+from tests.frameworks.proving import prove, steps_in
 from tests.frameworks.ray_job import fit, ray, train
-
-CHECKOUT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -49,11 +44,6 @@ def weights(place: str) -> Any:
     with aiockpt.Checkpointer(place) as ckpt:
         names = [tensor.name for tensor in ckpt.describe().result().tensors]
         return {name: ckpt.read(None, name).result().tolist() for name in names}
-
-
-def steps_in(place: str) -> list[int]:
-    with aiockpt.Checkpointer(place) as ckpt:
-        return sorted(info.step for info in ckpt.steps().result())
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +113,7 @@ def test_its_page_runs_as_it_stands(place: str, storage: str, alone: Any) -> Non
     assert read_handle(result.checkpoint).step == 22
 
 
-def test_a_job_that_is_killed_and_started_again_is_certified(tmp_path: Path) -> None:
-    prove = [str(BIN / "aiockpt"), "prove", "--kills", "2", "--seed", "1", "--json", "certificate.json", "--"]
-    done = subprocess.run(
-        [*prove, sys.executable, "-m", "tests.frameworks.ray_job", "--steps", "10"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = (tmp_path / "certificate.json").read_text()
-    assert json.loads(rows)
+def test_a_job_that_is_killed_and_started_again_is_certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = prove(sys.executable, "-m", "tests.frameworks.ray_job", "--steps", "10")
     assert all(name in rows for name in ("exp_avg_sq", "loader", "rng torch"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,11 +20,11 @@ from torch import nn
 import aiockpt
 from aiockpt.integrations.torchft import PlaceTransport, ReplicaCheckpointer
 from tests.docs.running import run_page
+from tests.frameworks.proving import environment, prove, steps_in
 
 torchft: Any = import_module("torchft")
 coordination: Any = import_module("torchft.coordination")
 theirs: Any = import_module("torchft.checkpointing.transport_test")
-CHECKOUT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -59,8 +58,7 @@ class Job:
         given = {**self.given, "replica": replica, **more}
         with (self.folder / f"log.{replica}").open("ab") as log:
             command = [sys.executable, "-m", "tests.frameworks.torchft_group", json.dumps(given)]
-            environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
 
     def run(self, **more: Any) -> list[int]:
         """Run both groups to their ends, and return how they ended."""
@@ -75,11 +73,6 @@ class Job:
 
     def log(self) -> str:
         return "\n".join((self.folder / f"log.{replica}").read_text()[-3000:] for replica in (0, 1))
-
-
-def steps_in(place: str) -> list[int]:
-    with aiockpt.Checkpointer(place) as ckpt:
-        return sorted(info.step for info in ckpt.steps().result())
 
 
 # A group that began alone would read samples in steps that torchft does not commit: another run, whoever is up first.
@@ -199,22 +192,9 @@ def test_its_page_runs_as_it_stands(tmp_path: Path, lighthouse: Any, monkeypatch
     assert torch.equal(next_samples("0"), expected)
 
 
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
-    prove = [
-        str(Path(sys.executable).with_name("aiockpt")),
-        "prove",
-        "--kills",
-        "2",
-        "--seed",
-        "7",
-        "--json",
-        "proof.json",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    script = [sys.executable, "-m", "tests.frameworks.torchft_script"]
-    done = subprocess.run(
-        [*prove, "--", *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = (tmp_path / "proof.json").read_text()
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = prove(sys.executable, "-m", "tests.frameworks.torchft_script", seed=7)
     assert all(name in rows for name in ("exp_avg_sq", "loader", "schedule", "rng torch"))

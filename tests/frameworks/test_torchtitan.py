@@ -6,14 +6,9 @@ a kill, runs that program.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # pyright
 
 import aiockpt
 from tests.docs.running import run_page
+from tests.frameworks import proving
+from tests.frameworks.proving import TORCHRUN, digest_of, environment, prove
 from tests.frameworks.titan import config_registry
 from tests.frameworks.titan.config_registry import ours, tiny, titans
 
-CHECKOUT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 PROGRAM = ["-m", "tests.frameworks.titan.train", "--module", "tests.frameworks.titan", "--config"]
 AIOCKPT = Path("outputs/checkpoint")
 
@@ -98,8 +93,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def steps_in(place: Path | str = AIOCKPT) -> list[int]:
     """Return the steps of a place, the oldest first."""
-    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
-        return sorted(info.step for info in ckpt.steps().result())
+    return proving.steps_in(place)
 
 
 def names_in(place: Path | str, step: int | None = None) -> dict[str, str]:
@@ -116,13 +110,8 @@ def program(*arguments: str, ranks: int = 1, config: str = "tiny") -> subprocess
 
 
 def command(ranks: int = 1, config: str = "tiny") -> list[str]:
-    start = [sys.executable] if ranks == 1 else [str(BIN / "torchrun"), "--nproc-per-node", str(ranks)]
+    start = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
     return [*start, *PROGRAM, config]
-
-
-def environment() -> dict[str, str]:
-    alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in alone} | {"PYTHONPATH": str(CHECKOUT)}
 
 
 # ---------------------------------------------------------------------- the same run
@@ -130,12 +119,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "FSDP2 on two ranks"])
 def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(ranks: int) -> None:
-    prove = [str(BIN / "aiockpt"), "prove", "--kills", "2", "--seed", "3", "--json", "certificate.json", "--"]
-    done = subprocess.run(
-        [*prove, *command(ranks)], check=False, env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.dumps(json.loads(Path("certificate.json").read_text()))
+    rows = prove(*command(ranks), seed=3)
     assert all(name in rows for name in ("exp_avg_sq", "dataloader", "lr_scheduler", "train_state", "rng torch"))
 
 
@@ -491,8 +475,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_what_is_relied_on_is_what_it_was_written_for(name: str) -> None:
-    source = inspect.getsource(import_module(name))
-    assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
+    assert digest_of(name) == UPSTREAM[name]
 
 
 def test_its_page_runs_as_it_stands() -> None:

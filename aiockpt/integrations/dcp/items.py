@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from aiockpt.convert.foreign.state_dicts import DCP_NOTE
-from aiockpt.errors import CorruptionError, UsageError
+from aiockpt.errors import CorruptionError
 
 Parts = tuple[str | int, ...]
 
@@ -55,24 +55,8 @@ def read_note(values: object) -> ItemNote | None:
         raise CorruptionError(f"the note of DCP's names is damaged: {error}") from error
 
 
-def put(state: dict[Any, Any], path: Parts, value: object) -> None:
-    """Put *value* at *path* of nested dicts.
-
-    Raises:
-        UsageError: something else is in its way.
-    """
-    inner: Any = state
-    for part in path[:-1]:
-        inner = inner.setdefault(part, {})
-        if type(inner) is not dict:
-            raise UsageError(f"DCP's planner gave {path} as the path of an item, and there is an item at a part of it")
-    if path[-1] in inner:
-        raise UsageError(f"DCP's planner gave {path} as the path of two items")
-    inner[path[-1]] = value
-
-
 def with_lists(state: dict[Any, Any], paths: Iterable[Parts], *, alone: bool) -> dict[Any, Any]:
-    """Return *state* with lists where DCP found some; `put` made dicts with numbers for keys of them.
+    """Return *state* with lists where DCP found some; `nested.put` made dicts with numbers for keys of them.
 
     Ranks have different items of one list after de-duplication, and lists are united by place. So a list of containers is
     written as one, with empty dicts where a rank has nothing; one that has items itself stays a dict, but for a rank that

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,8 +24,9 @@ from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.convert.foreign.state_dicts import DCP_NOTE
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
-from aiockpt.integrations.dcp.items import ItemNote, Parts, put, unpickled, with_lists
-from aiockpt.integrations.dcp.process_group import ranks_of
+from aiockpt.integrations.dcp.items import ItemNote, Parts, unpickled, with_lists
+from aiockpt.integrations.nested import put
+from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.session.checkpointer import Checkpointer, Place
 
 Identifier = str | os.PathLike[str]
@@ -115,7 +117,7 @@ class AiockptWriter(StorageWriter):
         try:
             state = state_of(plan, planner, results, alone=self._alone)
         except Exception as error:
-            self._tell_others(ckpt, error)
+            self._notify_others(ckpt, error)
             raise
         self._save = ckpt.save(self.step, state)
         self._save.written().result()
@@ -158,11 +160,11 @@ class AiockptWriter(StorageWriter):
             ranks = ranks_of(self._group, alone=self._alone)
             assert self._place is not None
             # Failures are raised by write_data and finish, and not again by the next save.
-            self._open = Checkpointer(self._place, **{"on_error": _told, **self._options}, ranks=ranks)
+            self._open = Checkpointer(self._place, **{"on_error": _already_raised, **self._options}, ranks=ranks)
             self._opened = wanted
         return self._open
 
-    def _tell_others(self, ckpt: Checkpointer, error: Exception) -> None:
+    def _notify_others(self, ckpt: Checkpointer, error: Exception) -> None:
         """End the other ranks' saves now: this rank joins with a state that cannot be saved."""
         try:
             ckpt.save(self.step, {"items": _Unresolved(error)})
@@ -171,8 +173,23 @@ class AiockptWriter(StorageWriter):
                 raise raised from error
 
 
-def _told(error: CheckpointError) -> None:
+def _already_raised(error: CheckpointError) -> None:
     """Do nothing: the error was raised already."""
+
+
+def ranks_of(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
+    """Return this process's place in *group* (None is all ranks); the only one where it saves *alone*."""
+    if alone or not (distributed.is_available() and distributed.is_initialized()):
+        return Ranks()
+    ranks = find_ranks()
+    if group is None or ranks.world_size == 1:
+        return ranks
+    members = distributed.get_process_group_ranks(group)
+    if len(members) == 1:
+        return Ranks()
+    name = "-".join(map(str, members))
+    store = distributed_c10d.PrefixStore(f"aiockpt.dcp/{name}", ranks.store)
+    return Ranks(members.index(ranks.rank), len(members), store)
 
 
 def rank_in(group: distributed.ProcessGroup | None) -> int:

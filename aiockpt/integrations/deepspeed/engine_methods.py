@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import aiockpt
-from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
-from aiockpt.integrations.deepspeed.commits import DurableCommits
-from aiockpt.integrations.deepspeed.engine_state import build_state, load_step, names_taken
+from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.integrations.deepspeed.engine_state import build_state, load_step, used_names
 from aiockpt.integrations.deepspeed.named_state import MODEL
 from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
-from aiockpt.integrations.first_rank import ask_first_rank
+from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
+
+_protocol: Any = import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine")
 
 logger = logging.getLogger("aiockpt")
 
@@ -40,7 +43,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
     """
     refuse_engine(engine)
     find_partitions(engine)
-    taken = names_taken(engine) & set(state or {})
+    taken = used_names(engine) & set(state or {})
     if taken:
         raise UsageError(
             f"attach(): state= has {', '.join(sorted(taken))}, which the engine's own state has; rename it"
@@ -87,22 +90,12 @@ class _AttachedEngine:
         self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
         state = build_state(engine, client_state) | self._more
         frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]
-        earlier: BackgroundSaveError | None = None
-        try:
-            future = self._ckpt.save(
-                step,
-                state,
-                user={"tags": self._tags[step], "latest": save_latest},
-                exclude=frozen if exclude_frozen_parameters and frozen else None,
-            )
-        except BackgroundSaveError as error:
-            if error.future is None:
-                raise
-            earlier, future = error, error.future
-        self.commits.expect(str(save_dir), tag, save_latest, future)
-        if earlier is not None:
-            raise earlier
-        return future
+        left_out = frozen if exclude_frozen_parameters and frozen else None
+        user = {"tags": self._tags[step], "latest": save_latest}
+        return begin_save(
+            lambda: self._ckpt.save(step, state, user=user, exclude=left_out),
+            partial(self.commits.expect, str(save_dir), tag, save_latest),
+        )
 
     # ------------------------------------------------------------------ loading
 
@@ -134,45 +127,39 @@ class _AttachedEngine:
             raise UsageError(
                 "load_checkpoint(custom_load_fn=…) is given DeepSpeed's files; read(step, name) gives tensors"
             )
-        for step, tags in steps:
-            try:
-                client = load_step(
-                    self._engine,
-                    self._ckpt,
-                    step,
-                    self._more,
-                    strict=load_module_strict,
-                    optimizer=load_optimizer_states and not load_module_only,
-                    scheduler=load_lr_scheduler_states and not load_module_only,
-                    progress=not load_module_only,
-                )
-            except (CorruptionError, StepNotFoundError) as error:
-                if tag is not None or step == steps[-1][0]:
-                    raise
-                logger.warning("step %d is not resumed from: %s", step, error)
-            else:
-                self._tags = {step: tags}
-                return os.path.join(str(load_dir), tag or tags[-1]), client
-        raise AssertionError  # the last step is returned or raised
 
-    def _find(self, tag: str | None) -> list[tuple[int, list[str]]]:
-        """Return the steps to try, the newest first, with their tags; the same on all ranks."""
+        def load(step: int) -> Any:
+            client = load_step(
+                self._engine,
+                self._ckpt,
+                step,
+                self._more,
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+                progress=not load_module_only,
+            )
+            self._tags = {step: steps[step]}
+            return os.path.join(str(load_dir), tag or steps[step][-1]), client
 
-        def look() -> list[tuple[int, list[str]]]:
+        return load_newest(list(steps), load)
+
+    def _find(self, tag: str | None) -> dict[int, list[str]]:
+        """Return the tags of the steps to try, the newest step first; the same on all ranks."""
+
+        def find() -> dict[int, list[str]]:
             self._ckpt.finish_commits().result()
-            found: list[tuple[int, list[str]]] = []
-            for info in self._ckpt.steps().result():
-                if info.problem is not None:
-                    continue
-                user: Any = self._ckpt.describe(info.step).result().user
+            found: dict[int, list[str]] = {}
+            for step in valid_steps(self._ckpt):
+                user: Any = self._ckpt.describe(step).result().user
                 known: Any = user if isinstance(user, dict) and "tags" in user else {"tags": [], "latest": True}
                 if known["latest"] if tag is None else tag in known["tags"]:
-                    found.append((info.step, known["tags"] or [f"global_step{info.step}"]))
+                    found[step] = known["tags"] or [f"global_step{step}"]
                     if tag is not None:
                         break
             return found
 
-        return ask_first_rank(look)
+        return ask_first_rank(find)
 
     def _load_of_deepspeed(self, load_dir: Any, tag: str | None, *others: Any) -> Any:
         folder = str(load_dir)
@@ -181,6 +168,67 @@ class _AttachedEngine:
             return self.load_theirs(load_dir, tag, *others)
         if tag is not None:
             raise StepNotFoundError(f"{self._ckpt!r} has no step with the tag {tag!r}, nor has {folder}")
-        if ask_first_rank(lambda: all(info.problem is not None for info in self._ckpt.steps().result())):
-            self._ckpt.load({}).result()  # raises where there are some: nothing begins anew by mistake
+        if ask_first_rank(lambda: not valid_steps(self._ckpt)):
+            raise_if_lost(self._ckpt)
         return None, None
+
+
+class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, where DeepSpeed is not installed
+    """The ``CheckpointEngine`` of an engine that saves with aiockpt: a commit returns when it is durable, not before.
+
+    What DeepSpeed writes besides, such as the file of ``save_16bit_model``, goes to the one before it.
+    """
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.name = "aiockpt"
+        self.before = before
+        self._saves: dict[str, aiockpt.SaveFuture] = {}
+        self._newest: tuple[Any, aiockpt.SaveFuture] | None = None
+
+    def expect(self, save_dir: str, tag: str, save_latest: bool, future: aiockpt.SaveFuture) -> None:
+        """Register the save of a tag."""
+        self._saves = {name: one for name, one in self._saves.items() if not one.done()} | {tag: future}
+        self._newest = (_protocol.CheckpointCommitInfo(tag, save_dir, save_latest), future)
+
+    def get_commit_info(self) -> Any:
+        """Return the request of the newest save once it is durable on all ranks; None until then, and if it failed."""
+        if self._newest is None or self._newest[1].stage != "committed":
+            return None
+        return self._newest[0]
+
+    def commit(self, info: Any) -> bool:
+        """Wait until the save of a tag is durable; raise what went wrong."""
+        future = self._saves.get(info.tag)
+        if future is None:
+            return bool(self.before.commit(info))
+        future.result()
+        return True
+
+    def cleanup(self) -> None:
+        """Wait for all saves."""
+        for future in self._saves.values():
+            future.result()
+        self.before.cleanup()
+
+    def create(self, info: Any) -> None:
+        self.before.create(info)
+
+    def save(self, state_dict: Any, path: str) -> Any:
+        return self.before.save(state_dict=state_dict, path=path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self.before.load(path, map_location=map_location)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.before.makedirs(path, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return bool(self.before.is_data_parallel_writer(dp_rank))
+
+    def is_decoupled(self) -> bool:
+        """Return False: DeepSpeed's steps would wait for the commit of a decoupled one."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        return bool(self.before.preserves_storage_sharing())

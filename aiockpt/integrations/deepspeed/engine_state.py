@@ -22,16 +22,18 @@ from aiockpt.integrations.deepspeed.named_state import (
     weights_state,
 )
 from aiockpt.integrations.deepspeed.partitions import find_partitions
-from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
 from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
-from aiockpt.integrations.first_rank import ask_first_rank
+from aiockpt.integrations.steps import ask_first_rank
 
 logger = logging.getLogger("aiockpt")
 
 CLIENT, OF_RANK = "client_state", "client_state_of_rank"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""The fields of a loss scaler that change; the rest of it is configuration."""
 
 
-def names_taken(engine: Any) -> set[str]:
+def used_names(engine: Any) -> set[str]:
     """Return the keys that the engine's own state has."""
     return {MODEL, OPTIMIZER, CLIENT, OF_RANK, PROGRESS, "rng", *progress_objects(engine)}
 
@@ -114,6 +116,44 @@ def _progress_of(
         same_ranks = values[PROGRESS]["ranks"] == _size()
         state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
     return state
+
+
+def progress_objects(engine: Any) -> dict[str, Any]:
+    """Return what has a ``state_dict()`` of its own, by name."""
+    found: dict[str, Any] = {}
+    if engine.lr_scheduler is not None:
+        found["lr_scheduler"] = engine.lr_scheduler
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
+        found["random_ltd"] = engine.random_ltd_scheduler
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        found["data_sampler"] = engine.training_dataloader.data_sampler
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None:
+        found["grad_scaler"] = scaler
+    return found
+
+
+def read_progress(engine: Any) -> dict[str, Any]:
+    """Return the counters, and the loss scale where there is one."""
+    values: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None:
+        values["loss_scale"] = {name: getattr(scaler, name) for name in _SCALE if hasattr(scaler, name)}
+    return values
+
+
+def set_progress(engine: Any, values: dict[str, Any]) -> None:
+    """Set what `read_progress` has read; a step that was under way begins anew."""
+    for name in _COUNTERS:
+        setattr(engine, name, values[name])
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    saved = values.get("loss_scale")
+    # One that does not change is configuration, too.
+    if scaler is not None and saved is not None and scaler.dynamic:
+        for name, value in saved.items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
 
 
 def _rank() -> int:

@@ -19,7 +19,7 @@ import aiockpt
 from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
-from aiockpt.integrations.nested import put
+from aiockpt.integrations.nested import nest
 from aiockpt.state.codecs import class_name
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "deepspeed"
@@ -27,10 +27,7 @@ MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "deepspeed"
 
 def weights_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
     """Return the weights to save."""
-    state: dict[str, Any] = {}
-    for name, leaf in module_leaves(engine, partitions):
-        put(state, name.split("."), leaf)
-    return state
+    return nest(dict(module_leaves(engine, partitions)))
 
 
 def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:

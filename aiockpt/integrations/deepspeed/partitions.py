@@ -173,7 +173,7 @@ def weights_of(parameter: Any) -> torch.Tensor:
     return aiockpt.Shards.flat(tuple(parameter.ds_shape), start, parameter.ds_tensor.detach().view(-1)[:count])
 
 
-def settle_weights(engine: Any, partitions: list[FlatPartition]) -> None:
+def finish_weights(engine: Any, partitions: list[FlatPartition]) -> None:
     """Make the weights of the model and those of the optimizer agree, after one of both was loaded; on all ranks."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):

@@ -28,10 +28,10 @@ from aiockpt.integrations.deepspeed.partition_fit import PartitionFit, different
 from aiockpt.integrations.deepspeed.partitions import (
     FlatPartition,
     find_partitions,
+    finish_weights,
     inner_optimizer,
-    settle_weights,
 )
-from aiockpt.integrations.nested import put, take
+from aiockpt.integrations.nested import put, value_at
 from aiockpt.state.tree import TAG
 
 
@@ -77,10 +77,10 @@ class StateToLoad:
             else:
                 put(self.state, path, self._in_saved_precision(name, leaf))
         if self._partitions:
-            self._after.append(partial(settle_weights, self._engine, self._partitions))
+            self._after.append(partial(finish_weights, self._engine, self._partitions))
 
     def _set_extra_state(self, name: str, path: tuple[str, ...]) -> None:
-        self._engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(take(self.state, path))
+        self._engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value_at(self.state, path))
 
     def _in_saved_precision(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
         """Return what is to be read into: *leaf*, or one of the saved precision that is copied into it afterwards."""

@@ -19,7 +19,7 @@ from typing import Any
 import aiockpt
 from aiockpt.integrations.huggingface import accelerate as _accelerate
 from aiockpt.integrations.huggingface import trainer as _trainer
-from aiockpt.integrations.huggingface.renames import renames
+from aiockpt.integrations.huggingface.model_names import renames
 
 __all__ = ["attach", "renames"]
 

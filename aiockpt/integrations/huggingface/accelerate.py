@@ -7,14 +7,12 @@ state as it is; the loop stays as it is.
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiockpt
-from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
-from aiockpt.integrations.first_rank import ask_first_rank
+from aiockpt.errors import UsageError
 from aiockpt.integrations.huggingface.accelerate_state import LoopState
 from aiockpt.integrations.huggingface.engine_inside import EngineInside
 from aiockpt.integrations.huggingface.state_folders import (
@@ -24,8 +22,7 @@ from aiockpt.integrations.huggingface.state_folders import (
     new_mark,
     read_mark,
 )
-
-logger = logging.getLogger("aiockpt")
+from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
 
 _RESTORED = 8
 """Number of newest steps that may lack their folder after a kill; more than saves that can be under way."""
@@ -61,7 +58,7 @@ def attach(
         )
     ckpt = aiockpt.Checkpointer(place or Path(accelerator.project_dir) / "aiockpt", **options)
     folders = StateFolders(accelerator, ckpt, delete_with_folder=delete_with_folder)
-    _AttachedAccelerator(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).take_over()
+    _AttachedAccelerator(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).replace_methods()
     return ckpt
 
 
@@ -87,7 +84,7 @@ class _AttachedAccelerator:
         self._next = 0
         self._has_loaded = False
 
-    def take_over(self) -> None:
+    def replace_methods(self) -> None:
         """Replace the methods, and list the steps that are there."""
         accelerator = self._accelerator
         accelerator.save_state = self._save_state
@@ -148,20 +145,16 @@ class _AttachedAccelerator:
         mark = new_mark(self._next)
         user = {"folder": str(folder.absolute()), "key": mark.key}
         state = self._loop.build(self._next + 1, settings.iteration + 1)
-        earlier: BackgroundSaveError | None = None
-        try:
-            future = self._ckpt.save(
-                self._next, state, user=user, only=self._only, exclude=[*self._exclude, *left_out] or None
-            )
-        except BackgroundSaveError as error:
-            if error.future is None:
-                raise
-            earlier, future = error, error.future
-        self._next += 1
-        settings.iteration += 1
-        self._folders.expect(folder, mark, future)
-        if earlier is not None:
-            raise earlier
+        left_out = [*self._exclude, *left_out]
+
+        def expect(future: aiockpt.SaveFuture) -> None:
+            self._next += 1
+            settings.iteration += 1
+            self._folders.expect(folder, mark, future)
+
+        begin_save(
+            lambda: self._ckpt.save(self._next, state, user=user, only=self._only, exclude=left_out or None), expect
+        )
         return folder
 
     def _folder(self, output_dir: Any) -> Path:
@@ -202,7 +195,7 @@ class _AttachedAccelerator:
 
     def _load_state(self, input_dir: Any = None, load_kwargs: Any = None, **others: Any) -> None:
         """Load the step of a folder, or the newest valid one; what accelerate wrote itself is loaded by accelerate."""
-        self._folders.settle()
+        self._folders.wait()
         self._accelerator.wait_for_everyone()
         strict = others.get("strict", True)
         if input_dir is not None:
@@ -225,24 +218,19 @@ class _AttachedAccelerator:
         self._has_loaded = True
 
     def _load_newest(self, strict: bool) -> None:
-        steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
-        if not steps:
-            self._ckpt.load({}).result()  # raises where there are some, and none of them is valid
-        for step in steps:
+        def load(step: int) -> None:
             user: Any = self._ckpt.describe(step).result().user
             if not isinstance(user, dict) or "folder" not in user:
                 raise UsageError(
                     f"load_state(): step {step} of {self._ckpt!r} was not saved by save_state(): load it into your objects "
                     "by the checkpointer that attach() returns, or attach() to another place"
                 )
-            try:
-                self._load(step, Path(user["folder"]), strict)
-            except (CorruptionError, StepNotFoundError) as error:
-                if step == steps[-1]:
-                    raise
-                logger.warning("step %d is not resumed from: %s", step, error)
-            else:
-                return
+            self._load(step, Path(user["folder"]), strict)
+
+        if steps := valid_steps(self._ckpt):
+            load_newest(steps, load)
+        else:
+            raise_if_lost(self._ckpt)
 
     def _load(self, step: int, folder: Path, strict: bool) -> None:
         accelerator = self._accelerator
@@ -279,6 +267,6 @@ class _AttachedAccelerator:
 
     def _end_training(self) -> None:
         """End when all is committed; raise what failed."""
-        self._folders.settle()
+        self._folders.wait()
         self._folders.rotate()
         self._end_theirs()

@@ -48,7 +48,7 @@ class EngineInside:
     @property
     def keys(self) -> set[str]:
         """The keys of the engine's state."""
-        found: set[str] = import_module("aiockpt.integrations.deepspeed.engine_state").names_taken(self.engine)
+        found: set[str] = import_module("aiockpt.integrations.deepspeed.engine_state").used_names(self.engine)
         return found
 
     def build_state(self) -> dict[str, Any]:

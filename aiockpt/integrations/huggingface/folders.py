@@ -152,7 +152,7 @@ class CheckpointFolders:
             elif not self._has_failed(conversion.future, conversion.save):
                 conversion.save.appear()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all is committed, and has its folder; raise what failed."""
         self._ckpt.wait()
         self.publish()

@@ -23,7 +23,15 @@ from torch.utils.data import IterableDataset
 import aiockpt
 from aiockpt.integrations.huggingface.loop_habit import Habit, TrainingTraces
 from aiockpt.integrations.huggingface.loop_reading import GoOn, LoopReading, Values
-from aiockpt.integrations.indices import Indices, find_generators, read_generators, write_generators
+from aiockpt.integrations.indices import (
+    Indices,
+    find_generators,
+    length_of,
+    log_other_length,
+    read_generators,
+    whole_batches,
+    write_generators,
+)
 
 logger = logging.getLogger("aiockpt")
 
@@ -63,13 +71,8 @@ class LoaderPosition:
         self._bind(loader, None)
 
     def _track(self) -> Indices:
-        base = self.loader.base_dataloader
-        name = "sampler" if base.batch_sampler is None else "batch_sampler"
-        source = getattr(base, name)
-        indices = source if isinstance(source, Indices) else _TrackedIndices(source, base)
-        _drop_begun(base)
-        base.__dict__[name] = indices  # a DataLoader refuses this by its setter; accelerate makes a new one for it
-        return indices
+        _drop_begun(self.loader.base_dataloader)
+        return _TrackedIndices.put_into(self.loader.base_dataloader)
 
     # ------------------------------------------------------------------ loops
 
@@ -146,9 +149,9 @@ class LoaderPosition:
             if reading is not None and reading.window is not None:
                 reading.window.close()
         if reading is not None and reading.ended is not None and not reading.trains:
-            self._give_back(reading, reading.ended)
+            self._begin_again(reading, reading.ended)
 
-    def _give_back(self, reading: LoopReading, ended: GoOn) -> None:
+    def _begin_again(self, reading: LoopReading, ended: GoOn) -> None:
         """Begin again the epoch of a loop that trained nothing: all batches that the script skips are of the one before."""
         if not ended.own.get("skippable", True):
             return
@@ -169,7 +172,7 @@ class LoaderPosition:
     def follow(self, skip: Callable[[Any, int], Any], count: int) -> Any:
         """Return what *skip* makes of the loader, without the first *count* batches; loops over it are registered, too."""
         skipping = skip(self.loader, count)
-        self._take_skipping(skipping, count)
+        self._follow_skipping(skipping, count)
         return skipping
 
     def recognise(self, loader: Any) -> bool:
@@ -179,10 +182,10 @@ class LoaderPosition:
             return False
         if self._indices is not None and (sampler is None or sampler.batch_sampler is not self._indices):
             return False
-        self._take_skipping(loader, loader.skip_batches if sampler is None else sampler.skip_batches)
+        self._follow_skipping(loader, loader.skip_batches if sampler is None else sampler.skip_batches)
         return True
 
-    def _take_skipping(self, loader: Any, count: int) -> None:
+    def _follow_skipping(self, loader: Any, count: int) -> None:
         go_on = self._go_on
         if go_on is not None and go_on.own["finished"] and not _is_next(go_on, count):
             loader.iteration = self.loader.iteration - 1
@@ -208,7 +211,7 @@ class LoaderPosition:
             "epoch": self.sampler_epoch if reading is None else reading.epoch,
             "seed": getattr(self.loader.get_sampler(), "initial_seed", None),
             "batch_size": self._batch_size(),
-            "length": _length(self.loader.dataset),
+            "length": length_of(self.loader.dataset),
         }
         if reading is None and self._go_on is not None:  # loaded, and no loop has begun since
             state |= {"passed": self._go_on.passed, "seen": self._go_on.seen}
@@ -247,7 +250,7 @@ class LoaderPosition:
         self._reading, self._go_on = None, None
         self._habit = Habit(*own.get("habit", ()))
         if self._indices is not None:
-            self._indices.forget()
+            self._indices.reset()
         if shared["passed"] is None:
             return
         self._go_on = self._in_samples(shared, own)
@@ -260,7 +263,7 @@ class LoaderPosition:
     def _in_samples(self, shared: Values, own: Values) -> GoOn:
         """Return what the next loop goes on with, where batches may have another size now, and the data another length."""
         passed, seen, size = shared["passed"], shared.get("seen", 0), self._batch_size()
-        before, length = shared.get("batch_size", size), _length(self.loader.dataset)
+        before, length = shared.get("batch_size", size), length_of(self.loader.dataset)
         if size is None or before is None:
             return GoOn(passed, own, by_hand=passed)
         samples, by_hand = seen + passed * before, max(passed, -(-(seen + passed * before) // size))
@@ -268,21 +271,12 @@ class LoaderPosition:
             return GoOn(by_hand, own, 0, by_hand, counts_samples=size != before)
         in_order = self._indices is not None and self._indices.is_in_order
         if length != shared.get("length", length) and not in_order:
-            logger.warning(
-                "the data have %s samples, and had %s when the checkpoint was made: the rest of this epoch is drawn of "
-                "another order, so that some of its samples come twice, and others not",
-                *(length, shared["length"]),
-            )
+            log_other_length(length, shared["length"])
         if size == before:
             return GoOn(passed, own, seen, by_hand, seen > 0)
         if self._indices is not None and self._indices.counts_samples:
             return GoOn(0, own, samples, by_hand, counts_samples=True)
-        logger.warning(
-            "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at whole "
-            "batches, after %d samples",
-            *(size, before, samples, samples // size * size),
-        )
-        return GoOn(samples // size, own, 0, by_hand, counts_samples=True)
+        return GoOn(whole_batches(samples, size, before), own, 0, by_hand, counts_samples=True)
 
     def _batch_size(self) -> int | None:
         """Return the samples of a batch over all ranks; None where the loader has no such number."""
@@ -346,11 +340,3 @@ def _skipping_sampler(loader: Any) -> Any:
     """Return what passes over the first indices in a loader that accelerate made for that; None where nothing does."""
     samplers = (loader.batch_sampler, loader.sampler)
     return next((one for one in samplers if type(one).__name__ == "SkipBatchSampler"), None)
-
-
-def _length(dataset: Any) -> int | None:
-    """Return the number of samples; None where it is not known."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None

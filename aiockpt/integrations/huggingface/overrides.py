@@ -48,7 +48,7 @@ class Overrides:
         said = {"__module__": self._cls.__module__, "__qualname__": self._cls.__qualname__, _ORIGINAL: self._cls}
         trainer.__class__ = type(self._cls.__name__, bases, said)
 
-    def tell(self) -> None:
+    def log_passed_over(self) -> None:
         """Log the overrides that are not called."""
         if self.passed_over:
             logger.warning(

@@ -119,7 +119,7 @@ class StateFolders:
             staged.rename(folder)
         self._known[mark.step] = folder
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all is committed, and has its folder; raise what failed."""
         try:
             self._ckpt.wait()

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
-from aiockpt.integrations.huggingface.adapters import rule_of
+from aiockpt.errors import UsageError
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, step_of
+from aiockpt.integrations.huggingface.model_names import renames, rule_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
-from aiockpt.integrations.huggingface.renames import renames
 from aiockpt.integrations.huggingface.runs import RUN, finish_run, next_run, run_of, step_in_run
+from aiockpt.integrations.steps import load_newest, raise_if_lost, valid_steps
 
 logger = logging.getLogger("aiockpt")
 
@@ -80,7 +80,7 @@ def attach(
     ckpt = aiockpt.Checkpointer(place, **options)
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
-    _Attached(trainer, ckpt, folders, str(place), resume, options.get("only")).take_over()
+    _Attached(trainer, ckpt, folders, str(place), resume, options.get("only")).replace_methods()
     trainer.add_callback(_publishing(folders))
     return ckpt
 
@@ -115,7 +115,7 @@ class _Attached:
         self._save_theirs = vars(trainer).get("_save_checkpoint")
         self._saving: set[str] | None = None
 
-    def take_over(self) -> None:
+    def replace_methods(self) -> None:
         """Replace the methods."""
         trainer, overrides = self._trainer, self._overrides
         loading: dict[str, Callable[..., Any]] = {
@@ -135,7 +135,7 @@ class _Attached:
         trainer.train = self._train
         setattr(trainer, _SAVING[0], self._enter_save)
         trainer.callback_handler.on_save = partial(self._call_back, trainer.callback_handler.on_save)
-        overrides.tell()
+        overrides.log_passed_over()
 
     def _call_theirs(self, name: str, *args: Any, **named: Any) -> Any:
         """Call a method as the Trainer has it, or the override that is not called otherwise."""
@@ -159,7 +159,7 @@ class _Attached:
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = self._check_committed(resume_from_checkpoint)
         newest = automatic or resume_from_checkpoint is True
-        self._folders.settle()  # of a training that was interrupted
+        self._folders.wait()  # of a training that was interrupted
         steps = self._committed(all_runs=not automatic) if newest else []
         theirs = self._folders.of_the_trainer() if newest and not (automatic and self._run) else None
         if automatic and not steps and theirs is None:
@@ -168,7 +168,7 @@ class _Attached:
             done = train(str(theirs[0]))  # what the Trainer wrote before it was attached, or without it since
         else:
             done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
-        self._folders.settle()
+        self._folders.wait()
         self._folders.rotate()
         finish_run(self._place)
         return done
@@ -177,7 +177,7 @@ class _Attached:
         """Raise where no step at all is valid; log those of this run that are not, where other runs have valid ones."""
         lost = [info.step for info in self._ckpt.steps().result() if run_of(info.step) == self._run]
         if lost:
-            self._ckpt.load({}).result()
+            raise_if_lost(self._ckpt)
             logger.warning("steps %s of this run cannot be read: it begins anew", ", ".join(map(str, lost)))
 
     def _check_committed(self, folder: Any) -> Any:
@@ -193,20 +193,18 @@ class _Attached:
 
     def _train_from(self, steps: list[int], train: Callable[..., Any]) -> Any:
         """Train from the first of *steps* that can be loaded; a load that fails has trained nothing yet."""
-        for step in steps[:-1]:
+        begun = 0
+
+        def begin(step: int) -> Any:
+            nonlocal begun
             begun = self._trainer.state.global_step
-            try:
-                return train(str(self._folders.path(step)))
-            except (CorruptionError, StepNotFoundError) as error:
-                if self._trainer.state.global_step not in (begun, step_in_run(step)):
-                    raise
-                logger.warning("step %d is not resumed from: %s", step, error)
-        return train(str(self._folders.path(steps[-1])))
+            return train(str(self._folders.path(step)))
+
+        return load_newest(steps, begin, lambda step: self._trainer.state.global_step in (begun, step_in_run(step)))
 
     def _committed(self, *, all_runs: bool) -> list[int]:
         """Return the committed steps, the newest first, each with its folder; of this run alone, or of all."""
-        steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
-        steps = [step for step in steps if all_runs or run_of(step) == self._run]
+        steps = [step for step in valid_steps(self._ckpt) if all_runs or run_of(step) == self._run]
         self._folders.hide_unfinished()
         for step in reversed(steps):
             self._folders.restore(step)
@@ -378,7 +376,7 @@ class _Attached:
 
     def _load_best(self) -> None:
         folder = self._trainer.state.best_model_checkpoint
-        self._folders.settle()
+        self._folders.wait()
         self._trainer.accelerator.wait_for_everyone()
         if not is_ours(folder):
             self._call_theirs("_load_best_model")

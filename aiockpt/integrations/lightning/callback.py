@@ -108,7 +108,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._fit = Resume(trainer, self)
         if stage == "fit" and not trainer.fast_dev_run:
             self._fit.follow_loops()
-            self._fit.take_loaders()
+            self._fit.register_loaders()
 
     def begin(self, trainer: Any) -> None:
         """Open the place, and pass hooks and callbacks their part of the checkpoint that this fit goes on from."""
@@ -171,7 +171,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
 
     # ------------------------------------------------------------------ what the loops come to
 
-    def take_path(self, path: Any) -> bool:
+    def accept_path(self, path: Any) -> bool:
         """Return whether a ``ckpt_path`` is a checkpoint of ours, which `on_fit_start` loads then."""
         name = posixpath.basename(os.fspath(path).rstrip("/"))
         is_ours = _STEP.fullmatch(name) is not None or str(path) == self._place()

@@ -10,7 +10,6 @@ Kinds of loaders, by how they go on in the middle of an epoch:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import aiockpt
 from aiockpt.data.data_source import let_workers_outlive_signals
-from aiockpt.integrations.indices import Indices
+from aiockpt.integrations.indices import Indices, length_of, log_other_length, whole_batches
 
-logger = logging.getLogger("aiockpt")
 _RNG = aiockpt.RNG()
 
 
@@ -66,13 +64,13 @@ class DataPosition:
         self.indices: list[Indices | None] = []
         self._is_read = False
         self._counted = (0, 0)
-        combined.flattened = [self._take(loader) for loader in combined.flattened]
+        combined.flattened = [self._register(loader) for loader in combined.flattened]
         if self._is_read and self.loaders:
             raise aiockpt.UsageError(
                 "one loader has a state and another one has none: give both of them one (aiockpt.Loader, StatefulDataLoader)"
             )
 
-    def _take(self, loader: Any) -> Any:
+    def _register(self, loader: Any) -> Any:
         """Return what Lightning is to read in place of *loader*."""
         indices = None
         let_workers_outlive_signals(loader)
@@ -129,20 +127,11 @@ class DataPosition:
         assert only is not None
         samples, length = trained["samples"] * saved["ranks"] // ranks, len(loader.dataset)
         if length != trained["length"] and not only.is_in_order:
-            logger.warning(
-                "the data have %d samples, and had %d when the checkpoint was made: the rest of this epoch is drawn of "
-                "another order, so that some of its samples come twice, and others not",
-                *(length, trained["length"]),
-            )
+            log_other_length(length, trained["length"])
         if samples == batches * size:
             return batches, 0
         if not only.counts_samples:
-            logger.warning(
-                "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at "
-                "whole batches, after %d samples",
-                *(size, trained["size"], samples, samples // size * size),
-            )
-            return samples // size, 0
+            return whole_batches(samples, size, trained["size"]), 0
         left = max(0, len(only.sampler) - samples)
         batches = len(loader) - (left // size if only.drop_last else -(-left // size))
         self._counted = (batches, samples)
@@ -153,7 +142,7 @@ class DataPosition:
         self._counted = (0, 0)
         for one in self.indices:
             if one is not None:
-                one.forget()
+                one.reset()
         self.start = _RNG.state_dict()
 
     def go_on(self, state: Any, passed: int, seen: int = 0) -> None:
@@ -172,7 +161,7 @@ class DataPosition:
             if one is None:
                 continue
             start = one.read() if state is None else state["indices"][place]["start"]
-            length = _length(loader)
+            length = length_of(loader) or 0
             cycles = self._combined._mode == "max_size_cycle" and 0 < length < passed
             if seen:
                 one.go_on(start, 0, seen)
@@ -194,11 +183,11 @@ class DataPosition:
         """Note the random generators before each batch is fetched, where batches can only be had by reading them again."""
         if not self._is_read:
             return
-        tell_profiler = fetcher._start_profiler
+        start_profiler = fetcher._start_profiler
 
         def note() -> None:
             self._last_fetch = _RNG.state_dict()
-            tell_profiler()
+            start_profiler()
 
         fetcher._start_profiler = note
 
@@ -211,31 +200,18 @@ class DataPosition:
 
 def _track(loader: DataLoader[Any]) -> Indices:
     """Return the source of *loader*'s indices, made so that it can go on."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    source: Any = getattr(loader, name)
-    if isinstance(source, Indices):
-        return source
+    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if hasattr(source, "hand_out"):
         raise aiockpt.UsageError(
             f"a {type(source).__name__} must be told of each batch: give Lightning "
             "aiockpt.Loader(DataLoader(…)) in place of the DataLoader"
         )
-    indices = Indices(source, loader)
-    loader.__dict__[name] = indices  # a DataLoader refuses this by its setter; Lightning makes a new one for it
-    return indices
+    return Indices.put_into(loader)
 
 
 def _check_length(loader: Any) -> None:
-    if _length(loader) < 0:
+    if length_of(loader) is None:
         raise aiockpt.UsageError(
             f"Lightning reads a {type(loader).__name__} without a length one batch ahead, so that its state "
             "is that of a batch which was not trained: give the dataset a __len__"
         )
-
-
-def _length(loader: Any) -> int:
-    """Return the number of batches, or -1."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return -1

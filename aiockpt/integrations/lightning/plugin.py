@@ -32,13 +32,13 @@ class _Save:
         self.ended = False
         self._place = aiockpt.Checkpointer(path, ranks=aiockpt.Ranks(), retention=aiockpt.Retention(last=1), **options)
         try:
-            self._take_the_place_of_what_is_there()
+            self._continue_what_is_there()
             self._future = self._place.save(checkpoint.get("global_step", 0), {"checkpoint": checkpoint})
         except BaseException:
             self._place.close()
             raise
 
-    def _take_the_place_of_what_is_there(self) -> None:
+    def _continue_what_is_there(self) -> None:
         """Load nothing of it, so that the save continues it and ``Retention`` may delete it; another branch would stay."""
         with suppress(aiockpt.CheckpointError):
             self._place.load({}).result()
@@ -82,7 +82,7 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         for save in self._saves:
             save.end(wait=save.path == os.fspath(path))  # "last.ckpt" again: one after the other
         self._saves.append(_Save(os.fspath(path), checkpoint, self._options))
-        self._settle(wait=False)
+        self._finish(wait=False)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint in the folder *path*, with its tensors on the host.
@@ -92,7 +92,7 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         Raises:
             FileNotFoundError: nothing is there.
         """
-        self._settle(wait=True)
+        self._finish(wait=True)
         if os.path.isfile(path):
             return dict(super().load_checkpoint(path, map_location, weights_only))
         state: dict[str, Any] = {"checkpoint": None}
@@ -105,13 +105,13 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint when all that was saved so far is committed; if some of it fails, it stays."""
         self._removals.append((os.fspath(path), list(self._saves)))
-        self._settle(wait=False)
+        self._finish(wait=False)
 
     def teardown(self) -> None:
         """Wait until all is committed, and raise what went wrong."""
-        self._settle(wait=True)
+        self._finish(wait=True)
 
-    def _settle(self, *, wait: bool) -> None:
+    def _finish(self, *, wait: bool) -> None:
         for save in self._saves:
             save.end(wait=wait)
         removals, self._removals = self._removals, []

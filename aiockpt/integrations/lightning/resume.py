@@ -49,7 +49,7 @@ class Resume:
     def follow_loops(self) -> None:
         """Attach to the loops of a fit."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        self._bindings.bind(fit, "setup_data", self._take_data)
+        self._bindings.bind(fit, "setup_data", self._set_up_again)
         self._bindings.bind(fit, "_load_combined_loader_states", self._set_up_data)
         self._bindings.bind(fit, "on_advance_start", self._begin_epoch)
         self._bindings.bind(epoch, "on_run_start", self._begin_batches)
@@ -134,7 +134,7 @@ class Resume:
 
     def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
         """Skip a checkpoint of ours, which the callback loads; let Lightning load others."""
-        is_ours = path is not None and self._callback.take_path(path)
+        is_ours = path is not None and self._callback.accept_path(path)
         fits = self._trainer.state.fn == "fit"
         if not is_ours:
             original(path, weights_only)
@@ -149,23 +149,23 @@ class Resume:
         if self._saved is None:
             original()
         else:
-            self._take_position()
+            self._load_position()
 
-    def _take_data(self, original: Callable[[], Any]) -> None:
+    def _set_up_again(self, original: Callable[[], Any]) -> None:
         """Go on in loaders that were set up before the fit: for the number of batches, say, in ``configure_optimizers``."""
         original()
         if self._saved is not None and not self._has_position:
-            self._take_position()
+            self._load_position()
             iter(self._trainer.fit_loop._data_fetcher)
 
-    def take_loaders(self) -> None:
+    def register_loaders(self) -> None:
         """Register the loaders that another callback has set up already."""
         fit = self._trainer.fit_loop
         if fit._combined_loader is not None:
             self._data = DataPosition(fit._combined_loader)
             iter(fit._data_fetcher)
 
-    def _take_position(self) -> None:
+    def _load_position(self) -> None:
         """Load what belongs to this rank, and continue the loaders where it was."""
         fit = self._trainer.fit_loop
         assert self._saved is not None

@@ -6,6 +6,8 @@ step. Each place has one `aiockpt.Checkpointer` as long as the program runs, so 
 
 from __future__ import annotations
 
+import argparse
+import io
 import logging
 import os
 import posixpath
@@ -18,10 +20,9 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.format.names import join_name
-from aiockpt.integrations.first_rank import ask_first_rank
-from aiockpt.integrations.megatron.object_values import decode, encode
 from aiockpt.integrations.megatron.sharded_leaves import GlobalTensors, leaf_name, mapping, path_to_load
 from aiockpt.integrations.megatron.stored_names import COMMON, StoredNames
+from aiockpt.integrations.steps import ask_first_rank
 
 _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 _state_dicts: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
@@ -32,6 +33,7 @@ CONTENT = "content_metadata"
 """The key under which Megatron keeps the ``content_metadata`` of ``save``."""
 Directory = str | os.PathLike[str]
 _COUNTS = "counts of steps"
+_CLASS = "__class__"
 
 _logger = logging.getLogger("aiockpt")
 _places: dict[str, aiockpt.Checkpointer] = {}
@@ -257,3 +259,33 @@ def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: st
         )
     _, sharded = _dicts.extract_matching_values(sharded, lambda base: leaf_name(base) in unexpected)
     return (sharded, set(), set()) if flag == kinds.IGNORE_ALL else (sharded, missing, unexpected)
+
+
+# Objects are written as plain values, never as pickles. What has no plain form is refused by the save, which names it;
+# `aiockpt.register_codec` adds one for a class.
+
+
+def encode(value: Any) -> Any:
+    """Return *value* with a plain form of what Megatron puts into its state dicts: buffers, and its arguments."""
+    if type(value) is io.BytesIO:
+        return {_CLASS: "io.BytesIO", "bytes": value.getvalue()}
+    if type(value) is argparse.Namespace:
+        return {_CLASS: "argparse.Namespace", "fields": encode(vars(value))}
+    if type(value) is dict:
+        return {key: encode(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(encode, value))
+    return value
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` received."""
+    if type(value) is dict and value.get(_CLASS) == "io.BytesIO":
+        return io.BytesIO(value["bytes"])
+    if type(value) is dict and value.get(_CLASS) == "argparse.Namespace":
+        return argparse.Namespace(**decode(value["fields"]))
+    if type(value) is dict:
+        return {key: decode(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(decode, value))
+    return value

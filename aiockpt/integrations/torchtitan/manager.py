@@ -5,16 +5,17 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 import aiockpt
-from aiockpt.integrations.first_rank import ask_first_rank
-from aiockpt.integrations.torchtitan.titan_state import flatten, make_state, nest, wrap_loader
+from aiockpt.integrations.nested import flatten, nest
+from aiockpt.integrations.steps import ask_first_rank
 
 _titan: Any = import_module("torchtitan.components.checkpointer")
 _files: Any = import_module("torchtitan.tools.filesystem")
@@ -23,6 +24,7 @@ _dtypes: Any = import_module("torchtitan.config").TORCH_DTYPE_MAP
 
 _MODES = {"disabled": "eager", "async": "eager", "async_with_pinned_mem": "lazy"}
 """Snapshot mode for each of torchtitan's modes."""
+_SAVED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 RNG = "rng"
 """The random generators, among torchtitan's names of what is saved; ``exclude_from_loading`` accepts it, too."""
 
@@ -84,7 +86,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         self._own_states = dict(states)
         self._model = _titan.ModelWrapper(model_parts)
         self._optimizers = optimizers
-        self._loader = None if dataloader is None else wrap_loader(dataloader)
+        self._loader = None if dataloader is None else _wrap_loader(dataloader)
         self._theirs: Any = None
         self.folder = _files.join(base_folder, config.folder)
         self.states = {
@@ -218,7 +220,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         left_out = self._config.exclude_from_loading
         names = [_titan.MODEL] if model_only else [name for name in self.states if name not in left_out]
         if _titan.OPTIMIZER in names:
-            make_state(self._optimizers, place.describe(step).result())
+            _make_state(self._optimizers, place.describe(step).result())
         state = self._state(names)
         try:
             place.load(state, step).result()
@@ -242,3 +244,48 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
                 _titan.CheckpointManager.Config(**config), states=self._own_states, **self._given
             )
         return self._theirs
+
+
+def _make_state(optimizers: Any, saved: aiockpt.Description) -> None:
+    """Add the tensors that *saved* fills to optimizers that never stepped, placed as their parameters are.
+
+    torchtitan makes them by a step with gradients of zeros, which takes the memory of all gradients and calls the hooks
+    of a step. Unknown state is still made so, through ``optimizers.state_dict()``.
+    """
+    nodes: Any = saved.values
+    tensors = {tensor.name: tensor for tensor in saved.tensors}
+    found = {
+        key: tensors[node["name"]]
+        for key, node in nodes.get("optimizer", {}).items()
+        if isinstance(node, dict) and node.get("name") in tensors
+    }
+    for optimizer in optimizers:
+        made = {} if optimizer.state else _state_like(optimizer, found)
+        optimizer.state.update(made or {})
+
+
+def _state_like(optimizer: torch.optim.Optimizer, found: Mapping[str, aiockpt.TensorInfo]) -> dict[Any, Any] | None:
+    """Return tensors for the state of each parameter, zeros; None when the parameter has no tensor like one of them."""
+    made: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            start = f"state.{name}."
+            for key in (key for key in found if key.startswith(start)):
+                shape, dtype = found[key].shape, _SAVED_DTYPES.get(found[key].dtype)
+                if dtype is None or shape not in ((), parameter.shape):
+                    return None
+                on = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+                of_one = made.setdefault(parameter, {})
+                like = torch.zeros((), device=on) if shape == () else parameter
+                of_one[key.removeprefix(start)] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return made
+
+
+def _wrap_loader(dataloader: Any) -> aiockpt.Loader[Any]:
+    """Return *dataloader* as the state of its data-parallel rank, which one of the ranks that read alike saves."""
+    rank, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
+    if rank is None or size is None:
+        return aiockpt.Loader(dataloader)
+    readers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(readers, rank)
+    return aiockpt.Loader(dataloader, rank=rank, size=size, saves=readers.index(rank) == dist.get_rank())

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import aiockpt
 from aiockpt.integrations.deepspeed import attach
 from tests.frameworks.ds.job import Job, Net, groups_of, start
+from tests.frameworks.proving import assert_same
 
 SHAPES = ["zero0-fp32", "zero1-fp32", "zero1-bf16", "zero2-fp32", "zero2-fp16", "zero3-fp32", "zero3-bf16"]
 WORLDS = (3, 2, 1)
@@ -64,7 +65,7 @@ def the_same_parallelism_goes_on_bit_by_bit(places: Path, shape: str) -> None:
     assert other.engine.global_steps == 2
     assert other.engine.global_samples == 2 * other.engine.train_batch_size()
     assert (other.steps(2, 3, 4), other.engine.get_lr()) == (straight[0], straight[2])
-    same(without_seen(other.weights()), without_seen(straight[1]))
+    assert_same(without_seen(other.weights()), without_seen(straight[1]))
 
 
 def what_any_stage_and_number_of_ranks_saved_loads_into_every(places: Path, shape: str) -> None:
@@ -85,7 +86,7 @@ def what_any_stage_and_number_of_ranks_saved_loads_into_every(places: Path, shap
         with attach(other.engine, again):
             other.engine.save_checkpoint("x")
         if dist.get_rank() == 0:
-            same(trained(again), trained(theirs))
+            assert_same(trained(again), trained(theirs))
     other.step(2)
 
 
@@ -116,7 +117,7 @@ def a_plain_module_and_optimizer_take_it(places: Path, shape: str) -> None:
     with attach(job.engine, again):
         job.engine.save_checkpoint("x")
     if dist.get_rank() == 0:
-        same(trained(again), trained(theirs))
+        assert_same(trained(again), trained(theirs))
 
 
 def trained(place: Path) -> dict[str, torch.Tensor]:
@@ -136,13 +137,6 @@ def plain_name(name: str) -> str:
 def without_seen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out the buffer, of which each rank has its own and one is saved."""
     return {name: one for name, one in weights.items() if name != "seen"}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert expected
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 CHECKS: list[Callable[[Path, str], None]] = [

@@ -21,6 +21,7 @@ from aiockpt.format.names import join_name
 from aiockpt.integrations import megatron
 from aiockpt.integrations.megatron.sharded_leaves import path_of
 from tests.frameworks.mcore.job import Job, random_state, set_random_state, start, unwrapped
+from tests.frameworks.proving import assert_same
 
 SHAPES: dict[int, dict[str, dict[str, Any]]] = {
     4: {
@@ -72,7 +73,7 @@ def model_loads_from_every_parallelism_into_every(places: Path, shape: str, opti
     loaded = megatron.load(model_state(other), place / "iter_0000007")
     assert loaded["iteration"] == 7
     unwrapped(other).load_state_dict(loaded["model"])
-    same(other.weights(), straight)
+    assert_same(other.weights(), straight)
     set_random_state(loaded["rng_state"])
 
     for theirs in sorted((places / "models").iterdir()):
@@ -81,7 +82,7 @@ def model_loads_from_every_parallelism_into_every(places: Path, shape: str, opti
         megatron.load(asked, theirs / "iter_0000007")
         again = places / "again" / shape / theirs.name
         megatron.save(model_state(other), again / "iter_0000001")
-        same(tensors_in(again, 1), tensors_in(theirs, 7))
+        assert_same(tensors_in(again, 1), tensors_in(theirs, 7))
 
 
 def whole_state(job: Job, iteration: int = 0, *, is_loading: bool = False) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def the_same_parallelism_goes_on_bit_by_bit(places: Path, shape: str, options: d
         other = Job(**options, bf16=bf16, dropout=0.1, seed=8)
         resume(other, place / "iter_0000002")
         assert [other.step(number) for number in (2, 3)] == straight[0]
-        same(other.weights(), straight[1])
+        assert_same(other.weights(), straight[1])
 
 
 def optimizer_state_is_what_megatron_gathers(places: Path, shape: str, options: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ def optimizer_state_is_what_megatron_gathers(places: Path, shape: str, options: 
         }
         if not bf16:  # the main parameters are the model's own
             expected = {name: one for name, one in expected.items() if not name.startswith("main_params.")}
-        same(found, expected)
+        assert_same(found, expected)
 
 
 def runs_load_from_every_parallelism_into_every(places: Path, shape: str, options: dict[str, Any]) -> None:
@@ -159,7 +160,7 @@ def runs_load_from_every_parallelism_into_every(places: Path, shape: str, option
             resume(other, theirs / "iter_0000002", same_places=False)
             again = places / f"again-{bf16}" / shape / theirs.name
             megatron.save(whole_state(other), again / "iter_0000001")
-            same(tensors_in(again, 1), tensors_in(theirs, 2))
+            assert_same(tensors_in(again, 1), tensors_in(theirs, 2))
             if "dp" in shape or "dp" in theirs.name or bf16:
                 continue  # the sum of other batches, or in another precision, is another loss
             losses = [other.step(number) for number in (2, 3, 4)]
@@ -172,13 +173,6 @@ def tensors_in(place: Path, step: int) -> dict[str, torch.Tensor]:
     ckpt = megatron.open_place(place)
     names = [tensor.name for tensor in ckpt.describe(step).result().tensors if "/shard_" not in tensor.name]
     return {name: ckpt.read(step, name).result() for name in names}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert expected
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 CHECKS: list[Callable[[Path, str, dict[str, Any]], None]] = [
