@@ -607,6 +607,35 @@ def test_a_resume_that_leaves_nothing_to_train_says_so_and_trains_nothing(
     assert_same(weights(again), weights(first))
 
 
+@pytest.mark.parametrize(
+    ("settings", "at", "logged"),
+    [
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            15,
+            "train_sampling_strategy='group_by_length': the Trainer draws",
+        ),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, 15, "use_seedable_sampler=False: the Trainer draws"),
+        ({"accelerator_config": {"use_seedable_sampler": False}, "train_sampling_strategy": "sequential"}, 15, ""),
+        ({"train_sampling_strategy": "group_by_length"}, 9, ""),
+        ({"per_device_train_batch_size": 1}, 9, "batches have 1 samples, and had 2 when it was saved"),
+        ({}, 15, ""),
+    ],
+)
+def test_where_a_resume_is_only_as_good_as_the_trainers_own_it_is_logged_once(
+    settings: dict[str, Any], at: int, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
+    for more, start in ((first, None), (settings, str(tmp_path / f"checkpoint-{at}"))):
+        trainer = make(tmp_path, max_steps=at + 1, save_steps=at, **more)
+        trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(36))  # iterable to its end
+        attach(trainer)
+        assert not caplog.text
+        trainer.train(resume_from_checkpoint=start)
+    assert [record.name for record in caplog.records if record.name == "aiockpt"] == ["aiockpt"] * bool(logged)
+    assert logged in caplog.text
+
+
 def test_only_the_model_may_be_saved(tmp_path: Path) -> None:
     trainer = ran(tmp_path, save_only_model=True)
     (names,) = [{tensor.name.split(".")[0] for tensor in trainer.ckpt.describe().result().tensors}]

@@ -142,7 +142,7 @@ def resumed(first: Any, again: Any, expected: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_killed_trainer_is_never_worse_than_without_us(
-    variant: str, accumulation: int, kill: str, size: int, tmp_path: Path
+    variant: str, accumulation: int, kill: str, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     more, epoch = VARIANTS[variant], SAMPLES // BATCH // accumulation
     step = epoch + {KILLS[0]: 0, KILLS[1]: 1, KILLS[2]: epoch // 2}[kill]
@@ -157,6 +157,12 @@ def test_a_killed_trainer_is_never_worse_than_without_us(
     ours, alone = found["ours"], found["alone"]
     assert ours["equal"] or not alone["equal"], "worse than the Trainer alone"
     assert ours["lost"] <= alone["lost"] and ours["twice"] <= alone["twice"], "worse than the Trainer alone"  # noqa: PT018
+    reordered = variant != "workers" and kill != KILLS[0]
+    expected_logs = {"batches have": size != BATCH, "in another order": reordered and size == BATCH}
+    assert ours["equal"] == (not any(expected_logs.values()))
+    for words, expects in expected_logs.items():
+        if size == BATCH or words == "batches have":  # with another size both may be true
+            assert caplog.text.count(words) == expects, words
     small.certified += 1
 
 

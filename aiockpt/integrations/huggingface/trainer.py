@@ -219,7 +219,10 @@ class _Attached:
         if folder is not None and is_ours(folder):
             self._run = self._folders.run = run_of(step_of(folder))
         step = self._trainer.state.global_step
-        if folder is None or step < max_steps:
+        if folder is None:
+            return begun
+        _log_differences(self._trainer, folder, *(begun if step < max_steps else (0, 0)))
+        if step < max_steps:
             return begun
         logger.warning(
             "%s: all %d steps of this run are trained, and nothing is left to do; raise max_steps or num_train_epochs to "
@@ -406,3 +409,30 @@ class _Attached:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             self._ckpt.load(state, step, only=parts, rename=renames(model)).result()
         return set(held)
+
+
+def _log_differences(trainer: Any, folder: str, epoch: int, batch_count: int) -> None:
+    """Log why the rest of a resumed epoch is not what it would have been; with the Trainer's own resume it is not, either.
+
+    Args:
+        epoch: in which training goes on.
+        batch_count: batches of it that are passed over.
+    """
+    size, before = trainer.args.train_batch_size, trainer.state.train_batch_size
+    if before not in (None, size) and not trainer.args.auto_find_batch_size:
+        logger.warning(
+            "%s: batches have %d samples, and had %d when it was saved; the Trainer counts its position in steps, so some "
+            "samples are left out or come twice; resume with batches of %d for the same run",
+            *(folder, size, before, before),
+        )
+    strategy, data = getattr(trainer.args, "train_sampling_strategy", "random"), trainer.train_dataset
+    is_seeded = trainer.accelerator.use_seedable_sampler and strategy == "random"
+    if not batch_count or not epoch or is_seeded or strategy not in ("random", "group_by_length"):
+        return
+    if not isinstance(data, torch.utils.data.IterableDataset):
+        reason = "use_seedable_sampler=False" if strategy == "random" else f"train_sampling_strategy={strategy!r}"
+        logger.warning(
+            "%s: %s: the Trainer draws the rest of this epoch in another order, so some samples come twice, and others not; "
+            "save_strategy='epoch' resumes as the same run",
+            *(folder, reason),
+        )
