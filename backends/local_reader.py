@@ -109,7 +109,7 @@ class LocalReader:
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         buffers = Buffers(into)
         check_range(self._key, offset, buffers.left_bytes, self._size, damaged=True)
-        end = offset + buffers.left_bytes
+        end, filled = offset + buffers.left_bytes, (0, 0)
         with self._handle.use(), self._tree.errors("reading", self._key):
             for pause_s in (*STALE_PAUSES_S, None):
                 try:

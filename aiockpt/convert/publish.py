@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 import anyio
 
-from aiockpt.backends.local_optional import FALLBACKS
+from aiockpt.backends.local_handle import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, is_weights
 from aiockpt.convert.streaming import Fill, write_file
 from aiockpt.errors import (
