@@ -16,9 +16,8 @@ import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
+from aiockpt.engine.job import SaveJob, SaveRequest
 from aiockpt.engine.place import Place
-from aiockpt.engine.round import SaveRound
-from aiockpt.engine.save import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.format.names import step_id
 from aiockpt.lazy.snapshotter import LazySnapshotter
@@ -78,7 +77,7 @@ def compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_compared(save: aiockpt.SaveFuture) -> bool:
     """Say whether the copy of a save is over, and was compared once with the state as it was at the call."""
-    guard = _job_of(save)._guard
+    guard = _job_of(save).guard
     assert isinstance(guard, StateGuard)
     return guard.compared
 
@@ -109,8 +108,8 @@ def _job_of(save: aiockpt.SaveFuture) -> SaveJob:
 async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
     """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
     engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world)
-    job = SaveJob(engine, SaveCall(save_round=SaveRound(step)), Capture(state=StateWalker().walk(state)))
-    job.prepare(Alone())
+    job = SaveJob(engine, Alone().begin(step), SaveRequest(step=step), Capture(state=StateWalker().walk(state)))
+    job.prepare()
     (attempt,) = (await look_at(backend, step_id(step))).attempts
-    await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), untold=None)
+    await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), unreported=None)
     job.cancel()

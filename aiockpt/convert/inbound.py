@@ -6,7 +6,6 @@ The step is what a save of ``{"model": model}`` would have written, so ``load`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import anyio
 import msgspec
@@ -19,10 +18,11 @@ from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import RoundAlone
 from aiockpt.engine.destination import Destination
+from aiockpt.engine.job import RoundName, SaveJob, SaveRequest
 from aiockpt.engine.place import Place
-from aiockpt.engine.round import SaveRound
-from aiockpt.engine.save import SaveCall, SaveJob, check_space, committed, write_and_commit
+from aiockpt.engine.save import attempting, check_space, commit_votes, committed, vote
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -93,16 +93,19 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        call = SaveCall(save_round=SaveRound(request.step), user={"converted_from": _place_alone(folder.url)})
-        job = SaveJob(engine, call, Capture(state=state))
+        asked = SaveRequest(step=request.step, user={"converted_from": _place_alone(folder.url)})
+        job = SaveJob(engine, RoundAlone(RoundName(request.step)), asked, Capture(state=state))
         job.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)
         await check_space(place, job)
         if request.dry_run:
             return planned
         attempt = await engine.begin_attempt(entry, engine.token(6), job.number)
-        write = partial(_write_files, place, job, attempt, source, folder, on_written)
-        manifest = await write_and_commit(place, job, attempt, write)
+        async with attempting(place, job, attempt):
+            files = await _write_files(place, job, attempt, source, folder, on_written)
+            receipt = await vote(place, job, attempt, files)
+            with job.stages.time("commit"):
+                manifest = await commit_votes(place, attempt, [receipt])
         await maintenance.clean_up(place, committed(engine, job, manifest.generation))
     return msgspec.structs.replace(planned, manifest=manifest)
 

@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from aiockpt.engine.round import SaveRound
-from aiockpt.engine.save import SaveJob, save
+from aiockpt.engine.job import Round, RoundName, SaveJob
+from aiockpt.engine.save import save_alone
 from aiockpt.errors import RankTimeoutError
-from aiockpt.futures import SaveResult
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
@@ -24,6 +23,17 @@ if TYPE_CHECKING:
 
 F = TypeVar("F")
 N = TypeVar("N")
+
+
+class LoadRound(Protocol):
+    """One load of all ranks, on the loop."""
+
+    async def load(self, places: StepPlaces, request: LoadRequest) -> Filled | None:
+        """Fill a state; None only when no checkpoint exists at all. Raises as `aiockpt.engine.load.load`."""
+        ...
+
+    async def agree_applied(self, error: Exception | None) -> None:
+        """Agree on whether the objects of each rank accepted what they were given; raise where they did not."""
 
 
 class Coordinator(Protocol):
@@ -43,22 +53,16 @@ class Coordinator(Protocol):
 
     # ------------------------------------------------------------------ the calls; any thread, in the order of all ranks
 
-    def next_round(self, step: int) -> SaveRound:
+    def begin(self, step: int) -> Round:
         """Return the round of a save that begins now, which says what the ranks mean."""
         ...
 
-    def next_load(self) -> int:
-        """Return the number of the load that is called now."""
+    def begin_load(self) -> LoadRound:
+        """Return the round of a load that is called now."""
         ...
 
-    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Return what this process writes of *state*, and whether that had to be planned with others: then it waited.
-
-        Any thread but the loop's.
-
-        Raises:
-            RankError: the ranks cannot save this together.
-        """
+    def join(self, board_name: str, name: RoundName) -> Round:
+        """Return a round that another process of this rank has begun, whose notes have that name, and will leave."""
         ...
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
@@ -68,12 +72,6 @@ class Coordinator(Protocol):
         """
         ...
 
-    def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Notify the others, in the background, why this process takes no part in a round."""
-
-    def leave(self, save_round: SaveRound) -> None:
-        """Notify the others, in the background, that this process is done with a round."""
-
     def depart(self, reason: str, *, failed: bool) -> None:
         """Notify the others that this process makes no more calls; wait until they can know.
 
@@ -81,42 +79,7 @@ class Coordinator(Protocol):
             failed: whether others may wait for it. Then this does not wait.
         """
 
-    # ------------------------------------------------------------------ on the loop
-
-    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
-        """Notify the others of what ends this block before `save` has begun.
-
-        Args:
-            places: where the save may be written to.
-        """
-        ...
-
-    async def save(self, place: Place, job: SaveJob) -> SaveResult:
-        """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save`."""
-        ...
-
-    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
-        """Fill a state; None only when no checkpoint exists at all. Raises as `aiockpt.engine.load.load`.
-
-        Args:
-            number: from `next_load`.
-        """
-        ...
-
-    async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Agree on whether the objects of each rank accepted what load *number* gave them; raise where they did not."""
-
-    # ------------------------------------------------------------------ on the loop: several places, and a writer process
-
-    async def choose_place(
-        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
-    ) -> Place:
-        """Return the one of *places* that a save is written to: what *choose* returns on rank 0.
-
-        Raises:
-            RankError: rank 0 has not said it, and its vote is not found in any of them.
-        """
-        ...
+    # ------------------------------------------------------------------ on the loop: what follows saves into several places
 
     async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Leave a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
@@ -143,84 +106,26 @@ class Coordinator(Protocol):
         """
         ...
 
-    def join(self, board_name: str) -> None:
-        """Use the notes of that name, which another process of this rank has begun."""
-
-    def name_attempt(self, save_round: SaveRound) -> str | None:
-        """Return the nonce that a save has on all ranks; None where any will do. On the thread that copies: it may wait."""
-
-    async def announce(self, job: SaveJob) -> None:
-        """Say that this process knows what to write of a save that another one makes for it."""
-
-    def accompanying(
-        self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
-    ) -> AbstractAsyncContextManager[None]:
-        """Serve the others while the block waits for a save that another process makes, and leave its round.
-
-        Args:
-            places: where the save may be written to.
-            died: returns how that process ended, if it has, and no other process goes on with the save.
-        """
-        ...
-
 
 class Alone:
     """A process that saves and loads by itself. What notifies or awaits other ranks does nothing: there are none."""
 
     rank, world_size, board_name = 0, 1, ""
 
-    def next_round(self, step: int) -> SaveRound:
-        """Return the round of a process that saves alone."""
-        return SaveRound(step)
+    def begin(self, step: int) -> Round:
+        return RoundAlone(RoundName(step))
 
-    def next_load(self) -> int:
-        """Return 0: loads are not counted."""
-        return 0
+    def begin_load(self) -> LoadRound:
+        return LoadAlone()
 
-    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Return all of *state*."""
-        return state, False
+    def join(self, board_name: str, name: RoundName) -> Round:
+        return RoundAlone(name)
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
-        """Return all of *state*."""
         return state
 
-    def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Does nothing."""
-
-    def leave(self, save_round: SaveRound) -> None:
-        """Does nothing."""
-
-    def depart(self, reason: str, *, failed: bool) -> None:
-        """Does nothing."""
-
-    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    async def save(self, place: Place, job: SaveJob) -> SaveResult:
-        """Save one state; see `aiockpt.engine.save.save`."""
-        return await save(place, job)
-
-    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
-        """Fill a state; see `aiockpt.engine.load.load`."""
-        from aiockpt.engine.load import load  # it loads torch, which a writer process (`aiockpt.worker`) need not
-
-        return await load(places, request)
-
-    async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Raise *error*, if there is one: this process is all that there is."""
-        if error is not None:
-            raise error
-
-    async def choose_place(
-        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
-    ) -> Place:
-        """Return what *choose* returns."""
-        return await choose()
-
-    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
-        """Does nothing."""
+    def depart(self, reason: str, *, failed: bool) -> None: ...
+    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None: ...
 
     async def hear(
         self,
@@ -239,18 +144,47 @@ class Alone:
             raise RankTimeoutError(f"{what}: not there, and there is no other rank to wait for", [])
         return found
 
-    def join(self, board_name: str) -> None:
-        """Does nothing."""
 
-    def name_attempt(self, save_round: SaveRound) -> str | None:
-        """Return None: any will do."""
+class RoundAlone:
+    """A save of a process by itself: all of the state is its own, and there are no others to notify."""
+
+    save = staticmethod(save_alone)
+
+    def __init__(self, name: RoundName) -> None:
+        self.name = name
+
+    def share(self, state: ShardedState) -> ShardedState:
+        return state
+
+    def name_attempt(self) -> str | None:
         return None
 
-    async def announce(self, job: SaveJob) -> None:
-        """Does nothing."""
+    def abort(self, error: BaseException) -> None: ...
+    def leave(self) -> None: ...
+    async def announce(self) -> None: ...
+
+    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
+        return await choose()
 
     def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
-        """Return a context that does nothing."""
         return nullcontext()
+
+
+class LoadAlone:
+    """A load of a process by itself."""
+
+    async def load(self, places: StepPlaces, request: LoadRequest) -> Filled | None:
+        from aiockpt.engine.load import load  # it loads torch, which a writer process (`aiockpt.worker`) need not
+
+        return await load(places, request)
+
+    async def agree_applied(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error

@@ -13,11 +13,10 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.find import ListedStep, Look, StepPlaces
+from aiockpt.engine.job import SaveJob
 from aiockpt.engine.maintenance import clean_up, making_room
 from aiockpt.engine.place import Place
-from aiockpt.engine.save import SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
 from aiockpt.runtime.promise import Promise, SavePromise
@@ -57,7 +56,7 @@ class Destination(StepPlaces, Protocol):
         Saves of the same step are made one after the other: each is a generation of its own.
 
         Raises:
-            CheckpointError: as `aiockpt.engine.save.save`.
+            CheckpointError: as `aiockpt.engine.save.save_alone`.
         """
         ...
 
@@ -93,67 +92,49 @@ class OneAtATime:
 
 
 class OnePlace:
-    """A single place, written to from here; see `Destination`.
+    """A single place, written to from here; see `Destination`. A save has no other stages, and is announced nowhere."""
 
-    Args:
-        tier: its options.
-        coordinator: how this process agrees with those that save with it.
-    """
-
-    def __init__(self, place: Place, tier: Tier, coordinator: Coordinator) -> None:
+    def __init__(self, place: Place, tier: Tier) -> None:
         self.engine = place.engine
         self.places = (place,)
         self._tier = tier
-        self._coordinator = coordinator
         self._hastened: int | None = None
         self._one_at_a_time = OneAtATime()
 
     def takes(self, step: int) -> bool:
-        """Return whether *step* is saved at all."""
         return self._tier.takes(step) or step == self._hastened
 
     def places_for(self, step: int) -> Sequence[Place]:
-        """Return the place."""
         return self.places
 
     def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Have the place accept *step*, whatever its rules say."""
         self._hastened = step
 
-    def prepare(self, promise: SavePromise) -> None:
-        """Does nothing: the save is the only stage."""
+    def prepare(self, promise: SavePromise) -> None: ...
 
     def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
-        """Return an empty sequence."""
         return ()
 
-    def announce(self, job: SaveJob) -> None:
-        """Does nothing."""
+    def announce(self, job: SaveJob) -> None: ...
 
     async def save(self, job: SaveJob) -> SaveResult:
-        """Save one state; when this returns it is committed."""
-        (place,), coordinator = self.places, self._coordinator
-        taking_part, alone = coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step)
+        (place,) = self.places
+        taking_part, alone = job.round.taking_part(job, self.places), self._one_at_a_time.saving(job.step)
         async with taking_part, alone, making_room(place):
-            result = await coordinator.save(place, job)
+            result = await job.round.save(place, job)
         return msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.survives_power_cuts)
 
     async def clean_up(self, result: SaveResult) -> None:
-        """Clean up after a save."""
         await clean_up(self.places[0], result)
 
     def give_up(self, promise: SavePromise) -> None:
-        """End a save that is not waited for any more."""
         promise.cancel()
 
-    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
-        """Does nothing: there are no other places to copy to."""
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None: ...
 
     async def close(self, patience_s: float) -> None:
-        """Close the place."""
         await self.places[0].backend.close()
 
     async def list_steps(self, look: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds."""
         (place,) = self.places
         return [ListedStep(place, entry) for entry in await look(place)]

@@ -1,6 +1,6 @@
 """Ways to copy a state: `Eager` copies it in the call; `aiockpt.lazy` beside the program, or on its device.
 
-A snapshotter receives a `CaptureRequest` and returns a `Capture`: the tensors to copy, whether that is done in the
+A snapshotter receives a walked state and returns a `Capture`: the tensors to copy, whether that is done in the
 call or beside the program, behind which device events, and the `SaveGuard` that makes others wait for the copy and compares
 the state when it is over. Where the call copies, nothing can change meanwhile, and the guard is `Unguarded`.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
 
 
 class Copying(Protocol):
-    """The copy that a guard guards, as a `aiockpt.engine.save.SaveJob` has it."""
+    """The copy that a guard guards, as a `aiockpt.engine.job.SaveJob` has it."""
 
     snapshot: Snapshot
     promise: SavePromise
@@ -76,23 +76,12 @@ class Unguarded:
     is_unsure = False
     took_whole = True
 
-    def begin(self, job: Copying) -> None:
-        """Does nothing: the state of *job* may change already."""
-
-    def check_addresses(self) -> None:
-        """Does nothing."""
-
-    def compare(self) -> None:
-        """Does nothing."""
-
-    def recheck(self) -> None:
-        """Does nothing."""
-
-    def hurry(self) -> None:
-        """Does nothing."""
-
-    def stopped(self, error: BaseException) -> None:
-        """Does nothing."""
+    def begin(self, job: Copying) -> None: ...
+    def check_addresses(self) -> None: ...
+    def compare(self) -> None: ...
+    def recheck(self) -> None: ...
+    def hurry(self) -> None: ...
+    def stopped(self, error: BaseException) -> None: ...
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,29 +108,26 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     guard: SaveGuard = Unguarded()
 
 
-class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A state that is to be saved.
-
-    Attributes:
-        walked: its tensors, and its encoded values.
-        state: as the caller gave it.
-        snapshot: how it is to be copied.
-        busy: whether the last capture is still being copied.
-        waits: whether the copy must wait for other saves, or for other ranks.
-    """
-
-    walked: ShardedState
-    state: Mapping[str, Any]
-    snapshot: Snapshot
-    busy: bool = False
-    waits: bool = False
-
-
 class Snapshotter(Protocol):
     """Says how states are copied. On the threads of the program, one at a time."""
 
-    def capture(self, request: CaptureRequest) -> Capture:
-        """Say how a state is copied; from here on it is as it was at the call, for the copy."""
+    def capture(
+        self,
+        walked: ShardedState,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        *,
+        busy: bool = False,
+        waits: bool = False,
+    ) -> Capture:
+        """Say how a state is copied; from here on it is as it was at the call, for the copy.
+
+        Args:
+            walked: its tensors, and its encoded values; *state* as the caller gave it.
+            snapshot: how it is to be copied.
+            busy: whether the last capture is still being copied.
+            waits: whether the copy must wait for other saves, or for other ranks.
+        """
         ...
 
     def warm_up(self, walked: ShardedState) -> None:
@@ -165,9 +151,16 @@ class Eager:
         self._devices = devices
         self._guard_of = guard_of
 
-    def capture(self, request: CaptureRequest) -> Capture:
+    def capture(
+        self,
+        walked: ShardedState,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        *,
+        busy: bool = False,
+        waits: bool = False,
+    ) -> Capture:
         """Leave the state where it is: the call copies it."""
-        walked = request.walked
         self._devices.pin(walked.tensors)
         return Capture(state=walked, after=self._devices.events(walked.tensors), guard=self._guard_of(walked))
 
@@ -187,10 +180,18 @@ class ByCall:
         self._eager = eager
         self._beside = beside
 
-    def capture(self, request: CaptureRequest) -> Capture:
+    def capture(
+        self,
+        walked: ShardedState,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        *,
+        busy: bool = False,
+        waits: bool = False,
+    ) -> Capture:
         """Capture the state with the right one."""
-        in_call = request.snapshot == "eager" and not runs_event_loop()
-        return (self._eager if in_call else self._beside).capture(request)
+        chosen = self._eager if snapshot == "eager" and not runs_event_loop() else self._beside
+        return chosen.capture(walked, state, snapshot, busy=busy, waits=waits)
 
     def warm_up(self, walked: ShardedState) -> None:
         """Make ready what any first copy will need."""

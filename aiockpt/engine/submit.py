@@ -28,10 +28,9 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
+from aiockpt.engine.job import Round, SaveJob, SaveRequest
 from aiockpt.engine.outcomes import log_saved
-from aiockpt.engine.round import SaveRound
-from aiockpt.engine.save import SaveCall, SaveJob
-from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
+from aiockpt.engine.snapshotter import Snapshotter
 from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.format.document import check_tree
@@ -47,17 +46,6 @@ from aiockpt.state.shards import ShardedState
 from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
-
-
-class SaveRequest(msgspec.Struct, frozen=True):
-    """What a caller asked ``save`` for; the fields are those of `aiockpt.Checkpointer.save`."""
-
-    step: int
-    state: Mapping[str, Any]
-    snapshot: Snapshot | None
-    metrics: Mapping[str, float | torch.Tensor]
-    user: object
-    selection: Selection
 
 
 class Submitter:
@@ -90,14 +78,18 @@ class Submitter:
         return [promise for promise in self._saves if not promise.is_settled]
 
     def submit(self, request: SaveRequest) -> SaveFuture:
-        """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
+        """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`.
+
+        Interrupted anywhere, the save ends. What others did, ranks, the storage or a writer process, is raised only where
+        ``on_error`` says so.
+        """
         begun_ns = self._engine.now_ns()
         self.refuse_inside_save("save()")
         thread = thread_id()
         try:
             self._saving.add(thread)
             with self._calls:
-                entered = self._enter(begun_ns, request)
+                entered = self._enter(msgspec.structs.replace(request, begun_ns=begun_ns))
             if isinstance(entered, SaveFuture):
                 return entered
             job, before = entered
@@ -119,45 +111,35 @@ class Submitter:
                 "in the loop"
             )
 
-    def _enter(self, begun_ns: int, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
+    def _enter(self, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
-        options, step = self._engine.options, request.step
-        save_round = self._coordinator.next_round(step)
+        engine, step = self._engine, request.step
+        save_round = self._coordinator.begin(step)
         try:
-            snapshot = options.snapshot if request.snapshot is None else request.snapshot
+            snapshot = engine.options.snapshot if request.snapshot is None else request.snapshot
             check_choice("snapshot", snapshot, Snapshot)
             self._copies.check_unchanging()
             self._copies.recheck()
             if not self._destination.takes(step):
-                return self._skip(step, save_round, "no tier takes it (Tier(every=…))")
-            if options.when_full != "wait" and (reason := self._why_full(snapshot)):
-                if options.when_full == "skip":
-                    return self._skip(step, save_round, f"{reason} and when_full is 'skip'")
+                return self._skip(save_round, "no tier takes it (Tier(every=…))")
+            when_full = engine.options.when_full
+            if when_full != "wait" and (reason := self._why_full(snapshot)):
+                if when_full == "skip":
+                    return self._skip(save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
-            call = SaveCall(
-                save_round=save_round,
-                metrics=_plain_metrics(request.metrics),
-                user=plain_json("user", request.user),
-                config=self._engine.options.config,
-                begun_ns=begun_ns,
-            )
-            before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
-            walked_from_ns = self._engine.now_ns()
-            walked = self._walker.walk(request.state, request.selection)
-            walked_ns = self._engine.now_ns()
-            capture = self._snapshotter.capture(
-                CaptureRequest(
-                    walked=walked,
-                    state=request.state,
-                    snapshot=snapshot,
-                    busy=self._must_be_copied_first() is not None,
-                    waits=bool(before) or self._engine.world_size > 1,
-                )
-            )
-            job = SaveJob(self._engine, call, capture)
+            metrics, user = _plain_metrics(request.metrics), plain_json("user", request.user)
+            copying = self._must_be_copied_first()
+            before = [point for point in (self._must_end_first(), copying) if point]
+            walked_from_ns = engine.now_ns()
+            walked = self._walker.walk(request.state, request.selection or ALL)
+            walked_ns = engine.now_ns()
+            waits = bool(before) or engine.world_size > 1
+            capture = self._snapshotter.capture(walked, request.state, snapshot, busy=copying is not None, waits=waits)
+            request = msgspec.structs.replace(request, metrics=metrics, user=user, config=engine.options.config)
+            job = SaveJob(engine, save_round, request, capture)
             job.stages.note("walk", walked_from_ns, walked_ns)
         except BaseException as error:
-            self._coordinator.abort(save_round, error)
+            save_round.abort(error)
             raise
         self._destination.prepare(job.promise)
         if not capture.beside:
@@ -180,10 +162,7 @@ class Submitter:
             raise
 
     def _copy_here(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
-        """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends.
-
-        What others did, ranks, the storage or a writer process, is raised only where ``on_error`` says so.
-        """
+        """Copy the state on the caller's thread, after what comes *before*."""
         try:
             for point in before:
                 point.wait_anyway(self._engine.options.deadlines.close_s)
@@ -196,7 +175,7 @@ class Submitter:
             if job.begun:
                 job.refuse(error)
             else:  # known to the caller only
-                self._coordinator.abort(job.save_round, error)
+                job.round.abort(error)
             raise
 
     async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
@@ -216,13 +195,13 @@ class Submitter:
     def _refuse(self, job: SaveJob, error: BaseException) -> None:
         """End a save that may not have begun; if so, it cannot notify the other ranks."""
         if not job.begun:
-            self._coordinator.abort(job.save_round, error)
+            job.round.abort(error)
         job.refuse(error)
 
     def _begin(self, job: SaveJob) -> None:
         """Plan this save and have it run; from here on it notifies the other ranks itself of failures."""
         with made_for_the_loop():
-            job.prepare(self._coordinator)
+            job.prepare()
         self._destination.announce(job)
         self._engine.pool.fit(job.plan.window_count, available_bytes)
         job.begun = True
@@ -234,8 +213,10 @@ class Submitter:
     async def _run(self, job: SaveJob) -> None:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, job)
-            result = await job.run(self._destination.save)
-            if result is not None and self._engine.rank == 0:
+            async with job.running():
+                job.promise.resolve(await self._destination.save(job))
+            if job.promise.error is None and self._engine.rank == 0:
+                result = job.promise.value
                 log_saved(result, self._engine.world_size)
                 if not result.existed:
                     await self._destination.clean_up(result)
@@ -249,7 +230,7 @@ class Submitter:
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
         await job.copied.settled()
-        if job.took_whole:
+        if job.guard.took_whole:
             try:
                 await run_blocking(self._engine.state_work, self._engine.pool.warm_up, job.plan.window_count)
             except Exception as error:  # noqa: BLE001  the save itself needs none of it
@@ -277,10 +258,11 @@ class Submitter:
         last = self._last_copy
         return None if last is None or last.is_settled else last
 
-    def _skip(self, step: int, save_round: SaveRound, reason: str) -> SaveFuture:
+    def _skip(self, save_round: Round, reason: str) -> SaveFuture:
+        step = save_round.name.step
         promise = SavePromise(step)
         skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
-        self._coordinator.abort(save_round, skipped)
+        save_round.abort(skipped)
         promise.fail(skipped)
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._engine.loop.call_soon(self._engine.emit, event)
@@ -291,14 +273,14 @@ class Submitter:
         with self._calls:
             return self._walker.walk(state, selection)
 
-    def warm_up(self, walked: ShardedState, save_round: SaveRound) -> None:
+    def warm_up(self, walked: ShardedState, warm_up_round: Round) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
         try:
-            share, _ = self._coordinator.share(save_round, walked)
+            share = warm_up_round.share(walked)
         except BaseException as error:
-            self._coordinator.abort(save_round, error)
+            warm_up_round.abort(error)
             raise
-        self._coordinator.leave(save_round)
+        warm_up_round.leave()
         plan, pool = self._engine.plan(share), self._engine.pool
         self._snapshotter.warm_up(share)
         pool.fit(plan.window_count, available_bytes)

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from aiockpt.engine.snapshotter import Capture, CaptureRequest
+from aiockpt.engine.snapshotter import Capture
 from aiockpt.lazy.mutability import Mutability
 from aiockpt.lazy.state_guard import DigestCheck, StateGuard
 from aiockpt.lazy.throttle import Pacing, Throttle
@@ -170,28 +170,32 @@ class LazySnapshotter:
         self._mutability = Mutability(options.mutable, options.immutable, accelerator)
         self._pacing = Pacing(now_ns)
 
-    def capture(self, request: CaptureRequest) -> Capture:
+    def capture(
+        self,
+        walked: ShardedState,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        *,
+        busy: bool = False,
+        waits: bool = False,
+    ) -> Capture:
         """Copy what may change before the copy of the rest is made, and guard the rest."""
-        taken = Taken(request.walked, request.snapshot)
-        if request.snapshot == "device":
-            taken = self._cloner.clone(request.walked, busy=request.busy)
+        taken = self._cloner.clone(walked, busy=busy) if snapshot == "device" else Taken(walked, snapshot)
         stepping = taken.snapshot != "device" and in_optimizer_step()
         if stepping:
-            taken = Taken(request.walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
-        walked, snapshot, versions = taken.state, taken.snapshot, None
-        beside = snapshot != "eager" or (not stepping and _holds_loop_up(request))
+            taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
+        captured, snapshot, versions = taken.state, taken.snapshot, None
+        beside = snapshot != "eager" or (not stepping and _holds_loop_up(walked, waits=waits))
         copied_bytes = 0
         if snapshot == "device":
-            copied_bytes = _sum_bytes(walked)
+            copied_bytes = _sum_bytes(captured)
         elif beside:
-            walked = self._mutability.copy_mutable(
-                walked, request.state, trusting=snapshot == "eager", reuse=not request.busy
-            )
+            captured = self._mutability.copy_mutable(captured, state, trusting=snapshot == "eager", reuse=not busy)
             versions, copied_bytes = self._mutability.note_versions(), self._mutability.copied_bytes
-        self._devices.pin(request.walked.tensors)
-        after = self._devices.events(request.walked.tensors)
+        self._devices.pin(walked.tensors)
+        after = self._devices.events(walked.tensors)
         return Capture(
-            state=walked,
+            state=captured,
             snapshot=snapshot,
             reason=taken.reason,
             copied_at_call_bytes=copied_bytes,
@@ -202,7 +206,7 @@ class LazySnapshotter:
                 self._copies,
                 self._mutability.distrust,
                 versions=versions,
-                digests=self._digest(walked),
+                digests=self._digest(captured),
                 throttle=self._throttle() if snapshot == "lazy" else None,
             ),
         )
@@ -225,9 +229,9 @@ class LazySnapshotter:
         self._mutability.forget()
 
 
-def _holds_loop_up(request: CaptureRequest) -> bool:
+def _holds_loop_up(walked: ShardedState, *, waits: bool) -> bool:
     """Return whether an eager copy in this call would hold up the event loop of its thread."""
-    return runs_event_loop() and (request.waits or _sum_bytes(request.walked) > INLINE_COPY_BYTES)
+    return runs_event_loop() and (waits or _sum_bytes(walked) > INLINE_COPY_BYTES)
 
 
 def _sum_bytes(state: ShardedState) -> int:

@@ -23,6 +23,7 @@ from aiockpt.events import LimiterStatistics
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
 from aiockpt.format.finite import count_not_finite, may_be_not_finite
 from aiockpt.format.manifest import FileEntry, TensorEntry
+from aiockpt.format.names import data_path
 from aiockpt.planning.write_plan import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.slabs import Lender, Slab
@@ -225,35 +226,44 @@ class Uploader:
         self._writers = backend.traits.block_writes + 1  # one hashes while the others write
         self._writing = Limiter("write", self._writers)
 
-    async def write_file(
+    async def write_files(
         self,
         folder: str,
-        path: str,
+        nonce: str,
         rank: int,
-        file: FilePlan,
-        slabs: Handover,
+        files: Sequence[FilePlan],
+        slabs: Sequence[Handover],
         stages: Stages,
-        screen: FileScreen | None = None,
-    ) -> FileEntry:
-        """Write the data file *path* below *folder* from the windows that arrive in *slabs*; return its manifest entry.
+        screens: Sequence[FileScreen] = (),
+    ) -> tuple[FileEntry, ...]:
+        """Write the data files of attempt *nonce* below *folder* from the windows that arrive in *slabs*.
 
-        The file and its name are durable when this returns.
+        The files and their names are durable when this returns their manifest entries.
         """
-        sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
-        with stages.time("write", path, file.size) as told:
-            upload = await self._backend.create(f"{folder}/{path}", file.size)
-            try:
-                async with open_tasks() as tasks:
-                    for _ in range(min(self._writers, len(file.windows))):
-                        tasks.start_soon(self._write, upload, path, slabs, sums, stages)
-                with stages.time("flush", path):
-                    await upload.finish()
-            except BaseException:
-                with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-                    await upload.abort()
-                raise
-            told.hash_ns = sums.hash_ns
-        return sums.file_entry(path, rank, file.kind)
+        entries: dict[int, FileEntry] = {}
+
+        async def write(index: int) -> None:
+            path, file = data_path(nonce, rank, index), files[index]
+            sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screens[index] if screens else None)
+            with stages.time("write", path, file.size) as told:
+                upload = await self._backend.create(f"{folder}/{path}", file.size)
+                try:
+                    async with open_tasks() as tasks:
+                        for _ in range(min(self._writers, len(file.windows))):
+                            tasks.start_soon(self._write, upload, path, slabs[index], sums, stages)
+                    with stages.time("flush", path):
+                        await upload.finish()
+                except BaseException:
+                    with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+                        await upload.abort()
+                    raise
+                told.hash_ns = sums.hash_ns
+            entries[index] = sums.file_entry(path, rank, file.kind)
+
+        async with open_tasks() as tasks:
+            for index in range(len(files)):
+                tasks.start_soon(write, index)
+        return tuple(entries[index] for index in range(len(files)))
 
     @property
     def busy_slabs(self) -> int:
@@ -265,21 +275,21 @@ class Uploader:
         return (self._writing.statistics(),)
 
     async def _write(self, upload: Upload, path: str, slabs: Handover, sums: BlockSums, stages: Stages) -> None:
-        """Write what has arrived, and again, until every window was taken. Waiting for the copy holds no limit."""
+        """Write what has arrived, in one hop to a thread, and again, until every window was taken.
+
+        Waiting for the copy holds no limit.
+        """
         while await slabs.wait():
             async with self._writing:
-                if batch := slabs.take(WINDOWS_PER_WRITE):
-                    begun_ns = stages.now_ns()
-                    stages.wrote(path, await self._write_batch(upload, batch, sums), begun_ns)
-
-    async def _write_batch(self, upload: Upload, batch: list[tuple[Window, Slab]], sums: BlockSums) -> int:
-        """Hash and write adjacent windows in one hop to a thread; return their bytes."""
-        runs = [slab.memory[: window.size] for window, slab in batch]
-        offset = batch[0][0].offset
-        try:
-            await self._pace.let_through(sum(run.nbytes for run in runs))
-            await upload.write(offset, runs, sums.seen_from(offset))
-        finally:
-            for _, slab in batch:
-                self._pool.give(slab)
-        return sum(run.nbytes for run in runs)
+                batch, begun_ns = slabs.take(WINDOWS_PER_WRITE), stages.now_ns()
+                if not batch:
+                    continue
+                runs = [slab.memory[: window.size] for window, slab in batch]
+                size, offset = sum(run.nbytes for run in runs), batch[0][0].offset
+                try:
+                    await self._pace.let_through(size)
+                    await upload.write(offset, runs, sums.seen_from(offset))
+                finally:
+                    for _, slab in batch:
+                        self._pool.give(slab)
+                stages.wrote(path, size, begun_ns)

@@ -93,16 +93,12 @@ def load_prefix(number: int) -> str:
 
 
 class LoadNotes:
-    """The notes of all loads of one checkpointer.
+    """The notes of all loads of one checkpointer."""
 
-    Args:
-        deadline_s: for the other ranks, for messages.
-    """
-
-    def __init__(self, rounds: Rounds, deadline_s: float) -> None:
+    def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._board = rounds.board
-        self._deadline_s = deadline_s
+        self.deadline_s = rounds.deadline_s
         self._left: deque[Notes] = deque()
 
     @asynccontextmanager
@@ -110,7 +106,7 @@ class LoadNotes:
         """Lend the notes of load *number*, or of a *part* of it, for the length of the block."""
         call, rounds = f"load() number {number}", self._rounds
         prefix = "/".join(filter(None, (load_prefix(number), part)))
-        waiting = Waiting(rounds.members, prefix, call, self._deadline_s)
+        waiting = Waiting(rounds.members, prefix, call, self.deadline_s)
         notes = Notes(self._board, prefix, waiting)
         try:
             with rounds.loading(prefix):

@@ -12,14 +12,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from aiockpt.engine.context import Engine
+from aiockpt.engine.job import RoundName, SaveJob
 from aiockpt.engine.place import Place
-from aiockpt.engine.round import SaveRound
-from aiockpt.engine.save import SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
-from aiockpt.ranks.rounds import TELL_DEADLINE_S, Rounds
+from aiockpt.ranks.rounds import TELL_DEADLINE_S, Round, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
-from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, hear_or_find
+from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, receive_or_find
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
@@ -27,9 +26,8 @@ from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
-    from aiockpt.engine.find import StepPlaces
-    from aiockpt.engine.load import Filled, LoadRequest
-    from aiockpt.ranks.load import RankLoads
+    from aiockpt.ranks.agreement import LoadNotes
+    from aiockpt.ranks.load import RankLoad
     from aiockpt.ranks.peers import Peers
 
 F = TypeVar("F")
@@ -42,7 +40,6 @@ class RankCoordinator:
     """One rank among those that save and load one state together; see `aiockpt.engine.coordinator.Coordinator`.
 
     Args:
-        place: what they save to, the same on all of them.
         place: what they save to, the same on all of them.
         loop: what its coroutines run on.
         secret: random hex; that of rank 0 names all attempts.
@@ -74,15 +71,13 @@ class RankCoordinator:
             secret,
             plan_s=None if options.on_error == "raise" else PLAN_IN_CALL_S,
             writes=options.worker == "thread",
+            terms=terms,
         )
-        self.rounds.joint.terms = terms
-        self._ranks_s = options.deadlines.ranks_s
+        self.loop = loop
+        self.on_seen = on_seen
         self._peers = peers
-        self._loop = loop
         self._seen = seen
-        self._on_seen = on_seen
         self._visible: dict[int, Visibility] = {}
-        self._begun: set[SaveRound] = set()
 
     @property
     def board_name(self) -> str:
@@ -91,126 +86,46 @@ class RankCoordinator:
 
     def register(self) -> None:
         """Post, in the background, in which process this rank is, so that others of its host see it end."""
-        self._loop.submit(self.rounds.register)
+        self.loop.submit(self.rounds.register)
 
-    # ------------------------------------------------------------------ the calls
-
-    def next_round(self, step: int) -> SaveRound:
+    def begin(self, step: int) -> RankRound:
         """Return the round of a save that begins now: the same on all ranks that call alike."""
-        return self.rounds.next_round(step)
+        return RankRound(self, self.rounds.begin(step))
 
-    def next_load(self) -> int:
-        """Return the number of the load that is called now."""
-        return self.rounds.next_load()
+    def begin_load(self) -> RankLoad:
+        """Return the load that is called now."""
+        from aiockpt.ranks.load import RankLoad
 
-    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Return this rank's share of *state*, and whether it had to be planned with others."""
-        known = self.rounds.known(state)
-        if known is not None:
-            return known, False
-        return self._loop.submit(self.rounds.plan, save_round, state).result()
+        return RankLoad(self._load_notes, self.rounds.begin_load(), self._peers)
+
+    def join(self, board_name: str, name: RoundName) -> RankRound:
+        """Return a round that another process of this rank has begun; it posts for both what this rank plans."""
+        self.board.join(board_name)
+        return RankRound(self, Round(self.rounds, name, planned=True))
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
         """Return this rank's share of *state* where all have planned it before."""
-        return self.rounds.known(state)
-
-    def abort(self, save_round: SaveRound, error: BaseException) -> None:
-        """Notify the other ranks, in the background, why this one takes no part in a round."""
-        self._loop.submit(self._abort, save_round, error)
-
-    async def _abort(self, save_round: SaveRound, error: BaseException) -> None:
-        self.rounds.invalidate()
-        await self.rounds.tell_failure(save_round, error)
-        await self.rounds.leave(save_round)
-
-    def leave(self, save_round: SaveRound) -> None:
-        """Notify the other ranks, in the background, that this one is done with a round."""
-        self._loop.submit(self.rounds.leave, save_round)
+        return self.rounds.joint.known(state)
 
     def depart(self, reason: str, *, failed: bool) -> None:
         """Notify the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
-        if self._loop.usable:
-            telling = self._loop.submit(partial(self.rounds.depart, reason, failed=failed))
+        if self.loop.usable:
+            telling = self.loop.submit(partial(self.rounds.depart, reason, failed=failed))
             if not failed:
                 with suppress(TimeoutError):
                     telling.result(TELL_DEADLINE_S)
 
-    # ------------------------------------------------------------------ saves and loads
-
-    @asynccontextmanager
-    async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
-        """Report to the other ranks what ends the block before the save has begun; afterwards the save reports it."""
-        try:
-            yield
-        except BaseException as error:
-            if job.save_round not in self._begun:
-                why = job.why(error)
-                self.rounds.invalidate()
-                if not await self.rounds.tell_failure(job.save_round, why) and job.nonce is not None:
-                    await abort_attempt(places, job, job.nonce, why, untold=self.rounds)
-                await self.rounds.leave(job.save_round)
-            raise
-        finally:
-            self._begun.discard(job.save_round)
-
-    async def save(self, place: Place, job: SaveJob) -> SaveResult:
-        """Save this rank's share to a place that all ranks see."""
-        visibility = self._visibility(place)
-        if not visibility.seen:
-            await visibility.check(self.rounds, job.save_round, _fallback(place, job))
-            self._on_seen(place.number)
-        self._begun.add(job.save_round)
-        return await save_with_ranks(place, self.rounds, job)
-
-    def _visibility(self, place: Place) -> Visibility:
+    def visibility(self, place: Place) -> Visibility:
+        """Return whether all ranks see *place*, as far as it is known."""
         if place.number not in self._visible:
             self._visible[place.number] = Visibility(place, seen=place.number in self._seen)
         return self._visible[place.number]
 
     @cached_property
-    def loads(self) -> RankLoads:
-        """The loads of this rank."""
-        from aiockpt.ranks.load import RankLoads
+    def _load_notes(self) -> LoadNotes:
+        from aiockpt.ranks.agreement import LoadNotes
 
-        return RankLoads(self.rounds, self._ranks_s, self._peers)
-
-    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
-        """Fill this rank's part of a state."""
-        return await self.loads.load(places, request, number)
-
-    async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Report whether this rank's objects accepted what load *number* returned; receive the other ranks' reports."""
-        await self.loads.agree_applied(number, error)
-
-    # ------------------------------------------------------------------ several places, and a writer process
-
-    async def choose_place(
-        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
-    ) -> Place:
-        """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
-        key = job.save_round.key("entry")
-        if self.rank == 0:
-            chosen = await choose()
-            with self.rounds.surviving_store():
-                await self.board.post(key, chosen.number)
-            return chosen
-        by_number = {place.number: place for place in places}
-
-        async def hear(seconds: float) -> Place:
-            return by_number[await self.board.wait(key, int, seconds, "the choice")]
-
-        async def find(lost: bool) -> Place | None:
-            for place in places:
-                fallback = _fallback(place, job)
-                if fallback is not None and await fallback.begun() is not None:
-                    return place
-            return None
-
-        async with self.rounds.watching_failures(job.save_round):
-            waiting = self.rounds.waiting(job.save_round)
-            return await hear_or_find(
-                places[0].engine, self.rounds, "rank 0's choice of a tier", hear, find, waiting=waiting
-            )
+        return LoadNotes(self.rounds)
 
     async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Post a note for the other ranks, and remove *outdated* ones; does nothing once the store is lost."""
@@ -232,28 +147,96 @@ class RankCoordinator:
     ) -> N | F:
         """Return rank 0's note, or what is found in its place."""
 
-        async def listen(seconds: float) -> N | F:
+        async def receive(seconds: float) -> N | F:
             return await self.board.wait(key, kind, seconds, what)
 
         async def look(lost: bool) -> F | None:
             return await find()
 
-        return await hear_or_find(engine, self.rounds, what, listen, look, patience_s=pause_s, deadline_s=deadline_s)
+        return await receive_or_find(
+            engine, self.rounds, what, receive, look, patience_s=pause_s, deadline_s=deadline_s
+        )
 
-    def join(self, board_name: str) -> None:
-        """Use the notes that another process of this rank has begun."""
-        self.board.join(board_name)
 
-    def name_attempt(self, save_round: SaveRound) -> str | None:
-        """Return the nonce that a save has on all ranks."""
-        known = self.rounds.known_nonce(save_round)
-        return known or self._loop.submit(self.rounds.attempt_nonce, save_round).result()
+class RankRound:
+    """One save or ``warm_up`` of this rank with the others; see `aiockpt.engine.job.Round`."""
 
-    async def announce(self, job: SaveJob) -> None:
-        """Post that this rank knows what to write, when it did not have to ask; its writer saves without the note, too."""
-        if not job.agreed:
-            with suppress(StoreLostError):
-                await self.rounds.announce(job.save_round)
+    def __init__(self, coordinator: RankCoordinator, notes: Round) -> None:
+        self.name = notes.name
+        self._coordinator, self._loop = coordinator, coordinator.loop
+        self._notes = notes
+
+    def share(self, state: ShardedState) -> ShardedState:
+        """Return this rank's share of *state*."""
+        known = self._notes.known(state)
+        return self._loop.submit(self._notes.plan, state).result() if known is None else known
+
+    def name_attempt(self) -> str | None:
+        """Return the nonce that the save has on all ranks."""
+        return self._notes.known_nonce or self._loop.submit(self._notes.attempt_nonce).result()
+
+    def abort(self, error: BaseException) -> None:
+        """Notify the other ranks, in the background, why this one takes no part."""
+        self._loop.submit(self._notes.abort, error)
+
+    def leave(self) -> None:
+        """Notify the other ranks, in the background, that this one is done."""
+        self._loop.submit(self._notes.leave)
+
+    @asynccontextmanager
+    async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
+        """Report to the other ranks what ends the block before the save has begun; afterwards the save reports it."""
+        notes = self._notes
+        try:
+            yield
+        except BaseException as error:
+            if not notes.begun:
+                why = job.why(error)
+                notes.rounds.joint.invalidate()
+                if not await notes.post_failure(why) and job.nonce is not None:
+                    await abort_attempt(places, job, job.nonce, why, unreported=notes)
+                await notes.leave()
+            raise
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
+        """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
+        notes, key = self._notes, self.name.key("entry")
+        if notes.board.rank == 0:
+            chosen = await choose()
+            with notes.rounds.surviving_store():
+                await notes.board.post(key, chosen.number)
+            return chosen
+        by_number = {place.number: place for place in places}
+
+        async def receive(seconds: float) -> Place:
+            return by_number[await notes.board.wait(key, int, seconds, "the choice")]
+
+        async def find(lost: bool) -> Place | None:
+            for place in places:
+                fallback = _fallback(place, job)
+                if fallback is not None and await fallback.begun() is not None:
+                    return place
+            return None
+
+        async with notes.watching_failures():
+            what, waiting = "rank 0's choice of a tier", notes.waiting()
+            return await receive_or_find(places[0].engine, notes.rounds, what, receive, find, waiting=waiting)
+
+    async def save(self, place: Place, job: SaveJob) -> SaveResult:
+        """Save this rank's share to a place that all ranks see."""
+        visibility = self._coordinator.visibility(place)
+        if not visibility.seen:
+            await visibility.check(self._notes, _fallback(place, job))
+            self._coordinator.on_seen(place.number)
+        self._notes.begun = True
+        return await save_with_ranks(place, self._notes, job)
+
+    async def announce(self) -> None:
+        """Post that this rank knows what to write; its writer saves without the note, too."""
+        with suppress(StoreLostError):
+            await self._notes.announce()
 
     @asynccontextmanager
     async def accompanying(
@@ -268,12 +251,12 @@ class RankCoordinator:
         try:
             yield
         except BaseException:
-            self.rounds.invalidate()
+            self._notes.rounds.joint.invalidate()
             if (death := died()) is not None:  # reaped: no process writes, votes or commits for this rank any more
-                await abort_attempt(places, job, job.nonce, death, untold=self.rounds)
+                await abort_attempt(places, job, job.nonce, death, unreported=self._notes)
             raise
         finally:
-            await self.rounds.leave(job.save_round)
+            await self._notes.leave()
 
 
 def _fallback(place: Place, job: SaveJob) -> StorageFallback | None:

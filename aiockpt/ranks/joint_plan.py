@@ -17,6 +17,7 @@ from itertools import groupby
 import msgspec
 
 from aiockpt.adapters.take_parts import take_parts
+from aiockpt.engine.job import RoundName
 from aiockpt.errors import RankError, RanksDisagreeError, RankTimeoutError
 from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, plan_shares
 from aiockpt.ranks.membership import Waiting
@@ -63,28 +64,16 @@ _Taken = tuple[tuple[TensorShard, ...], tuple[TensorShard, ...]]
 """What a rank writes, and its replicas."""
 
 
-class PlanRound(msgspec.Struct, frozen=True):
-    """One save as its planning sees it: the names of its notes and of the call, and the deadline for the others."""
-
-    prefix: str
-    call: str
-    deadline_s: float
-
-    def key(self, *parts: object) -> str:
-        """Return the key of a note."""
-        return "/".join([self.prefix, *map(str, parts)])
-
-
 class JointPlan:
     """One rank's plan of what it writes. Its coroutines run on the engine's loop.
 
-    Attributes:
+    Args:
+        deadline_s: for the other ranks to come to a plan.
         terms: options that all ranks must share, by name, in words.
     """
 
-    def __init__(self, board: NoteBoard) -> None:
-        self.terms: Mapping[str, str] = {}
-        self._board = board
+    def __init__(self, board: NoteBoard, deadline_s: float, terms: Mapping[str, str]) -> None:
+        self._board, self._deadline_s, self._terms = board, deadline_s, terms
         self._plan: _Plan | None = None
         self._doubted = False
         self._taken: tuple[_Plan, Sequence[TensorShard], _Taken] | None = None
@@ -100,11 +89,11 @@ class JointPlan:
             return None
         return self._take(plan, state)
 
-    async def announce(self, save: PlanRound) -> None:
+    async def announce(self, name: RoundName) -> None:
         """Post that this rank knows what to write."""
-        await self._board.post(save.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
+        await self._board.post(name.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
 
-    async def make(self, save: PlanRound, state: ShardedState, waiting: Waiting) -> ShardedState:
+    async def make(self, name: RoundName, state: ShardedState, waiting: Waiting) -> ShardedState:
         """Plan *state* with the ranks that do not know what to write either; return this rank's share.
 
         Raises:
@@ -113,28 +102,28 @@ class JointPlan:
         """
         board, rank = self._board, self._board.rank
         holdings = local_boxes_of(state)
-        await board.post(save.key("holdings", rank), holdings)
-        await board.post(save.key("intent", rank), Intent(board.world_size, lost=True, terms=dict(self.terms)))
-        lost = await self._lost_ranks(save, waiting)
+        await board.post(name.key("holdings", rank), holdings)
+        await board.post(name.key("intent", rank), Intent(board.world_size, lost=True, terms=dict(self._terms)))
+        lost = await self._lost_ranks(name, waiting)
         kept = self._kept_parts(holdings) if len(lost) < board.world_size else {}
         if len(lost) < board.world_size:
-            await board.post(save.key("kept", rank), sorted(kept))
+            await board.post(name.key("kept", rank), sorted(kept))
         if rank == lost[0]:
-            await self._plan_for(save, lost, waiting)
+            await self._plan_for(name, lost, waiting)
         share = await board.wait(
-            save.key("share", rank), Share, save.deadline_s, f"planning {save.call}", lost[:1], waiting
+            name.key("share", rank), Share, self._deadline_s, f"planning {name.call}", lost[:1], waiting
         )
         if share.problem is not None:
             raise RanksDisagreeError(share.problem)
         parts = (*(part for some in kept.values() for part in some), *share.parts)
         replicas = share.replicas if len(lost) == board.world_size else self._maybe_replicas(holdings, kept)
-        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{save.prefix}", replicas)
+        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{name.prefix}", replicas)
         self._plan, self._doubted = plan, False
         return self._take(plan, state)
 
-    async def _lost_ranks(self, save: PlanRound, waiting: Waiting) -> list[int]:
+    async def _lost_ranks(self, name: RoundName, waiting: Waiting) -> list[int]:
         """Wait for the notes of all ranks; return the ranks that must receive a plan."""
-        intents = await self._survey(save, waiting)
+        intents = await self._survey(name, waiting)
         for rank, intent in sorted(intents.items()):
             if intent.world_size != self._board.world_size:
                 raise RanksDisagreeError(
@@ -149,40 +138,40 @@ class JointPlan:
     def _check_terms(self, terms: Mapping[int, Mapping[str, str]]) -> None:
         """Refuse options that differ, by name, with the ranks; every rank finds the same."""
         first, *others = terms
-        for name, value in terms[first].items():
-            odd = [rank for rank in others if terms[rank].get(name) != value]
+        for term, value in terms[first].items():
+            odd = [rank for rank in others if terms[rank].get(term) != value]
             if odd:
                 raise RanksDisagreeError(
-                    f"{name} is {value} on rank {first} and {terms[odd[0]].get(name)} on {name_ranks(odd)}: make the "
+                    f"{term} is {value} on rank {first} and {terms[odd[0]].get(term)} on {name_ranks(odd)}: make the "
                     "Checkpointer with the same options on all ranks",
                     odd,
                 )
 
-    async def _survey(self, save: PlanRound, waiting: Waiting) -> dict[int, Intent]:
+    async def _survey(self, name: RoundName, waiting: Waiting) -> dict[int, Intent]:
         """Return the notes of all ranks. The first rank to ask reads them, and the others read its result.
 
         (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.measure.gathering`.)
         """
-        board, what = self._board, f"{save.call} (every rank must call it)"
-        keys = {rank: save.key("intent", rank) for rank in range(board.world_size)}
-        if await board.arrive(save.key("surveyors", board.world_size)) > 1:
+        board, what = self._board, f"{name.call} (every rank must call it)"
+        keys = {rank: name.key("intent", rank) for rank in range(board.world_size)}
+        if await board.arrive(name.key("surveyors", board.world_size)) > 1:
             small = board.world_size <= _SMALL_WORLD
             with suppress(RankTimeoutError):
                 found = await board.wait(
-                    save.key("survey", board.world_size),
+                    name.key("survey", board.world_size),
                     list[tuple[Intent, int]],
-                    min(_PATIENCE_S, save.deadline_s) if small else save.deadline_s,
+                    min(_PATIENCE_S, self._deadline_s) if small else self._deadline_s,
                     what,
                     range(board.world_size),
                     waiting.silent,
                 )
                 return dict(enumerate(intent for intent, count in found for _ in range(count)))
             # In a large world the one that reads for all is dead, or gives up just now: name the other missing ranks.
-            left_s = save.deadline_s if small else min(_PATIENCE_S, save.deadline_s)
+            left_s = self._deadline_s if small else min(_PATIENCE_S, self._deadline_s)
             return await board.gather(keys, Intent, left_s, what, waiting)
-        intents = await board.gather(keys, Intent, save.deadline_s, what, waiting)
+        intents = await board.gather(keys, Intent, self._deadline_s, what, waiting)
         runs = groupby(intents[rank] for rank in range(board.world_size))
-        await board.post(save.key("survey", board.world_size), [(intent, len(list(some))) for intent, some in runs])
+        await board.post(name.key("survey", board.world_size), [(intent, len(list(some))) for intent, some in runs])
         return intents
 
     def _kept_parts(self, holdings: Sequence[LocalBoxes]) -> dict[int, list[Part]]:
@@ -206,14 +195,14 @@ class JointPlan:
         before = {self._plan.holdings[number] for number in self._plan.replicas}
         return tuple(number for number, one in enumerate(holdings) if number not in kept or one in before)
 
-    async def _plan_for(self, save: PlanRound, lost: Sequence[int], waiting: Waiting) -> None:
+    async def _plan_for(self, name: RoundName, lost: Sequence[int], waiting: Waiting) -> None:
         """Plan what the *lost* ranks do not keep, and post each one's share."""
-        board, what = self._board, f"what they hold for {save.call}"
+        board, what = self._board, f"what they hold for {name.call}"
         held = await board.gather(
-            {rank: save.key("holdings", rank) for rank in lost}, tuple[LocalBoxes, ...], save.deadline_s, what, waiting
+            {rank: name.key("holdings", rank) for rank in lost}, tuple[LocalBoxes, ...], self._deadline_s, what, waiting
         )
-        some_keep = {rank: save.key("kept", rank) for rank in lost} if len(lost) < board.world_size else {}
-        kept = await board.gather(some_keep, list[int], save.deadline_s, what, waiting)
+        some_keep = {rank: name.key("kept", rank) for rank in lost} if len(lost) < board.world_size else {}
+        kept = await board.gather(some_keep, list[int], self._deadline_s, what, waiting)
         new = [[number for number in range(len(held[rank])) if number not in set(kept.get(rank, ()))] for rank in lost]
         try:
             shares = plan_shares(
@@ -221,11 +210,11 @@ class JointPlan:
             )
         except RankError as error:
             for rank in lost:
-                await board.post(save.key("share", rank), Share(problem=str(error)))
+                await board.post(name.key("share", rank), Share(problem=str(error)))
             return
         for rank, numbers, parts, replicas in zip(lost, new, shares.parts, shares.replicas, strict=True):
             own = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
-            await board.post(save.key("share", rank), Share(own, tuple(numbers[number] for number in replicas)))
+            await board.post(name.key("share", rank), Share(own, tuple(numbers[number] for number in replicas)))
 
     def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""

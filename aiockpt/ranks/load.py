@@ -4,7 +4,6 @@ Rank 0 chooses the step; every rank matches and fills its own part and reports; 
 (`aiockpt.ranks.agreement`). Guarantees (docs/decisions.md#loading):
 
 - All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
-- All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
 - No rank's load is done, and none begins a new line of saves, before all ranks have filled what they wanted from the same
   generation of the same step.
 - All ranks match before any fills: a checkpoint that does not fit on one rank changes nothing on any, and every rank
@@ -52,7 +51,6 @@ from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.ranks.agreement import TELL_DEADLINE_S, Agreement, LoadNotes, Notes, Report
 from aiockpt.ranks.peers import Peers
 from aiockpt.ranks.read_once import ReadOnce
-from aiockpt.ranks.rounds import Rounds
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.tasks import open_tasks
 
@@ -87,31 +85,26 @@ class Choice(msgspec.Struct, frozen=True):
     skipped: tuple[tuple[str, str], ...] = ()
 
 
-class RankLoads:
-    """The loads of one rank of a job. Use on the engine's loop.
+class RankLoad:
+    """One load of a rank of a job; see `aiockpt.engine.coordinator.LoadRound`. Use on the engine's loop.
 
     Args:
-        rounds: the rounds and notes of the ranks.
-        deadline_s: for the other ranks, for messages.
+        all_notes: those of all loads of this rank.
+        number: of this load among all loads of the job, the same on every rank.
         peers: those with which this rank reads once; None reads alone.
     """
 
-    def __init__(self, rounds: Rounds, deadline_s: float, peers: Peers | None) -> None:
-        self._deadline_s = deadline_s
-        self._peers = peers
-        self._notes = LoadNotes(rounds, deadline_s)
+    def __init__(self, all_notes: LoadNotes, number: int, peers: Peers | None) -> None:
+        self._all_notes, self._number, self._peers = all_notes, number, peers
 
-    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, places: StepPlaces, request: LoadRequest) -> Filled | None:
         """Fill this rank's part of a state; None, on all ranks, when no checkpoint exists at all.
-
-        Args:
-            number: of this load among all loads of the job, the same on every rank.
 
         Raises:
             RankError: other ranks failed or are silent.
             NoValidCheckpointError, StateMismatchError, CorruptionError: as `aiockpt.engine.load.load`, on every rank.
         """
-        async with self._notes.taking(number) as notes:
+        async with self._all_notes.taking(self._number) as notes:
             return await self._load(places, request, notes)
 
     async def _load(self, places: StepPlaces, request: LoadRequest, notes: Notes) -> Filled | None:
@@ -152,8 +145,8 @@ class RankLoads:
                 return msgspec.structs.replace(filled, agree=agree.may_refuse)
         raise AssertionError("there is always another trial")
 
-    async def agree_applied(self, number: int, error: Exception | None) -> None:
-        """Report whether this rank's objects accepted what load *number* returned; receive the other ranks' reports.
+    async def agree_applied(self, error: Exception | None) -> None:
+        """Report whether this rank's objects accepted what the load returned; receive the other ranks' reports.
 
         Raises:
             Exception: those of one rank did not; it is *error* itself where it was this one. All states are invalid then.
@@ -163,9 +156,9 @@ class RankLoads:
             if error is not None:
                 raise error
 
-        async with self._notes.taking(number, "end") as notes:
+        async with self._all_notes.taking(self._number, "end") as notes:
             try:
-                await Agreement(notes, "end", self._deadline_s).on("apply", applied)
+                await Agreement(notes, "end", self._all_notes.deadline_s).on("apply", applied)
             except StateMismatchError as shared:
                 raise StateMismatchError("the checkpoint", shared.problems, PARTLY_OVERWRITTEN) from error
 

@@ -16,17 +16,17 @@ What they report about it are notes of that round (`aiockpt.runtime.notes`). Gua
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import anyio
 import msgspec
 import xxhash
 
-from aiockpt.engine.round import WARM_UP, SaveRound
+from aiockpt.engine.job import WARM_UP, RoundName
 from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
-from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, PlanRound, shared_plan_notes
+from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, shared_plan_notes
 from aiockpt.ranks.membership import Calls, Membership, Waiting
 from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
 from aiockpt.runtime.tasks import open_tasks
@@ -59,7 +59,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Rounds:
-    """One rank's view of what all do together. Its coroutines run on the engine's loop.
+    """What one rank knows of all its rounds. Its coroutines run on the engine's loop.
 
     Args:
         board: where the ranks' notes are.
@@ -67,36 +67,44 @@ class Rounds:
         plan_s: for them to come to a plan; None for the same.
         secret: random hex; that of rank 0 is used.
         writes: whether this process writes what it saves; see `aiockpt.ranks.membership.Member`.
+        terms: options that all ranks must share, by name, in words.
     """
 
     def __init__(
-        self, board: NoteBoard, deadline_s: float, secret: str, *, plan_s: float | None = None, writes: bool = True
+        self,
+        board: NoteBoard,
+        deadline_s: float,
+        secret: str,
+        *,
+        plan_s: float | None = None,
+        writes: bool = True,
+        terms: Mapping[str, str] = {},
     ) -> None:
         self.board = board
         self.members = Membership(board, writes=writes)
-        self.joint = JointPlan(board)
-        self._deadline_s = deadline_s
-        self._plan_s = deadline_s if plan_s is None else min(plan_s, deadline_s)
+        self.deadline_s = deadline_s
+        self.plan_s = deadline_s if plan_s is None else min(plan_s, deadline_s)
+        self.joint = JointPlan(board, self.plan_s, terms)
         self._secret: str | None = secret if board.rank == 0 else None
         self._posted = False
         self._saves: Counter[int] = Counter()
         self._loads = 0
-        self._open: dict[SaveRound, None] = {}
+        self._open: dict[Round, None] = {}
         self._loading: set[str] = set()
-        self._undecided: dict[SaveRound, None] = {}
+        self._undecided: dict[Round, None] = {}
         self._decided = anyio.Event()
         self._departed = False
-        self._left: deque[SaveRound] = deque()
+        self._left: deque[RoundName] = deque()
 
-    def next_round(self, step: int) -> SaveRound:
+    def begin(self, step: int) -> Round:
         """Return the round of the save that the caller begins; called once for each, in the order of the calls."""
         self.board.begin()
         self._saves[step] += 1
-        save_round = SaveRound(step, self._saves[step])
-        self._open[save_round] = self._undecided[save_round] = None
-        return save_round
+        begun = Round(self, RoundName(step, self._saves[step]))
+        self._open[begun] = self._undecided[begun] = None
+        return begun
 
-    def next_load(self) -> int:
+    def begin_load(self) -> int:
         """Return the number of the load that the caller begins, in the order of the calls."""
         self.board.begin()
         self._loads += 1
@@ -109,8 +117,7 @@ class Rounds:
 
     def surviving_store(self) -> suppress:
         """End the block, where saves go on without the store, when the store is lost; elsewhere that is an error."""
-        ends = (StoreLostError,) if self.outlives_store else ()
-        return suppress(*ends)
+        return suppress(*((StoreLostError,) if self.outlives_store else ()))
 
     async def register(self) -> None:
         """Post in which process this rank is, so that others of its host see it end."""
@@ -118,168 +125,65 @@ class Rounds:
             await self.members.register()
 
     async def report(self, call: str, step: int = WARM_UP) -> None:
-        """Post what this rank has called last; without the note others only know less.
-
-        Args:
-            step: of a save.
-        """
+        """Post what this rank has called last, of a save its *step*; without the note others only know less."""
         with suppress(StoreLostError):
             await self.members.report(Calls(call, step, self._loads, self._saves[WARM_UP]))
 
-    # ------------------------------------------------------------------ the end of a round
+    # ------------------------------------------------------------------ the order of the plans
 
-    async def read_end(self, save_round: SaveRound, deadline_s: float, lookout: Lookout | None = None) -> int:
-        """Wait for the end of a round; return the generation that was committed.
-
-        Raises:
-            RankFailedError: a rank reported that it failed, or *lookout* that rank 0 will not answer any more.
-            StepExistsError: rank 0 found the step committed.
-            ReplicasDifferError: ranks have other values of the same tensors.
-            RankTimeoutError: there is no end yet.
-        """
-        what = f"the commit of step {save_round.step}"
-        end = await self.board.wait(save_round.key("end"), End, deadline_s, what, lookout=lookout)
-        if end.failure is None:
-            return end.generation
-        if end.exists:
-            raise StepExistsError(end.failure)
-        if end.tensors:
-            raise ReplicasDifferError(end.failure, end.tensors, end.ranks)
-        what = "warm_up() was" if save_round.step == WARM_UP else f"step {save_round.step} was"
-        if end.ranks:
-            raise RankFailedError(f"{what} given up on rank {end.rank}: {end.failure}", end.ranks)
-        raise RankFailedError(f"{what} given up because rank {end.rank} failed: {end.failure}", [end.rank])
-
-    @asynccontextmanager
-    async def watching_failures(self, save_round: SaveRound) -> AsyncIterator[None]:
-        """Stop the block, and raise, as soon as another rank reports that it failed."""
-        async with open_tasks() as tasks:
-            tasks.start_soon(self._watch_failures, save_round)
-            yield
-            tasks.cancel_scope.cancel()
-
-    async def _watch_failures(self, save_round: SaveRound) -> None:
-        with suppress(StoreLostError):  # the block raises it when it needs the store
-            await self.read_end(save_round, float("inf"))
-
-    async def tell_failure(self, save_round: SaveRound, error: BaseException) -> bool:
-        """Report to the other ranks at once why there will be no checkpoint of a round; the caller is certain of that.
-
-        Returns:
-            Whether they can know now.
-        """
-        if isinstance(error, RankFailedError) and not (error.seen_here or isinstance(error, StoreLostError)):
-            return True
-        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            await self.board.post(save_round.key("end"), _end_by(error, self.board.rank))
-            return True
-        return False
-
-    # ------------------------------------------------------------------ the plan
-
-    def invalidate(self) -> None:
-        """Have the next save planned anew. Any thread."""
-        self.joint.invalidate()
-
-    def known(self, state: ShardedState) -> ShardedState | None:
-        """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
-        return self.joint.known(state)
-
-    def waiting(self, save_round: SaveRound, deadline_s: float | None = None) -> Waiting:
-        """Return the `Waiting` of a round: it accompanies the waits for other ranks."""
-        return Waiting(
-            self.members, save_round.prefix, save_round.call, deadline_s or self._deadline_s, step=save_round.step
-        )
-
-    async def announce(self, save_round: SaveRound) -> None:
-        """Post that this rank knows what to write."""
-        self._decide(save_round)
-        await self.joint.announce(self._round(save_round))
-        await self.report(save_round.call, save_round.step)
-
-    def _round(self, save_round: SaveRound) -> PlanRound:
-        return PlanRound(save_round.prefix, save_round.call, self._plan_s)
-
-    def _decide(self, save_round: SaveRound) -> None:
+    def decide(self, save_round: Round) -> None:
         """Let the rounds after this one go on: it is clear what this rank writes."""
         self._undecided.pop(save_round, None)
         self._decided.set()
         self._decided = anyio.Event()
 
-    async def _wait_for_earlier_rounds(self, save_round: SaveRound) -> None:
-        while (
-            save_round in self._undecided and save_round not in list(self._undecided)[:1]
-        ):  # a list: other threads add to it
-            await self._decided.wait()
+    async def wait_for_earlier(self, save_round: Round) -> None:
+        """Wait until it is clear what this rank writes of the rounds before this one."""
+        while save_round in self._undecided and save_round not in list(self._undecided)[:1]:
+            await self._decided.wait()  # the list above is a copy: other threads add to it
 
-    async def plan(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Plan *state* with the ranks that do not know what to write either.
-
-        Returns:
-            This rank's share, and whether it was planned with others; not, when an earlier round has found it meanwhile.
-
-        Raises:
-            RanksDisagreeError: a rank has other options, or the tensors do not fit together.
-            RankTimeoutError: names the ranks that did not begin this round.
-            RankFailedError: a rank has failed, or has left and never will.
-        """
-        async with self.watching_failures(save_round):
-            await self._wait_for_earlier_rounds(save_round)
-            known = self.known(state)
-            if known is not None:
-                return known, False
-            await self.report(save_round.call, save_round.step)
-            share = await self.joint.make(self._round(save_round), state, self.waiting(save_round, self._plan_s))
-            self._decide(save_round)
-            return share, True
-
-    async def attempt_nonce(self, save_round: SaveRound) -> str:
-        """Return the 12 hex digits that name the attempt of a round on every rank."""
+    async def secret_for(self, save_round: Round) -> str:
+        """Return rank 0's secret, from which the names of all attempts follow; rank 0 posts it once."""
         if self._secret is None:
-            async with self.watching_failures(save_round):  # rank 0 may have failed before it posted the note
-                waiting = self.waiting(save_round, self._plan_s)
-                self._secret = await self.board.wait(
-                    SESSION, str, self._plan_s, f"the first save, at {save_round.call}", lookout=waiting
-                )
+            async with save_round.watching_failures():  # rank 0 may have failed before it posted the note
+                what, waiting = f"the first save, at {save_round.name.call}", save_round.waiting(self.plan_s)
+                self._secret = await self.board.wait(SESSION, str, self.plan_s, what, lookout=waiting)
         elif not self._posted and self.board.rank == 0:
             self._posted = True
             await self.board.post(SESSION, self._secret)
-        return _nonce(self._secret, save_round)
+        return self._secret
 
-    def known_nonce(self, save_round: SaveRound) -> str | None:
-        """Return the same where no note must be read or posted for it. Any thread, no waiting."""
-        told = self._posted or self.board.rank != 0
-        return _nonce(self._secret, save_round) if told and self._secret is not None else None
+    @property
+    def known_secret(self) -> str | None:
+        """The same where no note must be read or posted for it. Any thread, no waiting."""
+        return self._secret if self._posted or self.board.rank != 0 else None
 
     # ------------------------------------------------------------------ leaving
 
-    async def leave(self, save_round: SaveRound) -> None:
-        """Post that this rank needs no note of a round any more, and remove what no rank needs. Idempotent.
-
-        A rank may be many rounds behind: only the last to leave removes what all of them read.
-        """
+    async def leave(self, save_round: Round) -> None:
+        """See `Round.leave`. A rank may be many rounds behind: only the last to leave removes what all of them read."""
         if save_round not in self._open:
             return
         del self._open[save_round]
-        self._decide(save_round)
-        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            world_size = self.board.world_size
-            if await self.board.arrive(save_round.key("past")) == world_size:
+        self.decide(save_round)
+        name, world_size = save_round.name, self.board.world_size
+        with anyio.move_on_after(self.deadline_s, shield=True), suppress(StoreLostError):
+            if await self.board.arrive(name.key("past")) == world_size:
                 shared = [*shared_plan_notes(world_size), "entry", "begun", "end", "past"]
-                await self.board.forget([*vote_keys(save_round.key("votes"), world_size), *map(save_round.key, shared)])
-            self._left.append(save_round)
-            await self._forget_own()
+                await self.board.forget([*vote_keys(name.key("votes"), world_size), *map(name.key, shared)])
+            self._left.append(name)
+            await self._remove_own()
 
-    async def _forget_own(self) -> None:
+    async def _remove_own(self) -> None:
         """Remove this rank's notes of rounds that all ranks have left; one that a rank never leaves delays no other."""
         for _ in range(_LOOKS):
             if not self._left:
                 return
-            save_round = self._left[0]
+            name = self._left[0]
             self._left.rotate(-1)  # that of another one is checked next
-            if not await self.board.is_there(save_round.key("past")) and save_round in self._left:
-                self._left.remove(save_round)  # still there: another round may have been left meanwhile
-                await self.board.forget([save_round.key(name, self.board.rank) for name in PLAN_NOTES])
+            if not await self.board.is_there(name.key("past")) and name in self._left:
+                self._left.remove(name)  # still there: another round may have been left meanwhile
+                await self.board.forget([name.key(note, self.board.rank) for note in PLAN_NOTES])
 
     @contextmanager
     def loading(self, operation: str) -> Iterator[None]:
@@ -299,13 +203,140 @@ class Rounds:
         if self._departed or not (failed or self.board.name):
             return
         self._departed = True
-        part = [*(save_round.prefix for save_round in list(self._open)), *self._loading]
+        part = [*(save_round.name.prefix for save_round in list(self._open)), *self._loading]
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
             await (self.members.leave(reason, part) if self.board.name else self.members.leave_early(reason))
 
 
-def _nonce(secret: str, save_round: SaveRound) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{secret}/{save_round.step}/{save_round.number}".encode())[:12]
+class Round:
+    """One save or ``warm_up`` of all ranks, as its notes have it. On the engine's loop, but where it says else.
+
+    Attributes:
+        planned: whether this rank had to plan it with others, or another process of it posts what it must know.
+        begun: whether the save has begun, which reports its failures itself.
+    """
+
+    def __init__(self, rounds: Rounds, name: RoundName, *, planned: bool = False) -> None:
+        self.rounds, self.board, self.name = rounds, rounds.board, name
+        self.key = name.key
+        self.planned = planned
+        self.begun = False
+
+    def waiting(self, deadline_s: float | None = None) -> Waiting:
+        """Return what accompanies the waits for other ranks."""
+        name, deadline_s = self.name, deadline_s or self.rounds.deadline_s
+        return Waiting(self.rounds.members, name.prefix, name.call, deadline_s, step=name.step)
+
+    # ------------------------------------------------------------------ the plan
+
+    def known(self, state: ShardedState) -> ShardedState | None:
+        """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
+        return self.rounds.joint.known(state)
+
+    async def plan(self, state: ShardedState) -> ShardedState:
+        """Return this rank's share of *state*, planned with the ranks that do not know what to write either.
+
+        Raises:
+            RanksDisagreeError: a rank has other options, or the tensors do not fit together.
+            RankTimeoutError: names the ranks that did not begin this round.
+            RankFailedError: a rank has failed, or has left and never will.
+        """
+        async with self.watching_failures():
+            await self.rounds.wait_for_earlier(self)
+            known = self.known(state)  # an earlier round may have found it meanwhile
+            if known is not None:
+                return known
+            await self.rounds.report(self.name.call, self.name.step)
+            share = await self.rounds.joint.make(self.name, state, self.waiting(self.rounds.plan_s))
+            self.rounds.decide(self)
+            self.planned = True
+            return share
+
+    async def announce(self) -> None:
+        """Post that this rank knows what to write, unless it has planned that with the others."""
+        if not self.planned:
+            self.rounds.decide(self)
+            await self.rounds.joint.announce(self.name)
+            await self.rounds.report(self.name.call, self.name.step)
+
+    async def attempt_nonce(self) -> str:
+        """Return the 12 hex digits that name the attempt of a round on every rank."""
+        return _nonce(await self.rounds.secret_for(self), self.name)
+
+    @property
+    def known_nonce(self) -> str | None:
+        """The same where no note must be read or posted for it. Any thread, no waiting."""
+        secret = self.rounds.known_secret
+        return None if secret is None else _nonce(secret, self.name)
+
+    # ------------------------------------------------------------------ the end
+
+    async def read_end(self, deadline_s: float, lookout: Lookout | None = None) -> int:
+        """Wait for the end; return the generation that was committed.
+
+        Raises:
+            RankFailedError: a rank reported that it failed, or *lookout* that rank 0 will not answer any more.
+            StepExistsError: rank 0 found the step committed.
+            ReplicasDifferError: ranks have other values of the same tensors.
+            RankTimeoutError: there is no end yet.
+        """
+        step = self.name.step
+        end = await self.board.wait(self.key("end"), End, deadline_s, f"the commit of step {step}", lookout=lookout)
+        if end.failure is None:
+            return end.generation
+        if end.exists:
+            raise StepExistsError(end.failure)
+        if end.tensors:
+            raise ReplicasDifferError(end.failure, end.tensors, end.ranks)
+        what = "warm_up() was" if step == WARM_UP else f"step {step} was"
+        if end.ranks:
+            raise RankFailedError(f"{what} given up on rank {end.rank}: {end.failure}", end.ranks)
+        raise RankFailedError(f"{what} given up because rank {end.rank} failed: {end.failure}", [end.rank])
+
+    @asynccontextmanager
+    async def watching_failures(self) -> AsyncIterator[None]:
+        """Stop the block, and raise, as soon as another rank reports that it failed."""
+
+        async def watch() -> None:
+            with suppress(StoreLostError):  # the block raises it when it needs the store
+                await self.read_end(float("inf"))
+
+        async with open_tasks() as tasks:
+            tasks.start_soon(watch)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def post_committed(self, generation: int) -> None:
+        """Wake the ranks that wait for the commit; it stands without that."""
+        with suppress(StoreLostError):
+            await self.board.post(self.key("end"), End(generation=generation))
+
+    async def post_failure(self, error: BaseException) -> bool:
+        """Report to the other ranks at once why there will be no checkpoint; the caller is certain of that.
+
+        Returns:
+            Whether they can know now.
+        """
+        if isinstance(error, RankFailedError) and not (error.seen_here or isinstance(error, StoreLostError)):
+            return True
+        with anyio.move_on_after(self.rounds.deadline_s, shield=True), suppress(StoreLostError):
+            await self.board.post(self.key("end"), _end_by(error, self.board.rank))
+            return True
+        return False
+
+    async def abort(self, error: BaseException) -> None:
+        """Report that this rank takes no part, and have the next save planned anew."""
+        self.rounds.joint.invalidate()
+        await self.post_failure(error)
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Post that this rank needs no note of it any more, and remove what no rank needs. Idempotent."""
+        await self.rounds.leave(self)
+
+
+def _nonce(secret: str, name: RoundName) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{secret}/{name.step}/{name.number}".encode())[:12]
 
 
 def _end_by(error: BaseException, rank: int) -> End:

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 
 import anyio
 import msgspec
 
+from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
-from aiockpt.engine.round import SaveRound
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
-    SaveJob,
     begin,
     check_space,
     commit_votes,
@@ -53,12 +51,12 @@ from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
 from aiockpt.ranks.membership import Waiting
-from aiockpt.ranks.rounds import End, Rounds
+from aiockpt.ranks.rounds import Round
 from aiockpt.ranks.storage_fallback import (
     FailureRecord,
     StorageFallback,
-    hear_or_find,
     pauses_without_store,
+    receive_or_find,
     watching_failures,
 )
 from aiockpt.runtime.notes import StoreLostError, name_ranks
@@ -76,49 +74,46 @@ class BegunAttempt(msgspec.Struct, frozen=True):
     existing: SaveResult | None = None
 
 
-async def save_with_ranks(place: Place, rounds: Rounds, job: SaveJob) -> SaveResult:
+async def save_with_ranks(place: Place, notes: Round, job: SaveJob) -> SaveResult:
     """Save this rank's share of one step; when this returns the step is committed on all ranks.
 
     Raises:
         RankError: other ranks failed, are silent, or began another save.
-        CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
+        CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save_alone`.
     """
-    save_round = job.save_round
     emit_start(place.engine, job)
     nonce = ""
     try:
-        if not job.agreed:
-            await rounds.announce(save_round)
-        nonce = job.nonce or await rounds.attempt_nonce(save_round)
+        await notes.announce()
+        nonce = job.nonce or await notes.attempt_nonce()
         place.engine.busy_attempts.add(nonce)
-        story = _lead if rounds.board.rank == 0 else _follow
-        return await story(place, job, rounds, save_round, nonce)
+        return await (_follow if notes.board.rank else _lead)(place, job, notes, nonce)
     except BaseException as error:
-        await _give_up(place, job, rounds, save_round, nonce, job.why(error))
+        await _give_up(place, job, notes, nonce, job.why(error))
         raise
     finally:
         place.engine.busy_attempts.discard(nonce)
-        await rounds.leave(save_round)
+        await notes.leave()
 
 
-async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
-    board = rounds.board
+async def _lead(place: Place, job: SaveJob, notes: Round, nonce: str) -> SaveResult:
+    board, votes_key, commit_s = notes.board, notes.key("votes"), place.engine.options.deadlines.commit_s
     with job.stages.time("begin"):
         begun = await begin(place, job, nonce)
+    note = BegunAttempt(existing=begun) if isinstance(begun, SaveResult) else BegunAttempt(attempt=begun)
+    with notes.rounds.surviving_store():
+        await board.post(notes.key("begun"), note)
     if isinstance(begun, SaveResult):
-        await _post_begun(place, rounds, save_round, BegunAttempt(existing=begun))
         return begun
-    await _post_begun(place, rounds, save_round, BegunAttempt(attempt=begun))
-    async with watching_failures(rounds, save_round, StorageFallback(place, save_round.step, nonce)):
+    async with watching_failures(notes, StorageFallback(place, job.step, nonce)):
         files = await write_files(place, job, nonce)
         own = await vote(place, job, begun, files)
-        await count_vote(board, save_round.key("votes"), place.backend, own)
-        pauses = pauses_without_store(place.engine, RELIST_S)
-        waiting = rounds.waiting(save_round, place.engine.options.deadlines.commit_s)
+        await count_vote(board, votes_key, place.backend, own)
+        pauses, waiting = pauses_without_store(place.engine, RELIST_S), notes.waiting(commit_s)
 
         async def until_likely() -> None:
             try:
-                await wait_likely(board, save_round.key("votes"), RELIST_S)
+                await wait_likely(board, votes_key, RELIST_S)
             except StoreLostError:
                 await anyio.sleep(next(pauses))
             gone = await waiting.look_for_votes(partial(_missing_votes, place, begun))
@@ -126,10 +121,10 @@ async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRoun
                 raise gone
 
         with job.stages.time("wait", "votes"):
-            votes = await wait_votes(place.backend, begun, own, place.engine.options.deadlines.commit_s, until_likely)
+            votes = await wait_votes(place.backend, begun, own, commit_s, until_likely)
     with job.stages.time("commit"):
         manifest = await commit_votes(place, begun, votes)
-    await _tell(rounds, save_round, manifest.generation)
+    await notes.post_committed(manifest.generation)
     return committed(place.engine, job, manifest.generation)
 
 
@@ -138,60 +133,48 @@ async def _missing_votes(place: Place, attempt: Attempt) -> set[int]:
     return set(range(attempt.world_size)) - await ranks_that_voted(place.backend, attempt.id, attempt.attempt)
 
 
-async def _post_begun(place: Place, rounds: Rounds, save_round: SaveRound, note: BegunAttempt) -> None:
-    with rounds.surviving_store():
-        await rounds.board.post(save_round.key("begun"), note)
-
-
-async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
+async def _follow(place: Place, job: SaveJob, notes: Round, nonce: str) -> SaveResult:
     begun: BegunAttempt | None = None
-    fallback = StorageFallback(place, save_round.step, nonce)
-    async with watching_failures(rounds, save_round, fallback):
+    fallback = StorageFallback(place, job.step, nonce)
+    async with watching_failures(notes, fallback):
         if place.engine.options.on_exists != "new_generation":  # else rank 0 hardly ever refuses: write meanwhile
-            begun = await _read_begun(place, rounds, save_round, fallback)
+            begun = await _read_begun(place, notes, fallback)
         files: tuple[FileEntry, ...] = ()
         if begun is None or begun.attempt is not None:
             await check_space(place, job)
             files = await write_files(place, job, nonce)
             with job.stages.time("wait", "begin"):
-                begun = begun or await _read_begun(place, rounds, save_round, fallback)
+                begun = begun or await _read_begun(place, notes, fallback)
         if begun.attempt is None:
             assert begun.existing is not None
             return left_alone(place.engine, job, begun.existing)
-        attempt = msgspec.structs.replace(begun.attempt, rank=rounds.board.rank)
+        attempt = msgspec.structs.replace(begun.attempt, rank=notes.board.rank)
         own = await vote(place, job, attempt, files)
-        await count_vote(rounds.board, save_round.key("votes"), place.backend, own)
+        await count_vote(notes.board, notes.key("votes"), place.backend, own)
         with job.stages.time("wait", "commit"):
-            generation = await _await_commit(place, rounds, save_round, attempt, fallback)
+            generation = await _await_commit(place, notes, attempt, fallback)
     return committed(place.engine, job, generation)
 
 
-async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> BegunAttempt:
+async def _read_begun(place: Place, notes: Round, fallback: StorageFallback) -> BegunAttempt:
     """Wait for rank 0 to begin this very save, or for its vote, which has the same content."""
+    step = notes.name.step
 
-    async def hear(seconds: float) -> BegunAttempt:
-        return await rounds.board.wait(save_round.key("begun"), BegunAttempt, seconds, "the save")
+    async def receive(seconds: float) -> BegunAttempt:
+        return await notes.board.wait(notes.key("begun"), BegunAttempt, seconds, "the save")
 
     async def find(lost: bool) -> BegunAttempt | None:
         attempt = await fallback.begun()
         if attempt is not None:
             return BegunAttempt(attempt)
-        existing = await existing_save(place, save_round.step) if lost else None
+        existing = await existing_save(place, step) if lost else None
         return None if existing is None else BegunAttempt(existing=existing)
 
-    return await hear_or_find(
-        place.engine,
-        rounds,
-        f"the save of step {save_round.step}",
-        hear,
-        find,
-        waiting=rounds.waiting(save_round, place.engine.options.deadlines.ranks_s),
-    )
+    what, waiting = f"the save of step {step}", notes.waiting(place.engine.options.deadlines.ranks_s)
+    return await receive_or_find(place.engine, notes.rounds, what, receive, find, waiting=waiting)
 
 
-async def _await_commit(
-    place: Place, rounds: Rounds, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
-) -> int:
+async def _await_commit(place: Place, notes: Round, attempt: Attempt, fallback: StorageFallback) -> int:
     """Return the generation that was committed; after a while without news, or without rank 0, try to commit here.
 
     Raises:
@@ -200,11 +183,11 @@ async def _await_commit(
     """
     deadlines = place.engine.options.deadlines
     begun_ns, pauses = place.engine.now_ns(), pauses_without_store(place.engine, min(RELIST_S, deadlines.takeover_s))
-    waiting = rounds.waiting(save_round, deadlines.commit_s)
+    waiting = notes.waiting(deadlines.commit_s)
     while True:
         alone = False
         try:
-            return await rounds.read_end(save_round, deadlines.takeover_s, _ForRank0(place, attempt, waiting))
+            return await notes.read_end(deadlines.takeover_s, _ForRank0(place, attempt, waiting))
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
@@ -215,13 +198,16 @@ async def _await_commit(
             alone = True
         generation = await _take_over(place, attempt)
         if generation is not None:
-            await _tell(rounds, save_round, generation)
+            await notes.post_committed(generation)
             return generation
         failure = await fallback.failure()  # of a rank that could not post it
         if failure is not None:
             raise failure
-        if alone:
-            await _go_on_without_rank_0(place, attempt, waiting, next(pauses))
+        if alone:  # wait a little for the votes that are missing, unless one of them will not come any more
+            gone = waiting.lost(await _missing_votes(place, attempt), voting=True)
+            if gone is not None:
+                raise gone
+            await anyio.sleep(next(pauses))
         if place.engine.since_s(begun_ns) > deadlines.commit_s:
             missing = sorted(await _missing_votes(place, attempt))
             late = f"no receipt from {name_ranks(missing)}" if missing else "all have voted, and rank 0 did not commit"
@@ -248,24 +234,6 @@ class _ForRank0:
         return await _missing_votes(self._place, self._attempt) or [0]
 
 
-async def _go_on_without_rank_0(place: Place, attempt: Attempt, waiting: Waiting, pause_s: float) -> None:
-    """Wait a little for the votes that are missing.
-
-    Raises:
-        RankFailedError: one of them will not come any more.
-    """
-    gone = waiting.lost(await _missing_votes(place, attempt), voting=True)
-    if gone is not None:
-        raise gone
-    await anyio.sleep(pause_s)
-
-
-async def _tell(rounds: Rounds, save_round: SaveRound, generation: int) -> None:
-    """Wake the ranks that wait for the commit; it stands without that."""
-    with suppress(StoreLostError):
-        await rounds.board.post(save_round.key("end"), End(generation=generation))
-
-
 async def _take_over(place: Place, attempt: Attempt) -> int | None:
     """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
     entry = await look_at(place.backend, attempt.id)
@@ -277,24 +245,22 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
     return None if votes is None else (await commit_votes(place, attempt, votes)).generation
 
 
-async def _give_up(
-    place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str, error: BaseException
-) -> None:
+async def _give_up(place: Place, job: SaveJob, notes: Round, nonce: str, error: BaseException) -> None:
     """Notify the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
     Without this rank's vote no rank can commit, nor once another attempt has the generation. Once the vote may be there, the
     decision record decides, and a commit that was faster stands: then no failure is reported.
     """
-    rounds.invalidate()
+    notes.rounds.joint.invalidate()
     certain = not job.voting or isinstance(error, CommitConflictError)
     if certain:
-        await rounds.tell_failure(save_round, error)
+        await notes.post_failure(error)
     if nonce and not isinstance(error, CommitTimeoutError):
-        await abort_attempt([place], job, nonce, error, untold=None if certain else rounds)
+        await abort_attempt([place], job, nonce, error, unreported=None if certain else notes)
 
 
 async def abort_attempt(
-    places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, untold: Rounds | None
+    places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, unreported: Round | None
 ) -> None:
     """Ensure that no rank commits the attempt *nonce* any more, and remove this rank's part of it.
 
@@ -302,7 +268,7 @@ async def abort_attempt(
 
     Args:
         places: where it may be.
-        untold: the rounds by which to notify the other ranks once it is certain; None when that was done.
+        unreported: the round by which to notify the other ranks once it is certain; None when that was done.
     """
     folder = step_id(job.step)
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
@@ -310,8 +276,8 @@ async def abort_attempt(
             for place in places:
                 if await claim(place.backend, folder, nonce, "collect", place.engine.token(16)) == "commit":
                     return
-            if untold is not None:
-                await untold.tell_failure(job.save_round, error)
+            if unreported is not None:
+                await unreported.post_failure(error)
             for place in places:
                 await _forget(place, job, nonce, error)
         except CheckpointError as trouble:

@@ -22,7 +22,6 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.place import Place
-from aiockpt.engine.round import SaveRound
 from aiockpt.errors import (
     CheckpointError,
     ManifestError,
@@ -36,7 +35,7 @@ from aiockpt.format.names import failure_key, parse_failure, receipt_folder, rec
 from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.ranks.membership import Waiting
-from aiockpt.ranks.rounds import Rounds
+from aiockpt.ranks.rounds import Round, Rounds
 from aiockpt.runtime.notes import StoreLostError, growing_pauses
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -133,24 +132,24 @@ class StorageFallback:
 
 
 @asynccontextmanager
-async def watching_failures(rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> AsyncIterator[None]:
+async def watching_failures(notes: Round, fallback: StorageFallback) -> AsyncIterator[None]:
     """Stop the block, and raise, as soon as another rank reports that it failed; on rank 0 also when it has left a record.
 
     So one rank polls for those whose connection to the store is lost, and notifies the others, unless its own is lost, too.
     Then they find the record where they poll for what rank 0 does not post.
     """
-    async with rounds.watching_failures(save_round), open_tasks() as tasks:
-        if rounds.board.rank == 0:
+    async with notes.watching_failures(), open_tasks() as tasks:
+        if notes.board.rank == 0:
             tasks.start_soon(fallback.watch_failures)
         yield
         tasks.cancel_scope.cancel()
 
 
-async def hear_or_find(
+async def receive_or_find(
     engine: Engine,
     rounds: Rounds,
     what: str,
-    hear: Callable[[float], Awaitable[T]],
+    receive: Callable[[float], Awaitable[T]],
     find: Callable[[bool], Awaitable[T | None]],
     *,
     patience_s: float | None = None,
@@ -161,7 +160,7 @@ async def hear_or_find(
 
     Args:
         what: is waited for.
-        hear: waits that many seconds for rank 0's note.
+        receive: waits that many seconds for rank 0's note.
         find: reads the storage once; its argument: whether the store is lost.
         patience_s: before the storage is read while the store answers; None for the usual pause.
         deadline_s: for rank 0, while the store answers; None: that of ranks. Once it is lost: that of a commit.
@@ -177,7 +176,7 @@ async def hear_or_find(
     while True:
         lost, left_s = False, usual_s
         try:
-            return await hear(min(patience_s or pause_s, usual_s))
+            return await receive(min(patience_s or pause_s, usual_s))
         except RankTimeoutError:
             pass
         except StoreLostError:
@@ -248,7 +247,7 @@ class Visibility:
         """Whether that is known, so that no check is needed."""
         return self._seen
 
-    async def check(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> None:
+    async def check(self, notes: Round, fallback: StorageFallback | None) -> None:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
 
         Args:
@@ -260,16 +259,14 @@ class Visibility:
         """
         async with self._asking:
             if not self._seen:
-                async with rounds.watching_failures(save_round):
-                    self._seen = await self._look(rounds, save_round, fallback)
+                async with notes.watching_failures():
+                    self._seen = await self._look(notes, fallback)
 
-    async def _look(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> bool:
+    async def _look(self, notes: Round, fallback: StorageFallback | None) -> bool:
         """Check; return False when it is unknown what to read: then the votes show it, or their absence."""
-        board, backend = rounds.board, self._place.backend
-        with rounds.surviving_store():
-            probe = await (
-                self._hear_of_probe(rounds, save_round, fallback) if board.rank else self._leave_probe(rounds)
-            )
+        board, backend = notes.board, self._place.backend
+        with notes.rounds.surviving_store():
+            probe = await (self._receive_probe(notes, fallback) if board.rank else self._leave_probe(notes))
             if isinstance(probe, Probe):
                 try:
                     await self._look_for(probe, board.rank)
@@ -280,27 +277,25 @@ class Visibility:
             return True
         return False
 
-    async def _leave_probe(self, rounds: Rounds) -> Probe:
+    async def _leave_probe(self, notes: Round) -> Probe:
         probe = Probe(f".seen-{self._place.engine.token(6)}", platform.node())
         await self._place.backend.put(probe.key, b"")
-        await rounds.board.post(self._note, probe)
+        await notes.board.post(self._note, probe)
         return probe
 
-    async def _hear_of_probe(
-        self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None
-    ) -> Probe | Attempt:
+    async def _receive_probe(self, notes: Round, fallback: StorageFallback | None) -> Probe | Attempt:
         """Wait for rank 0's note, or for its vote."""
 
-        async def hear(seconds: float) -> Probe | Attempt:
-            return await rounds.board.wait(self._note, Probe, seconds, "the object")
+        async def receive(seconds: float) -> Probe | Attempt:
+            return await notes.board.wait(self._note, Probe, seconds, "the object")
 
         async def find(lost: bool) -> Probe | Attempt | None:
             if lost:
                 raise StoreLostError("the store is lost", [0])
             return None if fallback is None else await fallback.begun()
 
-        what = f"rank 0's object in {self._place.backend.url}"
-        return await hear_or_find(self._place.engine, rounds, what, hear, find, waiting=rounds.waiting(save_round))
+        what, waiting = f"rank 0's object in {self._place.backend.url}", notes.waiting()
+        return await receive_or_find(self._place.engine, notes.rounds, what, receive, find, waiting=waiting)
 
     async def _look_for(self, probe: Probe, rank: int) -> None:
         backend = self._place.backend

@@ -19,14 +19,15 @@ import torch
 from aiockpt.adapters.rename import OptimizerState, Renames, Rules
 from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.engine import maintenance
+from aiockpt.engine.coordinator import LoadRound
 from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.find import find_manifest
+from aiockpt.engine.job import WARM_UP, SaveRequest
 from aiockpt.engine.load import Filled, LoadRequest, read, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.outcomes import log_loaded
 from aiockpt.engine.place import Place as EnginePlace
-from aiockpt.engine.round import WARM_UP
-from aiockpt.engine.submit import SaveRequest, check_step, plain_json
+from aiockpt.engine.submit import check_step, plain_json
 from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
 from aiockpt.events import Observer, Statistics, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
@@ -60,7 +61,6 @@ from aiockpt.runtime.pending_copies import Mutating
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.world import World
-from aiockpt.session.interruption import ReachedCall
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
 from aiockpt.session.wiring import WireRequest, wire
@@ -257,37 +257,28 @@ class Checkpointer:
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
             Preempted: the run must end (``on_preempt``), and this save was the last one.
         """
-        step = check_step(step)
-        prepare = partial(self._prepare_save, step, state, snapshot, metrics, user, only, exclude)
-        save = prepare()
-        last = self._interruption.reach(ReachedCall(step, state, prepare))
+        self._loop.check()
+        request = SaveRequest(
+            step=check_step(step),
+            state=state,
+            selection=make_selection(only, exclude, self._selection),
+            snapshot=snapshot,
+            metrics=metrics or {},
+            user=user,
+        )
+        last = self._interruption.reach(request, self._start_save)
         if last is not None:
-            last.finish(step, save, asked=True)
-        return self._report_failures(save())
+            last.finish(request, self._start_save, asked=True)
+        return self._report_failures(self._start_save(request))
 
-    def _prepare_save(
-        self,
-        step: int,
-        state: State,
-        snapshot: Snapshot | None,
-        metrics: Metrics | None,
-        user: object,
-        only: str | Sequence[str] | Trainable | None,
-        exclude: str | Sequence[str] | None,
-    ) -> Callable[[], SaveFuture]:
-        """Check what a save is asked for; return what starts it."""
+    def _start_save(self, request: SaveRequest) -> SaveFuture:
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
-        selection = make_selection(only, exclude, self._selection)
-
-        def save() -> SaveFuture:
-            self._probe.reached(step, state, metrics, saved=True)
-            future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
-            self._interruption.watch(future)
-            self._probe.saved(step)
-            return future
-
-        return save
+        self._probe.reached(request.step, request.state, request.metrics, saved=True)
+        future = self._submitter.submit(request)
+        self._interruption.watch(future)
+        self._probe.saved(request.step)
+        return future
 
     def _report_failures(self, future: SaveFuture) -> SaveFuture:
         self._engine.failures.report(self._engine.options.on_error, future)
@@ -297,10 +288,9 @@ class Checkpointer:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
         self._submitter.refuse_inside_save("warm_up()")
-        walked, save_round = self._submitter.walk(state, self._selection), self._coordinator.next_round(WARM_UP)
-        return self._operation(
-            "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
-        )
+        walked, warm_up_round = self._submitter.walk(state, self._selection), self._coordinator.begin(WARM_UP)
+        work = self._engine.state_work
+        return self._operation("warm_up", run_blocking, work, self._submitter.warm_up, walked, warm_up_round)
 
     def estimate(self, state: State, *, probe_bytes: int = 0) -> Future[Estimate]:
         """Say what a save of *state* takes of memory, disk, network and time, and whether the places have it; saves nothing.
@@ -416,26 +406,24 @@ class Checkpointer:
         )
         self._unclaimed.append(promise)
 
-        coordinator = self._coordinator
-        number = coordinator.next_load()
-        fork_number = number if fork is None else coordinator.next_load()
+        own = self._coordinator.begin_load()
+        forking = own if fork is None else self._coordinator.begin_load()
 
         async def run() -> LoadResult | None:
-            nonlocal number
             for earlier in refused:
                 await earlier.settled()
+            load, forked = own, False
             with telling_failures(self._engine, step):
-                own = request if fork is None else msgspec.structs.replace(request, step=None)
-                filled = await coordinator.load(self._destination, own, number)
-                forked = False
+                first = request if fork is None else msgspec.structs.replace(request, step=None)
+                filled = await own.load(self._destination, first)
                 if fork is not None and filled is None:
-                    forked, number = True, fork_number
-                    filled = await (foreign.load() if foreign else self._load_fork(fork, request, number))
+                    load, forked = forking, True
+                    filled = await (foreign.load() if foreign else self._load_fork(fork, request, forking))
             if self._engine.rank == 0:
                 log_loaded(None if filled is None else filled.result, forked=forked)
             promise.on_finish = self._probe.watch_load(asked, filled)
             if filled is not None and filled.agree:
-                promise.agree = partial(self._agree_applied, number)
+                promise.agree = partial(self._agree_applied, load)
             return None if filled is None else filled.result
 
         promise.follow(self._loop.submit(run))
@@ -449,13 +437,13 @@ class Checkpointer:
 
         return ForeignFork(self._engine, self._coordinator, fork, request)
 
-    async def _load_fork(self, where: Place, request: LoadRequest, number: int) -> Filled:
+    async def _load_fork(self, where: Place, request: LoadRequest, load: LoadRound) -> Filled:
         """Fill a state from another run's place, which is written to by no save from here."""
         source = open_backend(where, world=self._engine.world)
         place = EnginePlace(self._engine, source)
         self._engine.lineage.places.remove(source)
         try:
-            filled = await self._coordinator.load(OnePlace(place, Tier(source), self._coordinator), request, number)
+            filled = await load.load(OnePlace(place, Tier(source)), request)
             if filled is None:
                 raise StepNotFoundError(f"fork={source.url!r} holds no checkpoint to begin from")
             return filled
@@ -463,10 +451,10 @@ class Checkpointer:
             if source is not where:
                 await source.close()
 
-    def _agree_applied(self, number: int, error: Exception | None) -> Promise[None]:
+    def _agree_applied(self, load: LoadRound, error: Exception | None) -> Promise[None]:
         """Agree, on all ranks, on whether the objects of each accepted what was loaded."""
-        promise: Promise[None] = Promise(f"end of load number {number}")
-        promise.follow(self._loop.submit(self._coordinator.agree_applied, number, error))
+        promise: Promise[None] = Promise("end of the load")
+        promise.follow(self._loop.submit(load.agree_applied, error))
         return promise
 
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
@@ -648,15 +636,15 @@ class Checkpointer:
 
         Raises: Those of `save`.
         """
-        step = check_step(step)
-        prepare = partial(self._prepare_save, step, state, None, metrics, None, only, exclude)
-        last = self._interruption.reach(ReachedCall(step, state, prepare))
+        selection = make_selection(only, exclude, self._selection)
+        request = SaveRequest(step=check_step(step), state=state, selection=selection, metrics=metrics or {})
+        last = self._interruption.reach(request, self._start_save)
         if last is not None:
-            last.finish(step, prepare(), asked=False)
-        if not self._is_due(step):
-            self._probe.reached(step, state, metrics, saved=False)
+            last.finish(request, self._start_save, asked=False)
+        if not self._is_due(request.step):
+            self._probe.reached(request.step, state, metrics, saved=False)
             return None
-        return self._report_failures(prepare()())
+        return self._report_failures(self._start_save(request))
 
     def _is_due(self, step: int) -> bool:
         if self._cadence is not None:

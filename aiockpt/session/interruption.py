@@ -6,32 +6,22 @@ schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol
 
-import msgspec
-
+from aiockpt.engine.job import SaveRequest
 from aiockpt.events import Observer
 from aiockpt.futures import SaveFuture
 
-
-class ReachedCall(msgspec.Struct, frozen=True):
-    """A call of ``step`` or ``save``.
-
-    Attributes:
-        prepare: checks what is asked for, and returns what starts a save of *state*.
-    """
-
-    step: int
-    state: Mapping[str, Any]
-    prepare: Callable[[], Callable[[], SaveFuture]]
+StartSave = Callable[[SaveRequest], SaveFuture]
+"""Checks what a save is asked for, and starts it."""
 
 
 class LastCall(Protocol):
     """The call in which a run ends."""
 
-    def finish(self, step: int, save: Callable[[], SaveFuture], *, asked: bool) -> NoReturn:
-        """Make what is worth keeping durable, with a *save* of the state or without, and end the program.
+    def finish(self, request: SaveRequest, start: StartSave, *, asked: bool) -> NoReturn:
+        """Make what is worth keeping durable, with a save of the state or without, and end the program.
 
         Args:
             asked: whether the program itself wants this save.
@@ -52,7 +42,7 @@ class Interruption(Protocol):
     @property
     def observers(self) -> Sequence[Observer]: ...
 
-    def reach(self, call: ReachedCall) -> LastCall | None:
+    def reach(self, request: SaveRequest, start: StartSave) -> LastCall | None:
         """Enter a call of ``step`` or ``save`` on the training thread; return whether, and how, the run ends there."""
         ...
 
@@ -78,22 +68,13 @@ class Interruption(Protocol):
 
 
 class NeverInterrupted:
-    """A run that goes on until it is done, or killed: every method does nothing."""
+    """A run that goes on until it is done, or killed."""
 
     listens = False
     observers: Sequence[Observer] = ()
 
-    def reach(self, call: ReachedCall) -> None:
-        """Does nothing."""
-
-    def leave(self, *, failing: bool) -> None:
-        """Does nothing."""
-
-    def watch(self, save: SaveFuture) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing."""
-
-    def release(self) -> None:
-        """Does nothing."""
+    def reach(self, request: SaveRequest, start: StartSave) -> None: ...
+    def leave(self, *, failing: bool) -> None: ...
+    def watch(self, save: SaveFuture) -> None: ...
+    def stop(self) -> None: ...
+    def release(self) -> None: ...

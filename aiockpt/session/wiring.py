@@ -247,7 +247,7 @@ def make_destination(
         working: whether steps are saved, and copied from place to place, by this process.
     """
     if len(tiers) == 1:
-        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0], coordinator)
+        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
     from aiockpt.places.tiers.tiers import Tiers
 
     return Tiers(tiers, engine, backends, coordinator, working=working)

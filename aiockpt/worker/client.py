@@ -19,7 +19,8 @@ import msgspec
 
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.save import SaveJob, emit_start
+from aiockpt.engine.job import SaveJob
+from aiockpt.engine.save import emit_start
 from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options, Tier
@@ -136,7 +137,7 @@ class WriterClient:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
         """
         engine = self.engine
-        job.nonce = self._coordinator.name_attempt(job.save_round) or engine.token(6)
+        job.nonce = job.round.name_attempt() or engine.token(6)
         engine.busy_attempts.add(job.nonce)  # what this process prunes leaves it alone
         save = self._order(job, job.nonce)
         try:
@@ -161,13 +162,13 @@ class WriterClient:
             per_rank=to_json(job.state.per_rank),
             alias=dict(job.state.alias),
             left_out=dict(job.state.left_out),
-            metrics=job.metrics,
-            user=to_json(job.user),
-            config=to_json(job.config),
+            metrics=dict(job.request.metrics),
+            user=to_json(job.request.user),
+            config=to_json(job.request.config),
             position=self.engine.lineage.position(),
-            save_round=job.save_round,
+            save_round=job.round.name,
             board=self._coordinator.board_name,
-            unsure=job.is_unsure,
+            unsure=job.guard.is_unsure,
             compares=bool(job.state.replicas) and self.engine.options.replicas == "check",
             hastened=self._hastened[1] if job.step == self._hastened[0] else None,
         )
@@ -182,9 +183,9 @@ class WriterClient:
         engine = self.engine
         emit_start(engine, job)
         pending = self._begun.pop(job.number)
-        async with self._coordinator.accompanying(job, self.places_for(job.step), pending.death):
+        async with job.round.accompanying(job, self.places_for(job.step), pending.death):
             try:
-                await self._coordinator.announce(job)
+                await job.round.announce()
                 await pending.answer.settled()
             except anyio.get_cancelled_exc_class() as cancelled:
                 with anyio.CancelScope(shield=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from aiockpt.engine.save import SaveJob
+from aiockpt.engine.job import SaveJob
 from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
 from aiockpt.planning.write_plan import SavePlan, Window

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from aiockpt import errors, events
-from aiockpt.engine.round import SaveRound
+from aiockpt.engine.job import RoundName
 from aiockpt.errors import CheckpointError
 from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveResult
@@ -89,7 +89,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """
 
     number: int
-    save_round: SaveRound
+    save_round: RoundName
     nonce: str
     begun_ns: int
     values: bytes

@@ -133,7 +133,7 @@ def _make_destination(
     engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], coordinator: Coordinator
 ) -> Destination:
     if len(tiers) == 1:
-        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0], coordinator)
+        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
     from aiockpt.places.tiers.tiers import Tiers
 
     return Tiers(tiers, engine, backends, coordinator)

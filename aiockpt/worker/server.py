@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.save import SaveCall, SaveJob
+from aiockpt.engine.job import Round, SaveJob, SaveRequest
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
@@ -131,10 +131,12 @@ class Service:
 
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
-        self._coordinator.join(order.board)
+        save_round = self._coordinator.join(order.board, order.save_round)
         if order.hastened is not None:
             self._destination.hasten(order.step, order.hastened)
-        writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan, self._post)
+        writing = self._saves[order.number] = Writing(
+            self._engine, self._slabs, order, save_round, self._plan, self._post
+        )
         tasks.start_soon(self._write, writing)
 
     async def _write(self, writing: Writing) -> None:
@@ -143,8 +145,10 @@ class Service:
         self._destination.prepare(job.promise)
         self._report_stages(job)
         try:
-            result = await job.run(self._destination.save)
+            async with job.running():
+                job.promise.resolve(await self._destination.save(job))
             error = job.promise.error
+            result = job.promise.value if error is None else None
             self._post(Settled(job.number, result, None if error is None else pack(error)))
             if result is not None and not result.existed and self._engine.rank == 0:
                 try:
@@ -181,7 +185,9 @@ class Writing:
         confirmed: resolved when the trainer has compared the state once more, after the copy; or has ended.
     """
 
-    def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan, post: Post) -> None:
+    def __init__(
+        self, engine: Engine, slabs: LentSlabs, order: Save, save_round: Round, plan: SavePlan, post: Post
+    ) -> None:
         engine.lineage.take_position(order.position)
         state = ShardedState(
             tensors=(),
@@ -191,16 +197,14 @@ class Writing:
             structure="",
             left_out=order.left_out,
         )
-        call = SaveCall(
-            save_round=order.save_round,
+        request = SaveRequest(
+            step=order.step,
             metrics=order.metrics,
             user=from_json(order.user),
             config=from_json(order.config),
             begun_ns=order.begun_ns,
         )
-        self.job = SaveJob(engine, call, Capture(state=state))
-        # Agreed by the trainer, which posts it for the others.
-        self.job.agreed = True
+        self.job = SaveJob(engine, save_round, request, Capture(state=state))
         self.job.number = order.number
         self.job.nonce = order.nonce
         self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")

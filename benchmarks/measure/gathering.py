@@ -149,7 +149,7 @@ def exchange(ranks: int) -> dict[str, float]:
             for number in range(EXCHANGED_TENSORS)
         )
         state = ShardedState(tensors=tensors, alias={}, values={}, per_rank=None, structure="")
-        await sharings[rank].plan(sharings[rank].next_round(1), state)
+        await sharings[rank].begin(1).plan(state)
 
     async def main() -> float:
         async with anyio.create_task_group() as tasks:

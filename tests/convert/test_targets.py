@@ -19,7 +19,6 @@ from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import Alone
 from aiockpt.engine.destination import OnePlace
 from aiockpt.engine.place import Place
 from aiockpt.errors import (
@@ -202,7 +201,7 @@ def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:
         loop = InlineLoop("convert", lambda: None)
         place = Place(Engine(loop, Options(io=TINY), (), world), backend)
         out = LocalBackend(OUT, world=world)
-        await convert_step(OnePlace(place, Tier(backend), Alone()), out, request(step, max_shard_bytes), lambda _: None)
+        await convert_step(OnePlace(place, Tier(backend)), out, request(step, max_shard_bytes), lambda _: None)
         await backend.close()
 
     run_inline(main)

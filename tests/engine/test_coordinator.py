@@ -40,4 +40,4 @@ async def test_alone_what_is_found_is_all_that_is_heard() -> None:
     there.append(7)
     assert await Alone().hear(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0) == 7  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="refused"):
-        await Alone().agree_applied(0, ValueError("refused"))
+        await Alone().begin_load().agree_applied(ValueError("refused"))

@@ -14,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.save import SaveJob
+from aiockpt.engine.job import SaveJob
 from aiockpt.engine.submit import Submitter
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed

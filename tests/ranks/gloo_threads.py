@@ -39,11 +39,11 @@ def crew_with_groups(
 
 def use(crew: Crew, peers: Peers) -> None:
     """Give a rank of the crew its peers, as ``load_group`` does with those of a process."""
-    coordinator_of(crew.checkpointers[peers.rank]).loads._peers = peers
+    coordinator_of(crew.checkpointers[peers.rank])._peers = peers
 
 
 def peers_of(crew: Crew, rank: int) -> Peers:
     """Return the peers of a rank that has some."""
-    peers = coordinator_of(crew.checkpointers[rank]).loads._peers
+    peers = coordinator_of(crew.checkpointers[rank])._peers
     assert peers is not None
     return peers

@@ -15,8 +15,8 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.round import SaveRound
 from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledError
+from aiockpt.ranks.rounds import Round
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
@@ -74,7 +74,9 @@ def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> No
         assert crew.on_all(save_all) == [[3, 4, 5, 2]] * 2
 
 
-def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_failure(tmp_path: Path) -> None:
+def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail = Fault(do="fail", verb="upload.finish", match="step-00000002/*", times=None)
 
     def backend(rank: int) -> Any:
@@ -91,13 +93,13 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
 
     with Crew(2, backend, deadlines=QUICK, on_error=lambda future: None) as crew:
         rounds = coordinator_of(crew.checkpointers[0]).rounds
-        tell_failure = rounds.tell_failure
+        post_failure = Round.post_failure
 
-        async def tell_late(save_round: SaveRound, error: BaseException) -> bool:
-            await anyio.sleep(0.5)
-            return await tell_failure(save_round, error)
+        async def post_late(save_round: Round, error: BaseException) -> bool:
+            await anyio.sleep(0.5 if save_round.rounds is rounds else 0.0)
+            return await post_failure(save_round, error)
 
-        rounds.tell_failure = tell_late  # type: ignore[method-assign]
+        monkeypatch.setattr(Round, "post_failure", post_late)
         assert crew.on_all(save_all) == [3, 3]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from aiockpt import errors, events
 from aiockpt.adapters.native import StateWalker
-from aiockpt.engine.round import SaveRound
+from aiockpt.engine.job import RoundName
 from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.lineage import Position
@@ -294,7 +294,7 @@ class Wire:
 
 def save_order(number: int) -> Save:
     return Save(
-        number=number, save_round=SaveRound(number), position=Position("0" * 12, None, 0), nonce="0" * 12, begun_ns=0,
+        number=number, save_round=RoundName(number), position=Position("0" * 12, None, 0), nonce="0" * 12, begun_ns=0,
         alias={}, values=b"1",
         per_rank=b"1", metrics={}, user=b"null", config=b"null",
     )  # fmt: skip

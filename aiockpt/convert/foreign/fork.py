@@ -21,7 +21,7 @@ from aiockpt.convert.foreign.checkpoint import open_checkpoint
 from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
 from aiockpt.convert.source import Source, open_source
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.coordinator import Coordinator, LoadRound
 from aiockpt.engine.load import Filled, LoadRequest
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.events import Loaded
@@ -60,9 +60,9 @@ class ForeignFork:
 
     def __init__(self, engine: Engine, coordinator: Coordinator, where: str, request: LoadRequest) -> None:
         hide_secrets(where)
-        self._engine, self._coordinator = engine, coordinator
+        self._engine = engine
         self._where, self._request, self._only = where, request, request.only
-        self._numbers = coordinator.next_load(), coordinator.next_load()
+        self._loads = coordinator.begin_load(), coordinator.begin_load()
         if request.step is not None:
             raise UsageError(f"fork={where!r} holds one state and no steps; leave out the step ({request.step})")
         if request.optimizer_state != "by_optimizer":
@@ -89,14 +89,14 @@ class ForeignFork:
                 return await run_blocking(engine.state_work, self._match, opened.stored), opened
 
             try:
-                target, opened = await self._on_all(self._numbers[0], match)
+                target, opened = await self._on_all(self._loads[0], match)
             except StateMismatchError as error:
                 raise StateMismatchError(redact(self._where), error.problems, ADVICE) from error
 
             async def fill() -> int:
                 return await _fill_all(target, opened)
 
-            read_bytes = await self._on_all(self._numbers[1], fill)
+            read_bytes = await self._on_all(self._loads[1], fill)
         engine.lineage.begin_from_foreign(self._where)
         result = LoadResult(
             step=-1,
@@ -123,14 +123,14 @@ class ForeignFork:
         )
         return Filled(result, target, agree=engine.world_size > 1)
 
-    async def _on_all(self, number: int, work: Callable[[], Awaitable[T]]) -> T:
+    async def _on_all(self, load: LoadRound, work: Callable[[], Awaitable[T]]) -> T:
         """Return what *work* returns when it went well on every rank."""
         try:
             result = await work()
         except Exception as error:
-            await self._coordinator.agree_applied(number, error)
+            await load.agree_applied(error)
             raise
-        await self._coordinator.agree_applied(number, None)
+        await load.agree_applied(None)
         return result
 
     def _match(self, stored: Stored) -> LoadTarget:

@@ -24,8 +24,9 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import OneAtATime
 from aiockpt.engine.find import ListedStep, Look
+from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
-from aiockpt.engine.save import SaveJob, records_bytes
+from aiockpt.engine.save import records_bytes
 from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.manifest import Manifest
@@ -117,7 +118,6 @@ class Tiers:
         working: bool = True,
     ) -> None:
         self.engine = engine
-        self._coordinator = coordinator
         rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
         self.places = [Place(engine, backend, n, rules[n]) for n, backend in enumerate(backends)]
         for place in self.places:
@@ -170,13 +170,13 @@ class Tiers:
         """Save one state; when this returns it is committed in the first durable tier that accepts it.
 
         Raises:
-            CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
+            CheckpointError: as `aiockpt.engine.save.save_alone`; no durable tier has it then.
         """
-        coordinator, places = self._coordinator, self.places_for(job.step)
-        async with coordinator.taking_part(job, places), self._one_at_a_time.saving(job.step):
-            place = await coordinator.choose_place(job, places, partial(self._choose, job, places))
+        places = self.places_for(job.step)
+        async with job.round.taking_part(job, places), self._one_at_a_time.saving(job.step):
+            place = await job.round.choose_place(job, places, partial(self._choose, job, places))
             async with maintenance.making_room(place):
-                result = await coordinator.save(place, job)
+                result = await job.round.save(place, job)
             durable = place.backend.traits.survives_power_cuts
             result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
             return await self._promote(self._promoters[place.number], job, result)

@@ -25,13 +25,14 @@ import anyio
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
+from aiockpt.engine.job import SaveRequest
 from aiockpt.errors import CheckpointError
 from aiockpt.futures import SaveFuture
 from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
-from aiockpt.session.interruption import ReachedCall
+from aiockpt.session.interruption import StartSave
 from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice
 from aiockpt.session.preemption.last_call import PreemptedCall
 from aiockpt.session.preemption.policy import Preempted, Preemption
@@ -88,7 +89,7 @@ class PreemptionHandler:
         self._decision: Promise[EndDecision] = Promise("the agreement of the ranks where to end")
         self._deadline_ns = 0
         self._watch: SignalWatch | None = None
-        self._last: ReachedCall | None = None
+        self._last: tuple[SaveRequest, StartSave] | None = None
         self._reached = ReachedState()
         self._released = False
 
@@ -130,7 +131,7 @@ class PreemptionHandler:
         """Record a save that was started."""
         self.saves.watch(save, self.engine.now_ns())
 
-    def reach(self, call: ReachedCall) -> PreemptedCall | None:
+    def reach(self, request: SaveRequest, start: StartSave) -> PreemptedCall | None:
         """Count a call of ``step`` or ``save``; return how the run ends, when it does there."""
         if thread_id() != self._thread:
             return None
@@ -140,8 +141,8 @@ class PreemptionHandler:
             self._renewed_ns = now_ns
         if self.agreement.begin():
             self.engine.loop.call_soon(self._met.set)
-        self._last = call
-        self._reached.note(call.state)
+        self._last = request, start
+        self._reached.note(request.state)
         with self._lock:
             if not self._waits:
                 self._let_pass(now_ns)
@@ -152,30 +153,30 @@ class PreemptionHandler:
 
     def leave(self, *, failing: bool) -> BaseException | None:
         """End the run with the state of the last call, where it must end and that state is still the same."""
-        call = self._last
-        if call is None or self.ended is not None or thread_id() != self._thread:
+        last = self._last
+        if last is None or self.ended is not None or thread_id() != self._thread:
             return None
         with children_end_quietly():
-            return self._leave(call, failing)
+            return self._leave(*last, failing)
 
-    def _leave(self, call: ReachedCall, failing: bool) -> BaseException | None:
+    def _leave(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
         if self._watch is not None:
             self._watch.settle()
         if self.heard is None and not (failing and self._is_told_late()):
             return None
-        if not failing and not self.wants_new(call.step):  # the program is done, and all is saved
+        if not failing and not self.wants_new(request.step):  # the program is done, and all is saved
             return None
         self._last = None
         if self._reached.has_changed():
-            logger.warning("the state is no more that of step %d, the last call, and is not saved again", call.step)
+            logger.warning("the state is no more that of step %d, the last call, and is not saved again", request.step)
             return None
         decision = self._wait_for_decision()
         self._calls += 1
         if self._calls < decision.call:
-            logger.warning("another rank is further than step %d, the last call here, which is not saved", call.step)
+            logger.warning("another rank is further than step %d, the last call here, which is not saved", request.step)
             return None
         try:
-            PreemptedCall(self, decision).finish(call.step, call.prepare(), asked=False)
+            PreemptedCall(self, decision).finish(request, start, asked=False)
         except Preempted as ended:
             return ended
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import anyio
@@ -18,6 +17,8 @@ from aiockpt.session.preemption.policy import Preempted
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
     from aiockpt.engine.destination import Destination
+    from aiockpt.engine.job import SaveRequest
+    from aiockpt.session.interruption import StartSave
     from aiockpt.session.preemption.decision import EndAgreement, Notice
     from aiockpt.session.preemption.policy import Preemption
     from aiockpt.session.preemption.recent_saves import DurableStep, RecentSaves
@@ -53,27 +54,27 @@ class PreemptedCall:
         self._handler = handler
         self._decision = decision
 
-    def finish(self, step: int, save: Callable[[], SaveFuture], *, asked: bool) -> NoReturn:
+    def finish(self, request: SaveRequest, start: StartSave, *, asked: bool) -> NoReturn:
         """Save, or flush what was saved last; wait until it is committed, read it back, and end the program.
 
         Raises:
             Preempted: always.
         """
         with children_end_quietly():
-            self._finish(step, save, asked)
+            self._finish(request, start, asked)
 
-    def _finish(self, step: int, save: Callable[[], SaveFuture], asked: bool) -> NoReturn:
+    def _finish(self, request: SaveRequest, start: StartSave, asked: bool) -> NoReturn:
         handler = self._handler
         if handler.ended is not None:  # it was caught, and the program goes on
             raise handler.ended
         failure: BaseException | None = None
         saved: SaveFuture | None = None
-        if asked or self._saves(step):
-            handler.destination.hasten(step, handler.saves.seconds)
+        if asked or self._saves(request.step):
+            handler.destination.hasten(request.step, handler.saves.seconds)
             if handler.engine.options.when_full == "skip":  # not this one
                 self._wait()
             try:
-                saved = save()
+                saved = start(request)
             except Exception as error:  # noqa: BLE001  what is raised reports it
                 failure = error
         in_time = self._wait()

@@ -1,0 +1,369 @@
+"""One save: what was asked for, its round among the ranks, and the job that is copied, written and ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.place import Place
+from aiockpt.engine.snapshotter import Capture
+from aiockpt.errors import SaveCancelledError, TornSnapshotError
+from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.format.replicas import ReplicaTables
+from aiockpt.futures import SaveFuture, SaveResult
+from aiockpt.options import Snapshot
+from aiockpt.pipeline.upload import Handover
+from aiockpt.planning.write_plan import SavePlan, Window
+from aiockpt.runtime.accelerator import DeviceEvent
+from aiockpt.runtime.promise import Promise, SavePromise
+from aiockpt.runtime.slabs import Slab
+from aiockpt.state.shards import ShardedState
+
+if TYPE_CHECKING:  # a writer process walks no state, and need not load torch
+    from aiockpt.adapters.selection import Selection
+    from aiockpt.pipeline.replica_samples import Sampling
+
+logger = logging.getLogger("aiockpt")
+
+WARM_UP = -1
+"""The step of a round that plans and saves nothing."""
+
+
+class RoundName(msgspec.Struct, frozen=True):
+    """One save, as all ranks count them: the *number*-th of its step; 0 where this process saves alone."""
+
+    step: int
+    number: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its notes begin with."""
+        return f"warm_up/{self.number}" if self.step == WARM_UP else f"save/{self.step}/{self.number}"
+
+    @property
+    def call(self) -> str:
+        """What it is, in words."""
+        if self.step == WARM_UP:
+            return f"warm_up() number {self.number}"
+        return f"the save of step {self.step}" + (f", number {self.number}" if self.number > 1 else "")
+
+    def key(self, *parts: object) -> str:
+        """Return the key of a note of this round."""
+        return "/".join([self.prefix, *map(str, parts)])
+
+
+class Round(Protocol):
+    """One save, or ``warm_up``, of all ranks. It ends on each of them by `save`, `abort` or `leave`."""
+
+    @property
+    def name(self) -> RoundName: ...
+
+    # ------------------------------------------------------------------ any thread but the loop's
+
+    def share(self, state: ShardedState) -> ShardedState:
+        """Return what this process writes of *state*; it waits for other ranks where they must plan that.
+
+        Raises:
+            RankError: the ranks cannot save this together.
+        """
+        ...
+
+    def name_attempt(self) -> str | None:
+        """Return the nonce that the save has on all ranks; None where any will do. It may wait."""
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """Notify the others, in the background, why this process takes no part."""
+
+    def leave(self) -> None:
+        """Notify the others, in the background, that this process is done."""
+
+    # ------------------------------------------------------------------ on the loop
+
+    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
+        """Notify the others of what ends this block before `save` has begun; *places* may be written to."""
+        ...
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
+        """Return the one of *places* that is written to: what *choose* returns on rank 0.
+
+        Raises:
+            RankError: rank 0 has not said it, and its vote is not found in any of them.
+        """
+        ...
+
+    async def save(self, place: Place, job: SaveJob) -> SaveResult:
+        """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save_alone`."""
+        ...
+
+    # ------------------------------------------------------------------ on the loop, where another process writes
+
+    async def announce(self) -> None:
+        """Say that this process knows what to write."""
+
+    def accompanying(
+        self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Serve the others while the block waits for the process that writes, and leave.
+
+        Args:
+            places: where the save may be written to.
+            died: returns how that process ended, if it has, and no other process goes on with the save.
+        """
+        ...
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save was asked for; the fields are those of `aiockpt.Checkpointer.save`.
+
+    Attributes:
+        state: as the caller gave it, of which *selection* is saved; empty where it is described otherwise.
+        snapshot: how it is to be copied; None for the checkpointer's way.
+        begun_ns: when; None for now.
+    """
+
+    step: int
+    state: Mapping[str, Any] = {}
+    selection: Selection | None = None
+    snapshot: Snapshot | None = None
+    metrics: Mapping[str, Any] = {}
+    user: object = None
+    config: object = None
+    begun_ns: int | None = None
+
+
+class SaveJob:
+    """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
+
+    Attributes:
+        promise: what the engine resolves; *future* is what the caller holds of it.
+        number: of the save, in the order of the calls; *round* is the same among all ranks.
+        nonce: of the attempt; None where it is made when the attempt begins.
+        state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
+        plan: what goes where, and *slabs* the way of full slabs to the writers, by data file; set by `prepare`.
+        guard: of the state, until it is copied.
+        host_copied: resolved when only devices have something left to copy, with the events behind that.
+        copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
+            promise's *snapshotted*.
+        begun: whether it runs, or will: then it notifies the other ranks itself of what goes wrong.
+        voting: whether this rank's receipt may be in storage: from there on others may commit.
+        confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
+        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless another process writes.
+        hand_samples: takes the samples of replicas there, before the copy counts as made.
+        replica_tables: returns what the receipt says of replicas.
+    """
+
+    plan: SavePlan
+
+    def __init__(self, engine: Engine, save_round: Round, request: SaveRequest, capture: Capture) -> None:
+        step = request.step
+        self.begun_ns = engine.now_ns() if request.begun_ns is None else request.begun_ns
+        self.request = msgspec.structs.replace(request, state={})
+        self.round = save_round
+        self.state, self.guard, self.snapshot = capture.state, capture.guard, capture.snapshot
+        self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
+        self._pause_s: float | None = None
+        self.number = engine.lineage.next_number()
+        self.nonce: str | None = None
+        self.begun = self.voting = False
+        self.promise = SavePromise(step)
+        self.future = SaveFuture(self.promise)
+        self.stages = engine.stages("save", step)
+        self.slabs: list[Handover] = []
+        self.copied: Promise[None] = Promise(f"copy of step {step}")
+        self.host_copied: Promise[Sequence[DeviceEvent]] = Promise(f"copy of step {step}, the host's part")
+        self.promise.snapshotted.when_settled(lambda: self.host_copied.resolve(()))
+        self.promise.when_settled(lambda: self.copied.resolve(None))
+        self.promise.snapshotted.on_told = self.recheck
+        self.promise.cancel_work = self.cancel
+        self.confirm: Callable[[], Awaitable[None]] = self._confirm
+        self.hand_over: Callable[[Window, Slab], object] = self._hand_over
+        self.hand_samples: Callable[[Sampling], object] = self._hand_samples
+        self.replica_tables: Callable[[], ReplicaTables] = ReplicaTables
+        self._engine = engine
+        self._stopped_by: BaseException | None = None
+        self._scope: anyio.CancelScope | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self.request.step
+
+    def prepare(self) -> None:
+        """Plan the save; with other ranks where this rank does not know yet what to write.
+
+        Raises:
+            RankError: the ranks cannot save this together.
+        """
+        begun_ns = self._engine.now_ns()
+        self.state = self.round.share(self.state)
+        self.plan = self._engine.plan(self.state)
+        self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
+        self.stages.note("plan", begun_ns)
+
+    # ------------------------------------------------------------------ the copy
+
+    def copy(self) -> None:
+        """Copy the state into slabs, handing each full one to the loop; then the state may change.
+
+        Runs on the caller's thread, or on another while the state is guarded. What goes wrong fails the save and is not
+        raised here.
+        """
+        copied_from_ns = self._engine.now_ns()
+        try:
+            self._run_program()
+        except BaseException as error:
+            self.stop(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        finally:
+            self.state = _without_tensors(self.state)  # not ours to keep alive any longer
+        if self._stopped_by is None:
+            self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+            self.promise.snapshotted.resolve(None)
+            self.copied.resolve(None)  # last: what is written waits for it, so that all is reported in order
+
+    def _run_program(self) -> None:
+        capture = self._capture
+        self.guard.check_addresses()  # before anything is read; from there on the program does that
+        sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
+        program = self._engine.copy_program(self.plan, self.state.tensors, keep=not capture.is_temporary)
+        try:
+            program.run(
+                self._engine.pool,
+                self.hand_over,
+                wanted=lambda: self._stopped_by is None,
+                timeout_s=self._engine.options.deadlines.slab_s,
+                beside=capture.beside,
+                after=capture.after,
+                guard=self.guard,
+                begun={} if sampling is None else sampling.events,
+                host_copied=self.host_copied.resolve,
+            )
+        finally:
+            if capture.is_temporary:
+                program.forget()
+        if sampling is not None and self._stopped_by is None:
+            sampling.finish()
+            self.hand_samples(sampling)
+
+    def recheck(self) -> BaseException | None:
+        """Compare the state once more, if the copy is over and not yet compared; return why the save ends if it was torn."""
+        error = self.guard.recheck()
+        if error is not None and self._stopped_by is None:
+            self.stop(error)
+        return self._stopped_by if isinstance(self._stopped_by, TornSnapshotError) else None
+
+    async def _confirm(self) -> None:
+        error = self.recheck()
+        if error is not None:
+            raise error
+
+    def leave_to_guard(self) -> None:
+        """Note that the call returns now, before the copy, and make each change of the state wait for that."""
+        self._pause_s = self._engine.since_s(self.begun_ns)
+        self.guard.begin(self)
+
+    def _taken(self, copied_from_ns: int) -> SnapshotTaken:
+        now_ns = self._engine.now_ns()
+        since_call_s = (now_ns - self.begun_ns) / 1e9
+        return SnapshotTaken(
+            at_ns=now_ns,
+            step=self.step,
+            bytes=self.plan.tensor_bytes,
+            snapshot=self.snapshot,
+            pause_s=since_call_s if self._pause_s is None else self._pause_s,
+            copied_at_call_bytes=self._capture.copied_at_call_bytes,
+            reason=self._capture.reason,
+            copy_s=(now_ns - copied_from_ns) / 1e9,
+            seconds=since_call_s,
+        )
+
+    def _hand_over(self, window: Window, slab: Slab) -> None:
+        self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
+
+    def _hand_samples(self, sampling: Sampling) -> None:
+        self.replica_tables = sampling.tables
+
+    # ------------------------------------------------------------------ the end
+
+    def refuse(self, error: BaseException) -> None:
+        """End a save that may never run."""
+        self.state = _without_tensors(self.state)
+        self.stop(error)
+        self._engine.loop.call_soon(self._fail_unless_running, error)
+
+    def cancel(self) -> None:
+        """Stop because the caller said so."""
+        self.stop(SaveCancelledError(f"the save of step {self.step} was cancelled before it was committed"))
+
+    def stop(self, error: BaseException) -> None:
+        """End the save with *error*, from any thread; too late once the commit has begun."""
+        if self._stopped_by is None:
+            self._stopped_by = error
+        self.guard.stopped(error)
+        self.guard.hurry()
+        self._engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called: what is copied from there on may be torn."""
+        return self._stopped_by is not None
+
+    def why(self, error: BaseException) -> BaseException:
+        """Return why the save ends: what it was stopped with, where *error* is but the cancellation that follows."""
+        return error if isinstance(error, Exception) else self._stopped_by or error
+
+    def _cancel_scope(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Have the block save it, on the loop: what it raises fails the promise, and is not raised here."""
+        failure: BaseException | None = None
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._stopped_by is not None:
+                    self._scope.cancel()
+                yield
+        except Exception as error:  # noqa: BLE001  the future carries it to the caller
+            failure = error
+        except BaseException:
+            self._fail(self._stopped_by)
+            raise
+        finally:
+            for handover in self.slabs:
+                handover.close()
+        self._fail(self._stopped_by or failure)
+
+    def _fail_unless_running(self, error: BaseException) -> None:
+        if self._scope is None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException | None) -> None:
+        if self.promise.is_settled:
+            return
+        error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
+        self._stopped_by = error
+        self.guard.hurry()
+        engine = self._engine
+        seconds = engine.since_s(self.begun_ns)
+        if not isinstance(error, SaveCancelledError):
+            engine.failures.add(self.future)
+            logger.error("the save of step %d failed: %r", self.step, error)
+        engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
+        self.promise.fail(error)
+
+
+def _without_tensors(state: ShardedState) -> ShardedState:
+    return msgspec.structs.replace(state, tensors=(), replicas=())
