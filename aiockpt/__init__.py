@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         WriterLostError,
     )
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
-    from aiockpt.options import IO, Best, Deadlines, Retention, Scrub, Tier
+    from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Scrub, Tier
     from aiockpt.policies.cadence import Cadence
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.session.checkpointer import Checkpointer
@@ -75,6 +75,8 @@ __all__ = [
     "Description",
     "ForkedProcessError",
     "Future",
+    "Lazy",
+    "Limits",
     "LoadFuture",
     "LoadResult",
     "Loader",

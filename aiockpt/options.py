@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
@@ -99,11 +100,13 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
 def asks_what_was_meant(init: Callable[P, R]) -> Callable[P, R]:
     """Have an ``__init__`` with many keywords answer a misspelt one as `check_keywords` does."""
     what = init.__qualname__.partition(".")[0]
-    known = inspect.signature(init).parameters
+    parameters = inspect.signature(init).parameters.items()
+    known = {name: option for name, option in parameters if option.kind is not option.VAR_KEYWORD}
+    moved = MOVED if len(known) < len(parameters) else {}
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(what, kwargs, known)
+        check_keywords(what, (name for name in kwargs if name not in moved), known)
         _check_positions(what, known.values(), args, kwargs)
         return init(*args, **kwargs)
 
@@ -411,8 +414,73 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
             check_amount("Deadlines", name, getattr(self, name), " seconds")
 
 
+class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+    """What a lazy save copies in the call, and what it compares: ``Checkpointer(…, lazy=Lazy(mutable=["model.gate"]))``.
+
+    Attributes:
+        mutable: names of tensors, or what they begin with, that are copied in the call although an optimizer owns them.
+            What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
+        immutable: the same of tensors that may stay in place although no optimizer owns them: frozen weights.
+        debug: ``"digest"`` compares the state before and after each snapshot, eager ones too, and fails a save whose state
+            has changed.
+    """
+
+    mutable: Sequence[str] = ()
+    immutable: Sequence[str] = ()
+    debug: Debug | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mutable", "immutable"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                refuse_value("Lazy", name, value, f"a list of names, [{value!r}]")
+            if not isinstance(value, Sequence):
+                refuse_value("Lazy", name, value, "a list of names, such as ['model.buffer']")
+        if self.debug is not None:
+            check_choice("debug", self.debug, Debug, "Lazy")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+    """How much is done at once, in which pieces, and for how long it is waited for.
+
+    Attributes:
+        io: how bytes move: pool, block and slab sizes, verification.
+        deadlines: when a wait gives up.
+        max_in_flight: saves that may run at once.
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
+            waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
+    """
+
+    io: IO = IO()
+    deadlines: Deadlines = Deadlines()
+    max_in_flight: int = 2
+    when_full: WhenFull = "wait"
+
+    def __post_init__(self) -> None:
+        for name, kind in (("io", IO), ("deadlines", Deadlines)):
+            if not isinstance(getattr(self, name), kind):
+                refuse_value("Limits", name, getattr(self, name), f"an aiockpt.{kind.__name__}(…)")
+        check_count("Limits", "max_in_flight", self.max_in_flight)
+        check_choice("when_full", self.when_full, WhenFull, "Limits")
+
+
+MOVED = {
+    **dict.fromkeys(Lazy.__struct_fields__, "lazy=aiockpt.Lazy"),
+    **dict.fromkeys(Limits.__struct_fields__, "limits=aiockpt.Limits"),
+    "load_group": "ranks=aiockpt.Ranks",
+}
+"""Keywords of `Checkpointer` that are fields of its options now."""
+
+
+def warn_moved(names: Iterable[str]) -> None:
+    """Warn the caller of `Checkpointer` of keywords that are accepted still, each with what to write."""
+    for name in names:
+        how = f"Checkpointer(…, {MOVED[name]}({name}=…))"
+        warnings.warn(f"Checkpointer({name}=…) goes in a later release: write {how}", DeprecationWarning, stacklevel=4)
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """All choices of one checkpointer; `aiockpt.Checkpointer` takes each as a keyword and documents it."""
+    """All choices of one checkpointer, checked; `aiockpt.Checkpointer` documents them."""
 
     snapshot: Snapshot = "eager"
     mutable: tuple[str, ...] = ()
@@ -432,23 +500,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     config: object = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("retention", Retention), ("io", IO), ("deadlines", Deadlines)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and not (name == "retention" and value is None):
-                example = f"last={value}" if kind is Retention and type(value) is int else "…"
-                refuse_value("", name, value, f"an aiockpt.{kind.__name__}({example})")
-        check_count("", "max_in_flight", self.max_in_flight)
+        rules: object = self.retention
+        if not isinstance(rules, Retention | None):
+            refuse_value(
+                "", "retention", rules, f"an aiockpt.Retention({f'last={rules}' if type(rules) is int else '…'})"
+            )
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             refuse_value(
                 "", "every", self.every, "an int of at least 1, a Cadence, or None to decide each save yourself"
             )
         check_choice("snapshot", self.snapshot, Snapshot)
-        check_choice("when_full", self.when_full, WhenFull)
         check_choice("on_exists", self.on_exists, OnExists)
         check_choice("worker", self.worker, Worker)
         check_choice("replicas", self.replicas, Replicas)
-        if self.debug is not None:
-            check_choice("debug", self.debug, Debug)
         if self.screen is not None:
             check_choice("screen", self.screen, Screen)
         _check_reaction("", self.on_error, OnError)

@@ -14,6 +14,7 @@ import aiockpt
 from aiockpt.errors import UsageError
 
 untyped: Any = aiockpt
+untyped_list: Any = [5]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,9 @@ untyped: Any = aiockpt
         (aiockpt.Tier, "evry", "every", "bandwidth"),
         (aiockpt.Deadlines, "commit", "commit_s", "close_s"),
         (aiockpt.Cadence, "overhead", "max_overhead", "mttf"),
-        (aiockpt.Checkpointer, "retension", "retention", "when_full"),
+        (aiockpt.Limits, "deadline", "deadlines", "io"),
+        (aiockpt.Lazy, "mutables", "mutable", "debug"),
+        (aiockpt.Checkpointer, "retension", "retention", "limits"),
     ],
 )
 def test_a_misspelt_option_is_answered_by_the_one_that_was_meant(
@@ -77,6 +80,13 @@ def test_what_is_spelt_right_is_made_as_ever(tmp_path: Path) -> None:
         (lambda: untyped.IO(nice=20), "IO(nice=20): give an int of 0 to 19"),
         (lambda: untyped.Deadlines(commit_s=None), "Deadlines(commit_s=None): give more than 0 seconds"),
         (lambda: untyped.Deadlines(close_s=float("nan")), "Deadlines(close_s=nan): give more than 0 seconds"),
+        (lambda: untyped.Limits(io={}), "Limits(io=a dict): give an aiockpt.IO(…)"),
+        (lambda: untyped.Limits(deadlines=3), "Limits(deadlines=3): give an aiockpt.Deadlines(…)"),
+        (lambda: untyped.Limits(max_in_flight=0), "Limits(max_in_flight=0): give an int of at least 1"),
+        (lambda: untyped.Limits(when_full=3), "Limits(when_full=3): give one of 'wait', 'skip', 'eager'"),
+        (lambda: untyped.Lazy(mutable=5), "Lazy(mutable=5): give a list of names"),
+        (lambda: untyped.Lazy(immutable="model"), "Lazy(immutable='model'): give a list of names, ['model']"),
+        (lambda: untyped.Lazy(debug="all"), "Lazy(debug='all'): give one of 'digest'"),
         (lambda: untyped.Tier("/x", every="3"), "Tier('/x', every='3'): give an int of at least 1, or None"),
         (lambda: untyped.Tier("/x", keep=0), "Tier('/x', keep=0): give an int of at least 1, or None"),
         (lambda: untyped.Tier("/x", deadline=0), "Tier('/x', deadline=0): give more than 0 seconds"),
@@ -103,14 +113,13 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: st
     [
         ({"retention": 3}, "retention=3: give an aiockpt.Retention(last=3)"),
         ({"retention": "all"}, "retention='all': give an aiockpt.Retention(…)"),
-        ({"io": {}}, "io=a dict: give an aiockpt.IO(…)"),
-        ({"max_in_flight": 0}, "max_in_flight=0: give an int of at least 1"),
+        ({"limits": aiockpt.IO()}, "give an aiockpt.Limits(…)"),
+        ({"lazy": True}, "lazy=True: give an aiockpt.Lazy(…)"),
+        ({"max_in_flight": 0}, "Limits(max_in_flight=0): give an int of at least 1"),
         ({"every": "5"}, "every='5': give a time such as '90s', '30min' or '2h', a number of steps, or a Cadence"),
         ({"on_error": "log"}, "on_error='log': give 'raise', 'warn' or a callable"),
-        ({"when_full": 3}, "when_full=3: give one of 'wait', 'skip', 'eager'"),
         ({"observers": print}, "observers=a function: give a list of observers"),
-        ({"mutable": 5}, "mutable=5: give a list of names"),
-        ({"immutable": [5]}, "5 names no tensor: give names as"),
+        ({"lazy": aiockpt.Lazy(immutable=untyped_list)}, "5 names no tensor: give names as"),
         ({"ranks": 5}, "ranks=5: give aiockpt.Ranks("),
         ({"world": 5}, "world=5: give an aiockpt.runtime.world.World"),
     ],
@@ -118,6 +127,39 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: st
 def test_a_checkpointer_refuses_what_cannot_be_meant(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         aiockpt.Checkpointer("memory://refused", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "struct"),
+    [
+        ("mutable", ("model",), "lazy=aiockpt.Lazy"),
+        ("immutable", ("model",), "lazy=aiockpt.Lazy"),
+        ("debug", "digest", "lazy=aiockpt.Lazy"),
+        ("io", aiockpt.IO(slab_bytes=8 << 20), "limits=aiockpt.Limits"),
+        ("deadlines", aiockpt.Deadlines(slab_s=3), "limits=aiockpt.Limits"),
+        ("max_in_flight", 3, "limits=aiockpt.Limits"),
+        ("when_full", "skip", "limits=aiockpt.Limits"),
+    ],
+)
+def test_an_option_of_an_earlier_release_is_accepted_and_says_what_to_write(
+    name: str, value: object, struct: str
+) -> None:
+    with pytest.warns(DeprecationWarning, match=re.escape(f"write Checkpointer(…, {struct}({name}=…))")) as told:
+        ckpt = untyped.Checkpointer("memory://moved", **{name: value})
+    assert told[0].filename == __file__
+    with ckpt:
+        assert getattr(ckpt._options, name) == value
+
+
+def test_a_load_group_of_an_earlier_release_is_that_of_the_ranks() -> None:
+    group: Any = 3
+    with (
+        pytest.warns(DeprecationWarning, match=re.escape("ranks=aiockpt.Ranks(load_group=…)")),
+        pytest.raises(UsageError, match=r"load_group: call torch\.distributed\.init_process_group"),
+    ):
+        aiockpt.Checkpointer("memory://moved", load_group=group)
+    with pytest.raises(UsageError, match=r"load_group: call torch\.distributed\.init_process_group"):
+        aiockpt.Checkpointer("memory://moved", ranks=aiockpt.Ranks(load_group=group))
 
 
 def test_an_option_without_its_name_is_answered_by_its_name() -> None:

@@ -14,7 +14,7 @@ PUBLIC = frozenset(
     """
     BackgroundSaveError Best BlockingCallError Cadence CheckpointError Checkpointer ClosedError CommitConflictError
     CommitError CommitTimeoutError Copied
-    CorruptionError Deadlines Description ForkedProcessError Future IO
+    CorruptionError Deadlines Description ForkedProcessError Future IO Lazy Limits
     LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted Preemption Pruned RNG
     RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError ReplicasDifferError
     Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError Scrub ShardedSampler Shards Span StateMismatchError

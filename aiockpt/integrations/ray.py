@@ -39,7 +39,7 @@ def report(metrics: Mapping[str, Any], save: aiockpt.SaveFuture | None = None, *
     """Report *metrics*, with the checkpoint that *save* becomes; every worker calls it, as ``ray.train.report``.
 
     It returns before the save is committed. A save that fails ends the worker, as an upload of Ray's does; one that was
-    skipped (``when_full="skip"``) is reported as metrics alone.
+    skipped (``Limits(when_full="skip")``) is reported as metrics alone.
 
     Args:
         save: what ``ckpt.save(…)`` or ``ckpt.step(…)`` returned; None reports metrics alone.

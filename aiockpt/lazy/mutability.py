@@ -126,7 +126,7 @@ class Mutability:
             self._seen = ((), False)
             logger.warning(
                 "%s changed while a snapshot was being copied, not in the step of an optimizer: from now on the call of a "
-                "save copies what did. Say so from the start: Checkpointer(mutable=%s)",
+                "save copies what did. Say so from the start: Checkpointer(lazy=Lazy(mutable=%s))",
                 list_names(sorted(torn)),
                 _in_short(torn, [shard.name for shard in tensors]),
             )

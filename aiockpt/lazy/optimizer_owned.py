@@ -243,7 +243,8 @@ class OptimizerOwned:
                 self._warned.add(type(one))
                 logger.warning(
                     "%s steps without torch's hooks, so what it owns is copied in each lazy save. If it calls another "
-                    "optimizer's step() before it changes anything, name its parameters in Checkpointer(immutable=[…]).",
+                    "optimizer's step() before it changes anything, name its parameters in "
+                    "Checkpointer(lazy=Lazy(immutable=[…])).",
                     type(one).__qualname__,
                 )
 

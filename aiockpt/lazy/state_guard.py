@@ -152,7 +152,8 @@ class DigestCheck:
         if torn:
             raise TornSnapshotError(
                 f"{list_names(torn)} changed while the snapshot was copied: nothing was published. Change the state inside "
-                "`with ckpt.mutating():`, or name what other things than optimizers change in Checkpointer(mutable=[…]).",
+                "`with ckpt.mutating():`, or name what other things than optimizers change in "
+                "Checkpointer(lazy=Lazy(mutable=[…])).",
                 torn,
             )
 

@@ -91,7 +91,7 @@ class VersionCheck:
         raise TornSnapshotError(
             f"{list_names(names)} changed after the call of the save and before the next optimizer step, while the snapshot "
             "was copied: nothing was published. Change the state inside `with ckpt.mutating():`, or name what other things "
-            "than optimizers change in Checkpointer(mutable=[…]); the next save copies these in the call.",
+            "than optimizers change in Checkpointer(lazy=Lazy(mutable=[…])); the next save copies these in the call.",
             names,
         )
 

@@ -16,11 +16,16 @@ class Ranks(msgspec.Struct, frozen=True):
     Attributes:
         rank, world_size: as ``torch.distributed`` counts them.
         store: where ranks leave notes for each other (``torch.distributed.Store``); a single process needs none.
+        load_group: a ``torch.distributed`` process group of gloo for this use alone. Its ranks read each block once and
+            send it to those that want it, too; worth it where storage is slower than the network between them. Give
+            every rank the group it is in; None lets each rank read all that it wants. ``Ranks(load_group=group)`` asks
+            ``torch.distributed`` for all else.
     """
 
     rank: int = 0
     world_size: int = 1
     store: Any = None
+    load_group: Any = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, TypeVarTuple, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, get_args
 
 import msgspec
 import torch
@@ -35,6 +35,8 @@ from aiockpt.options import (
     IO,
     Deadlines,
     Debug,
+    Lazy,
+    Limits,
     OnError,
     OnExists,
     Options,
@@ -49,6 +51,7 @@ from aiockpt.options import (
     asks_what_was_meant,
     check_tiers,
     refuse_value,
+    warn_moved,
 )
 from aiockpt.pipeline.discover import refuse_step_folder
 from aiockpt.places.readers.hold import Hold
@@ -63,7 +66,7 @@ from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.world import World
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
-from aiockpt.session.wiring import WireRequest, wire
+from aiockpt.session.wiring import wire
 from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Given = TypeVar("Given", Lazy, Limits)
 State = Mapping[str, Any]
 Place = str | os.PathLike[str] | Backend
 Metrics = Mapping[str, float | torch.Tensor]
@@ -83,6 +87,19 @@ logger = logging.getLogger("aiockpt")
 
 def _tell_nobody(size_bytes: int) -> None:
     """The progress callback where none was given: does nothing."""
+
+
+class MovedOptions(TypedDict, total=False):
+    """Keywords of earlier releases, which are fields of `Lazy`, `Limits` and `Ranks` now."""
+
+    mutable: Sequence[str]
+    immutable: Sequence[str]
+    debug: Debug | None
+    io: IO
+    deadlines: Deadlines
+    max_in_flight: int
+    when_full: WhenFull
+    load_group: torch.distributed.ProcessGroup | None
 
 
 class Checkpointer:
@@ -99,10 +116,7 @@ class Checkpointer:
         snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
             backward; the next step of any optimizer waits for what is left. ``"device"`` takes a copy on the device first,
             where there is room, and no optimizer waits; else it is lazy. A call may say otherwise.
-        mutable: names of tensors, or what they begin with, that a lazy save copies in the call although an optimizer owns
-            them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
-        immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
-        debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
+        lazy: what a lazy save copies in the call all the same, and whether it compares digests; see `Lazy`.
         screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
             and reported (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
         replicas: ``"check"`` fails a save in which ranks have other values of the same tensor, and names it; ``"first"``
@@ -112,9 +126,7 @@ class Checkpointer:
             `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
         only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
         exclude: the same of what is not.
-        max_in_flight: saves that may run at once.
-        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
-            waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
+        limits: sizes of pool and blocks, deadlines, and how many saves run at once; see `Limits`.
         on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
@@ -122,21 +134,18 @@ class Checkpointer:
             ``snapshotted`` although this one is killed in the next instant; of several ranks each has one, and a save that
             is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
             URL. Loading, listing and verifying stay here.
-        io: how bytes move: pool, block and slab sizes, verification.
         on_preempt: ``"save"``, or a `Preemption`: when the run must end (SIGTERM, SIGUSR1, the end of its allocation),
             the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
-        deadlines: when a wait gives up.
         observers: notified of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
-        ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
-            rank makes the same calls: saves are matched by their step, loads and ``warm_up`` by their number.
+        ranks: this process among those that save one state together, and the group that reads once; None asks
+            ``torch.distributed``. With several, every rank makes the same calls: saves are matched by their step, loads and
+            ``warm_up`` by their number.
         scrub: read every step again now and then, in the background, and repair what is bad from other tiers. One rank does.
-        load_group: a ``torch.distributed`` process group of gloo for this use alone. Its ranks read each block once and
-            send it to those that want it, too; worth it where storage is slower than the network between them. Give
-            every rank the group it is in; None lets each rank read all that it wants.
         config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
             changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
             stored, and not shown.
         world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
+        **moved: keywords of earlier releases, each accepted with a DeprecationWarning that says what to write.
 
     Raises:
         UsageError: an option or the URL cannot be used; the message says which and what can.
@@ -148,72 +157,76 @@ class Checkpointer:
         url: Place | Sequence[Tier | Place],
         *,
         snapshot: Snapshot = "eager",
-        mutable: Sequence[str] = (),
-        immutable: Sequence[str] = (),
-        debug: Debug | None = None,
+        lazy: Lazy = Lazy(),
         screen: Screen | None = None,
         replicas: Replicas = "check",
         retention: Retention | None = None,
         every: int | str | Cadence | None = None,
         only: str | Sequence[str] | Trainable | None = None,
         exclude: str | Sequence[str] | None = None,
-        max_in_flight: int = 2,
-        when_full: WhenFull = "wait",
+        limits: Limits = Limits(),
         on_exists: OnExists = "new_generation",
         on_error: OnError = "raise",
         worker: Worker = "thread",
-        io: IO = IO(),
         on_preempt: OnPreempt | Preemption | None = None,
         scrub: Scrub | None = None,
-        deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
-        load_group: torch.distributed.ProcessGroup | None = None,
         config: Mapping[str, Any] | None = None,
         world: World | None = None,
+        **moved: Unpack[MovedOptions],
     ) -> None:
+        _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits))
+        if moved:
+            warn_moved(moved)
+            lazy = _replace_fields(lazy, moved)
+            limits = _replace_fields(limits, moved)
+            load_group = moved.get("load_group")
+            ranks = ranks if load_group is None else msgspec.structs.replace(ranks or Ranks(), load_group=load_group)
         self._selection = make_selection(only, exclude)
         cadence = Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
         options = Options(
             snapshot=snapshot,
-            mutable=_as_names("mutable", mutable),
-            immutable=_as_names("immutable", immutable),
-            debug=debug,
+            mutable=tuple(lazy.mutable),
+            immutable=tuple(lazy.immutable),
+            debug=lazy.debug,
             screen=screen,
             replicas=replicas,
             retention=retention,
             every=None if isinstance(every, str | Cadence) else every,
-            max_in_flight=max_in_flight,
-            when_full=when_full,
             on_exists=on_exists,
             on_error=on_error,
             worker=worker,
-            io=io,
-            deadlines=deadlines,
+            **msgspec.structs.asdict(limits),
             config=_as_config(config),
         )
-        _check_outside(ranks, world)
-        self._found_ranks = find_ranks() if ranks is None else None
-        request = WireRequest(
+        _check_kinds(ranks=(ranks, Ranks | None), world=(world, World | None))
+        load_group = None if ranks is None else ranks.load_group
+        asks = ranks is None or (load_group is not None and ranks.world_size == 1)
+        self._found_ranks = find_ranks() if asks else None
+        if self._found_ranks is not None:
+            ranks = msgspec.structs.replace(self._found_ranks, load_group=load_group)
+        given = _as_observers(observers)
+        parts = wire(
+            self,
+            self._drain_at_exit,
             options=options,
             tiers=_as_tiers(url, retention),
-            observers=[observer for observer in _as_observers(observers) if observer is not cadence],
+            observers=[observer for observer in given if observer is not cadence],
             cadence=cadence,
             on_preempt=on_preempt,
             scrub=scrub,
-            ranks=ranks or self._found_ranks or Ranks(),
-            load_group=load_group,
+            ranks=ranks or Ranks(),
             world=world,
         )
-        parts = wire(request, self, self._drain_at_exit)
         self._parts, self._options, self._cadence = parts, options, cadence
         self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
         self._coordinator = parts.coordinator
         self._copies, self._submitter = parts.copies, parts.submitter
         self._probe, self._interruption = parts.probe, parts.interruption
         self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-        for observer in request.observers:
-            if isinstance(observer, StatisticsReader):
+        for observer in given:
+            if observer is not cadence and isinstance(observer, StatisticsReader):
                 observer.read_statistics(self.statistics)
 
     # ------------------------------------------------------------------ save
@@ -814,25 +827,31 @@ def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
     return list(observers)
 
 
-def _check_outside(ranks: object, world: object) -> None:
-    if not isinstance(ranks, Ranks | None):
-        refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
-    if not isinstance(world, World | None):
-        refuse_value("", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks")
+_WANTED = {
+    "lazy": "an aiockpt.Lazy(…)",
+    "limits": "an aiockpt.Limits(…)",
+    "ranks": "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed",
+    "world": "an aiockpt.runtime.world.World, or None for this machine's files and clocks",
+}
+
+
+def _check_kinds(**given: tuple[object, Any]) -> None:
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            refuse_value("", name, value, _WANTED[name])
+
+
+def _replace_fields(options: Given, given: Mapping[str, Any]) -> Given:
+    """Return *options* with those of the *given* values that are fields of it."""
+    return msgspec.structs.replace(
+        options, **{name: given[name] for name in options.__struct_fields__ if name in given}
+    )
 
 
 def _as_config(config: Mapping[str, Any] | None) -> object:
     if not isinstance(config, Mapping | None):
         refuse_value("", "config", config, "a dict of plain values, such as {'lr': 3e-4}")
     return None if config is None else plain_json("config", dict(config))
-
-
-def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        refuse_value("", option, names, f"a list of names, [{names!r}]")
-    if not isinstance(names, Sequence):
-        refuse_value("", option, names, "a list of names, such as ['model.buffer']")
-    return tuple(names)
 
 
 def _number(step: object) -> int | None:

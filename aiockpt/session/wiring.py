@@ -42,32 +42,9 @@ from aiockpt.sizing.estimate import LastSaves
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
-    import torch
-
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
     from aiockpt.session.preemption.policy import OnPreempt, Preemption
-
-
-@dataclass(frozen=True, kw_only=True)
-class WireRequest:
-    """What a checkpointer is made for. `aiockpt.Checkpointer` explains each.
-
-    Attributes:
-        options, tiers: checked.
-        observers: without the *cadence*.
-        world: None for this machine's.
-    """
-
-    options: Options
-    tiers: Sequence[Tier]
-    observers: Sequence[Observer]
-    cadence: Cadence | None
-    on_preempt: OnPreempt | Preemption | None
-    scrub: Scrub | None
-    ranks: Ranks
-    load_group: torch.distributed.ProcessGroup | None
-    world: World | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,33 +73,47 @@ class Assembly:
 
 
 @made_for_the_loop()
-def wire(request: WireRequest, checkpointer: Closes, at_exit: Callable[[], object]) -> Assembly:
-    """Make the parts of *checkpointer*, and start what works by itself.
+def wire(
+    checkpointer: Closes,
+    at_exit: Callable[[], object],
+    *,
+    options: Options,
+    tiers: Sequence[Tier],
+    observers: Sequence[Observer],
+    cadence: Cadence | None,
+    on_preempt: OnPreempt | Preemption | None,
+    scrub: Scrub | None,
+    ranks: Ranks,
+    world: World | None,
+) -> Assembly:
+    """Make the parts of *checkpointer*, and start what works by itself. `aiockpt.Checkpointer` explains the options.
 
     Args:
         at_exit: finishes the saves under way when the interpreter exits.
+        observers: without the *cadence*.
+        world: None for this machine's.
 
     Raises:
         UsageError: a place cannot be opened, ranks do not fit, or a cadence serves another checkpointer.
     """
-    world = request.world or World()
-    peers = find_peers(request.load_group, request.ranks)
-    interruption = make_interruption(request.on_preempt, world)
-    by_process = request.options.worker == "process"
-    probe = find_probe(checkpointer, request.ranks, request.tiers) or Unwatched()
-    tiers, backends = probe.open_places(request.tiers, world, by_url=by_process)
+    simulated, world = world, world or World()
+    peers = find_peers(ranks)
+    interruption = make_interruption(on_preempt, world)
+    by_process = options.worker == "process"
+    probe = find_probe(checkpointer, ranks, tiers) or Unwatched()
+    tiers, backends = probe.open_places(tiers, world, by_url=by_process)
     for backend in backends:
         refuse_step_folder(backend.url, world.files)
-    memory = share_memory(tiers, backends, request.world) if by_process else None
+    memory = share_memory(tiers, backends, simulated) if by_process else None
     loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
     try:
-        ranks, last_saves = request.ranks, LastSaves()
-        coordinator = make_coordinator(ranks, peers, tiers, backends[0], loop, request.options, world)
-        cadence = [] if request.cadence is None else [request.cadence]
-        observers = [*request.observers, *cadence, *interruption.observers, *probe.observers]
+        last_saves = LastSaves()
+        coordinator = make_coordinator(ranks, peers, tiers, backends[0], loop, options, world)
+        cadences = [] if cadence is None else [cadence]
+        observers = [*observers, *cadences, *interruption.observers, *probe.observers]
         engine = Engine(
             loop,
-            request.options,
+            options,
             [*observers, last_saves],
             world,
             rank=ranks.rank,
@@ -135,11 +126,11 @@ def wire(request: WireRequest, checkpointer: Closes, at_exit: Callable[[], objec
             destination = start_writer(destination, coordinator, tiers, memory, ranks)
         if observers:
             loop.call_soon(engine.emit, opened(ranks, world, backends))
-        copies = PendingCopies(request.options.deadlines.slab_s, _tell_waited(engine))
+        copies = PendingCopies(options.deadlines.slab_s, _tell_waited(engine))
         submitter = Submitter(destination, coordinator, copies, make_snapshotter(engine, destination, copies))
         holds = Holds(loop, destination)
         start_interruption(interruption, engine, destination, ranks)
-        stop_scrubbing = start_scrubber(request.scrub, engine, destination, ranks)
+        stop_scrubbing = start_scrubber(scrub, engine, destination, ranks)
         shutdown = Shutdown(
             engine,
             submitter,
@@ -198,13 +189,13 @@ def _tell_leaving(coordinator: Coordinator) -> Callable[[], None]:
     return lambda: coordinator.depart("its Checkpointer was closed", failed=False)
 
 
-def find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:
+def find_peers(ranks: Ranks) -> Peers | None:
     """Return the ranks that this one reads once with; None where it was given none."""
-    if load_group is None:
+    if ranks.load_group is None:
         return None
     from aiockpt.ranks.peers import find_peers
 
-    return find_peers(load_group, ranks)
+    return find_peers(ranks.load_group, ranks)
 
 
 def start_scrubber(scrub: Scrub | None, engine: Engine, destination: Destination, ranks: Ranks) -> Callable[[], object]:

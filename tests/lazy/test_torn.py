@@ -172,7 +172,7 @@ def test_what_trainers_do_between_a_save_and_its_copy_is_never_published_and_onl
         second.result(60)
         assert equal(saved(ckpt, 2), before)
     (warned,) = [record.getMessage() for record in caplog.records if "from the start" in record.getMessage()]
-    assert "Checkpointer(mutable=['model" in warned
+    assert "Checkpointer(lazy=Lazy(mutable=['model" in warned
 
 
 # --- an operation that is under way when the copy ends -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from aiockpt.convert.conversions import Converted
 from aiockpt.convert.foreign.checkpoint import Foreign
 from aiockpt.errors import StepExistsError
 from aiockpt.events import BytesWritten, Event
-from aiockpt.options import IO, OnExists
+from aiockpt.options import IO, Limits, OnExists
 from aiockpt.redaction import redact
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.session.checkpointer import Checkpointer, Place
@@ -47,7 +47,9 @@ def save_as_step(
     state = StateWalker().walk(checkpoint.state)
     url, total = redact(str(place)), sum(shard.nbytes for shard in state.tensors)
     on_exists: OnExists = "new_generation" if replace else "raise"
-    with Checkpointer(place, on_exists=on_exists, io=io, ranks=ranks, observers=[_Written(on_written)]) as ckpt:
+    with Checkpointer(
+        place, on_exists=on_exists, limits=Limits(io=io), ranks=ranks, observers=[_Written(on_written)]
+    ) as ckpt:
         if not replace and any(info.step == step for info in ckpt.steps().result()):
             raise StepExistsError(f"{url} has step {step} already: give another number, or replace it (--force)")
         if not dry_run:

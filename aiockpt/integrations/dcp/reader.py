@@ -60,7 +60,7 @@ class AiockptReader(StorageReader):
             its place.
         step: which checkpoint there; the newest valid one for None, as the coordinator finds it.
         trust_pickle: whether items that are no plain values may be unpickled, which runs code of their author.
-        **options: of `aiockpt.Checkpointer`: ``io=``, ``deadlines=`` …
+        **options: of `aiockpt.Checkpointer`: ``limits=`` …
 
     Raises: Raised by ``dcp.load``, inside of DCP's ``CheckpointException`` where ranks take part
         NoValidCheckpointError, StepNotFoundError: there is none, or not that one.

@@ -49,7 +49,7 @@ class AiockptWriter(StorageWriter):
         step: the number of the checkpoint there, an attribute that may be set before each save; saved again it is a new
             generation.
         process_group: what is given to ``dcp.save`` as its ``process_group``.
-        **options: of `aiockpt.Checkpointer`: ``retention=``, ``io=``, ``worker=`` …
+        **options: of `aiockpt.Checkpointer`: ``retention=``, ``limits=``, ``worker=`` …
 
     Raises: Raised by ``dcp.save``, inside of DCP's ``CheckpointException`` where ranks take part
         CheckpointError: whatever a save may raise; what was committed before stays.

@@ -41,7 +41,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         save_top_k: how many of the best stay.
         save_last: save where training ends, whatever step that is.
         resume: False begins anew; what is there already stays.
-        options: of `aiockpt.Checkpointer`: ``snapshot="lazy"``, ``worker="process"``, ``only=``, ``deadlines=``, ….
+        options: of `aiockpt.Checkpointer`: ``snapshot="lazy"``, ``worker="process"``, ``only=``, ``limits=``, ….
 
     Raises:
         UsageError: an option cannot be used.
