@@ -81,10 +81,10 @@ class Coordinator(Protocol):
 
     # ------------------------------------------------------------------ on the loop: what follows saves into several places
 
-    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
+    async def post(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Leave a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
 
-    async def hear(
+    async def receive(
         self,
         engine: Engine,
         key: str,
@@ -125,9 +125,9 @@ class Alone:
         return state
 
     def depart(self, reason: str, *, failed: bool) -> None: ...
-    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None: ...
+    async def post(self, key: str, note: object, outdated: Sequence[str] = ()) -> None: ...
 
-    async def hear(
+    async def receive(
         self,
         engine: Engine,
         key: str,

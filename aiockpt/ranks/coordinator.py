@@ -127,14 +127,14 @@ class RankCoordinator:
 
         return LoadNotes(self.rounds)
 
-    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
+    async def post(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Post a note for the other ranks, and remove *outdated* ones; does nothing once the store is lost."""
         with suppress(StoreLostError):
             await self.board.post(key, note)
             if outdated:
                 await self.board.forget(outdated)
 
-    async def hear(
+    async def receive(
         self,
         engine: Engine,
         key: str,
@@ -147,15 +147,13 @@ class RankCoordinator:
     ) -> N | F:
         """Return rank 0's note, or what is found in its place."""
 
-        async def receive(seconds: float) -> N | F:
+        async def wait(seconds: float) -> N | F:
             return await self.board.wait(key, kind, seconds, what)
 
         async def look(lost: bool) -> F | None:
             return await find()
 
-        return await receive_or_find(
-            engine, self.rounds, what, receive, look, patience_s=pause_s, deadline_s=deadline_s
-        )
+        return await receive_or_find(engine, self.rounds, what, wait, look, patience_s=pause_s, deadline_s=deadline_s)
 
 
 class RankRound:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 
 import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, RankError, RankFailedError, RanksDisagreeError
-from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError, name_ranks
+from aiockpt.runtime.notes import NoteBoard, StoreLostError, name_ranks
 from aiockpt.runtime.processes import Process, has_ended, this_process
 
 NEXT_RANKS = 16
@@ -273,51 +274,59 @@ class Waiting:
         call: what it is, in words.
         deadline_s: after which it is given up, for the message.
         step: of a save; else negative.
+        for_whom: asks for which ranks those that are looked at wait themselves; None when they are the ones that are late.
     """
 
-    def __init__(self, members: Membership, operation: str, call: str, deadline_s: float, *, step: int = -1) -> None:
+    def __init__(
+        self,
+        members: Membership,
+        operation: str,
+        call: str,
+        deadline_s: float,
+        *,
+        step: int = -1,
+        for_whom: Missing | None = None,
+    ) -> None:
         self._members = members
         self._operation = operation
         self._call = call
         self._deadline_s = deadline_s
         self._step = step
+        self._for_whom = for_whom
+        self.warns = True
         self._begun_s = anyio.current_time()
         self._look_at_s = self._begun_s + FIRST_LOOK_S
         self._warn_at_s = self._begun_s + WARN_AFTER_S
 
-    async def look(
-        self, ranks: Iterable[int], for_whom: Missing | None = None, *, voting: bool = False
-    ) -> RankError | None:
+    async def look(self, ranks: Iterable[int], *, voting: bool = False) -> RankError | None:
         """Log which ranks it waits for, when it is time; return why one of *ranks* will not come, None while all may.
 
         A caller that gets an error here reads once more what those ranks had left before.
 
         Args:
-            for_whom: those ranks wait for themselves; None when they are the ones that are late.
             voting: as of `Membership.departure`.
         """
-        with suppress(
-            CheckpointError
-        ):  # what is unknown now is no reason to give up; a caller that needs it gets the error
-            if not await self._is_time():
-                return None
-            needed = list(ranks)
-            await self._members.find_early(needed)
-            if self._warns_now:
-                await self._warn(needed if for_whom is None else sorted(await for_whom()))
-            return self.lost(needed, voting=voting) or await self._passed_over(needed)
+        # What is unknown now is no reason to give up; a caller that needs it gets the error.
+        with suppress(CheckpointError):
+            if await self._is_time():
+                needed = list(ranks)
+                await self._members.find_early(needed)
+                return await self._judge(needed, voting=voting)
         return None
 
     async def look_for_votes(self, missing: Missing) -> RankError | None:
         """The same for ranks whose votes are wanted; *missing* lists them from the storage, when that is worth it."""
         with suppress(CheckpointError):
-            if not await self._is_time() or not (self._members.anyone_gone or self._is_late):
-                return None
-            needed = sorted(await missing())
-            if self._warns_now:
-                await self._warn(needed)
-            return self.lost(needed, voting=True) or await self._passed_over(needed)
+            if await self._is_time() and (self._members.anyone_gone or self._is_late):
+                return await self._judge(sorted(await missing()), voting=True)
         return None
+
+    async def _judge(self, needed: list[int], *, voting: bool) -> RankError | None:
+        if not self.warns:
+            return self.lost(needed)
+        if self._warns_now:
+            await self._warn(needed if self._for_whom is None else sorted(await self._for_whom()))
+        return self.lost(needed, voting=voting) or await self._passed_over(needed)
 
     async def explain(self, ranks: Sequence[int]) -> str:
         """Return what is known of *ranks*, which did not come in time."""
@@ -327,18 +336,11 @@ class Waiting:
             return str(error)
 
     @property
-    def silent(self) -> Lookout:
+    def silent(self) -> Waiting:
         """The same without the warnings, for a wait whose ranks are not known one by one."""
-        return _Silent(self)
-
-    async def look_silently(self, ranks: Iterable[int]) -> RankFailedError | None:
-        """Do as `look`, without logging."""
-        with suppress(CheckpointError):
-            if await self._is_time():
-                needed = list(ranks)
-                await self._members.find_early(needed)
-                return self.lost(needed)
-        return None
+        silent = copy(self)
+        silent.warns = False
+        return silent
 
     @property
     def _is_late(self) -> bool:
@@ -392,14 +394,3 @@ class Waiting:
         found = [self._members.departure(rank, self._operation, voting=voting) for rank in ranks]
         departures = [departure for departure in found if departure is not None]
         return lost(self._call, departures) if departures else None
-
-
-class _Silent:
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
-
-    async def look(self, ranks: Iterable[int]) -> RankFailedError | None:
-        return await self._waiting.look_silently(ranks)
-
-    async def explain(self, ranks: Sequence[int]) -> str:
-        return await self._waiting.explain(ranks)

@@ -27,7 +27,7 @@ from aiockpt.engine.job import WARM_UP, RoundName
 from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, shared_plan_notes
-from aiockpt.ranks.membership import Calls, Membership, Waiting
+from aiockpt.ranks.membership import Calls, Membership, Missing, Waiting
 from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
@@ -222,10 +222,10 @@ class Round:
         self.planned = planned
         self.begun = False
 
-    def waiting(self, deadline_s: float | None = None) -> Waiting:
-        """Return what accompanies the waits for other ranks."""
+    def waiting(self, deadline_s: float | None = None, for_whom: Missing | None = None) -> Waiting:
+        """Return what accompanies the waits for other ranks; *for_whom* as of `Waiting`."""
         name, deadline_s = self.name, deadline_s or self.rounds.deadline_s
-        return Waiting(self.rounds.members, name.prefix, name.call, deadline_s, step=name.step)
+        return Waiting(self.rounds.members, name.prefix, name.call, deadline_s, step=name.step, for_whom=for_whom)
 
     # ------------------------------------------------------------------ the plan
 

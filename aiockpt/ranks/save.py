@@ -39,7 +39,6 @@ from aiockpt.errors import (
     CheckpointError,
     CommitConflictError,
     CommitTimeoutError,
-    RankError,
     RankFailedError,
     RankTimeoutError,
 )
@@ -50,7 +49,6 @@ from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
-from aiockpt.ranks.membership import Waiting
 from aiockpt.ranks.rounds import Round
 from aiockpt.ranks.storage_fallback import (
     FailureRecord,
@@ -183,11 +181,15 @@ async def _await_commit(place: Place, notes: Round, attempt: Attempt, fallback: 
     """
     deadlines = place.engine.options.deadlines
     begun_ns, pauses = place.engine.now_ns(), pauses_without_store(place.engine, min(RELIST_S, deadlines.takeover_s))
-    waiting = notes.waiting(deadlines.commit_s)
+
+    async def missing() -> Iterable[int]:
+        return await _missing_votes(place, attempt) or [0]
+
+    waiting = notes.waiting(deadlines.commit_s, missing)  # for rank 0, and with it for each rank that has not voted
     while True:
         alone = False
         try:
-            return await notes.read_end(deadlines.takeover_s, _ForRank0(place, attempt, waiting))
+            return await notes.read_end(deadlines.takeover_s, waiting)
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
@@ -209,29 +211,13 @@ async def _await_commit(place: Place, notes: Round, attempt: Attempt, fallback: 
                 raise gone
             await anyio.sleep(next(pauses))
         if place.engine.since_s(begun_ns) > deadlines.commit_s:
-            missing = sorted(await _missing_votes(place, attempt))
-            late = f"no receipt from {name_ranks(missing)}" if missing else "all have voted, and rank 0 did not commit"
+            absent = sorted(await _missing_votes(place, attempt))
+            late = f"no receipt from {name_ranks(absent)}" if absent else "all have voted, and rank 0 did not commit"
             raise CommitTimeoutError(
                 f"{attempt.id}: {late} within {deadlines.commit_s:g} s; the outcome is unknown. Run `aiockpt commit` "
                 "once all have voted, or save again.",
-                missing or [0],
+                absent or [0],
             )
-
-
-class _ForRank0:
-    """The lookout of a rank that waits for the commit: for rank 0, and with it for each rank that has not voted."""
-
-    def __init__(self, place: Place, attempt: Attempt, waiting: Waiting) -> None:
-        self._place, self._attempt, self._waiting = place, attempt, waiting
-
-    async def look(self, ranks: Iterable[int]) -> RankError | None:
-        return await self._waiting.look(ranks, for_whom=self._missing)
-
-    async def explain(self, ranks: Sequence[int]) -> str:
-        return await self._waiting.explain(ranks)
-
-    async def _missing(self) -> Iterable[int]:
-        return await _missing_votes(self._place, self._attempt) or [0]
 
 
 async def _take_over(place: Place, attempt: Attempt) -> int | None:

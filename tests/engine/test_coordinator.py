@@ -36,8 +36,8 @@ async def test_alone_what_is_found_is_all_that_is_heard() -> None:
         return there[0] if there else None
 
     with pytest.raises(RankTimeoutError, match="step 1: not there"):
-        await Alone().hear(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0)  # type: ignore[arg-type]
+        await Alone().receive(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0)  # type: ignore[arg-type]
     there.append(7)
-    assert await Alone().hear(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0) == 7  # type: ignore[arg-type]
+    assert await Alone().receive(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0) == 7  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="refused"):
         await Alone().begin_load().agree_applied(ValueError("refused"))

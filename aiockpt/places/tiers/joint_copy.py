@@ -124,7 +124,7 @@ class JointCopy:
             return None if manifest is None else StepCopy(self._backend, manifest)
 
         note_progress(pause_s)
-        said = await self._coordinator.hear(
+        said = await self._coordinator.receive(
             engine,
             self._note(promotion.result.id, promotion.attempt),
             Arrived,
@@ -164,7 +164,7 @@ class JointCopy:
         if key not in self._notes:
             self._notes.append(key)
         outdated, self._notes = self._notes[:-KEPT_NOTES], self._notes[-KEPT_NOTES:]
-        await self._coordinator.tell(key, note, outdated)
+        await self._coordinator.post(key, note, outdated)
 
     def _note(self, step_id: str, attempt: str) -> str:
         return f"tier/{self._number}/{step_id}/{attempt}"
