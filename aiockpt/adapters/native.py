@@ -353,7 +353,7 @@ def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
         case "loader":
             return _same_object(value, partial(_write_loader, value, path))
         case "per_rank":
-            return _same_object(value, partial(_write_own, value, path))
+            return _same_object(value, partial(_write_own, value, path, index))
         case "stateful":
             return _same_object(value, partial(_write_stateful, value, path))
 
@@ -403,9 +403,9 @@ def _write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
     return {TAG: "loader", "form": held.form, "size": loader.size, "shared": shared, "readers": own}
 
 
-def _write_own(value: Any, path: Path, run: Run) -> Node:
+def _write_own(value: Any, path: Path, index: Index, run: Run) -> Node:
     """Write what belongs to this rank: an object, or the value that `per_rank` wraps."""
-    held = of_this_rank(value)
+    held = of_this_rank(value, index)
     is_object = kind_of(held) in ("stateful", "per_rank")
     run.per_rank[join_name(path)] = run.encode_own(held.state_dict() if is_object else held, path)
     return {TAG: "per_rank"}

@@ -7,12 +7,14 @@ A DTensor is saved as the part that this rank has of it, and made again on the m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
+from aiockpt.adapters.index import Index
 from aiockpt.adapters.optimizer import is_plain, keeper_of
 from aiockpt.adapters.optimizer_forms import HOW_TO_STEP, NAMES, innermost
 from aiockpt.adapters.optimizer_target import set_value
@@ -25,17 +27,18 @@ _PLACED, _SHAPE, _LOCAL = "dtensor placed", "of shape", "local"
 """Keys of what stands for a DTensor."""
 
 
-def of_this_rank(value: Any) -> Any:
+def of_this_rank(value: Any, index: Index) -> Any:
     """Return what belongs to this rank: an object, or what `per_rank` wraps; an optimizer as `OwnOptimizer`."""
     held = value.value if isinstance(value, PerRank) else value
-    return OwnOptimizer(held) if isinstance(held, Optimizer) else held
+    return OwnOptimizer(held, index) if isinstance(held, Optimizer) else held
 
 
 class OwnOptimizer:
-    """An optimizer as an object with a state of this rank."""
+    """An optimizer as an object with a state of this rank; its parameters that *index* does not find are part of that."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, index: Index) -> None:
         self._optimizer = optimizer
+        self._index = index
         self._keeper = keeper_of(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,7 +49,17 @@ class OwnOptimizer:
             "shapes": self._shapes(),
             "groups": [{key: group[key] for key in group if key not in NAMES} for group in said["param_groups"]],
             "state": {number: _take_apart(entry) for number, entry in said["state"].items()},
+            "parameters": {number: local.detach() for number, local in self._loose()},
         }
+
+    def _loose(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number and the local part of each parameter that no module of the state holds, where it has some."""
+        if not self._index.paths:  # the weights are kept elsewhere, and only what was learnt of them is meant
+            return
+        parameters = [parameter for group in self._keeper.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            if self._index.path_of(parameter) is None:
+                yield number, local_of(parameter) if is_dtensor(parameter) else parameter
 
     def _shapes(self) -> list[list[list[int]]]:
         """Return the shape of what this rank has of each parameter of each group."""
@@ -69,6 +82,11 @@ class OwnOptimizer:
                 f"it was saved for a {saved['class']} with parts of shapes {saved['shapes']}, and here is a "
                 f"{class_name(type(keeper))} with parts of shapes {here}; what belongs to one rank is not resharded"
             )
+        loose = saved.get("parameters", {})  # 0.1.0 has not written them
+        with torch.no_grad():
+            for number, local in self._loose():
+                if number in loose:
+                    local.copy_(loose[number])
         parameters = [parameter for group in keeper.param_groups for parameter in group["params"]]
         state = {number: _put_together(entry, parameters[number]) for number, entry in saved["state"].items()}
         if not is_plain(keeper):

@@ -177,7 +177,7 @@ def _load_part(container: Any, key: Any, path: Path, index: Index, matcher: Matc
         case "loader":
             _load_loader(value, path, matcher)
         case "per_rank":
-            _load_own(value, path, matcher)
+            _load_own(value, path, index, matcher)
         case "stateful":
             _load_stateful(value, path, matcher)
         case "value":
@@ -249,11 +249,11 @@ def _find_object(path: Path, kind: str, why_whole: str, matcher: Matcher) -> dic
     return node
 
 
-def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
+def _load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
     """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
     if not matcher.selects_whole(path, "it belongs to one rank"):
         return
-    holder = of_this_rank(value)
+    holder = of_this_rank(value, index)
     if reads_data(holder) and matcher.stored.world_changed:
         matcher.miss(
             path,
