@@ -137,10 +137,13 @@ def test_a_stale_handle_at_any_call_is_waited_for(
 
 
 @pytest.mark.parametrize(("times", "comes"), [(1, True), (4, True), (None, False)])
-def test_an_open_file_whose_handle_goes_stale_is_opened_anew_and_read_on(times: int | None, comes: bool) -> None:
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_open_file_whose_handle_goes_stale_is_opened_anew_and_read_on(
+    at: int, times: int | None, comes: bool
+) -> None:
     files, size = SimulatedFiles(), 3 * PIECE_BYTES
     shown = bytearray()
-    stale = Fault(do="fail", verb="preadv", at=2, times=times, error=errno.ESTALE)
+    stale = Fault(do="fail", verb="preadv", at=at, times=times, error=errno.ESTALE)
 
     async def main() -> None:
         await upload(LocalBackend("/r", world=World(files, token=simulated_world().token)), "s/data", patterned(size))
