@@ -1,4 +1,4 @@
-"""Can the figures be believed? The parts that decide what is cold, equal, lost, or met."""
+"""Parts of the measuring that decide what is cold, equal, lost, or met."""
 
 from __future__ import annotations
 

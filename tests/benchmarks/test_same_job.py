@@ -1,4 +1,4 @@
-"""Is the comparison of scripts a fair one: are lines counted as its rule says, and is what a run did read from the run?"""
+"""Comparison of scripts: lines are counted as its rule says, and what a run did is read from the run."""
 
 from __future__ import annotations
 

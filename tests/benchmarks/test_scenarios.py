@@ -1,4 +1,4 @@
-"""Does each scenario run, check what it saved, and notice a contender that loses a byte?"""
+"""Each scenario runs, checks what it saved, and notices a contender that loses a byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does what is simulated grow as it should, and does the cadence hold its own against the best fixed interval?"""
+"""Simulated figures grow as they should, and the cadence holds its own against the best fixed interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the main comparison run? Contenders of each kind, and the floors, at a size whose figures mean nothing."""
+"""Smoke run of the main comparison: contenders of each kind, and the floors, at a size whose figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bit flips, anywhere in any file below the root: is it always noticed, or provably harmless?
+"""One flipped bit, anywhere in any file below the root: it is always noticed, or provably harmless.
 
 A case flips one bit of one file of a disk with two steps, three kinds of which there are: both committed; the newer one
 verified and saved a second time; the newer one voted for but not yet committed. Loading the newer step must give what was

@@ -1,4 +1,4 @@
-"""Cancelled at any turn of the event loop: is the step whole or absent, is nothing leaked, and can one go on?
+"""Cancelled at any turn of the event loop: the step is whole or absent, nothing is leaked, and the next save works.
 
 A case cancels one of two saves in flight, or a load, after a number of turns drawn at random.
 """

@@ -1,4 +1,4 @@
-"""Which tests run a line? Measured once, kept in a file, asked for each mutant.
+"""The tests that run a line: measured once, kept in a file, asked for each mutant.
 
     python -m tests.campaigns.covering
 

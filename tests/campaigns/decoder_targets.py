@@ -1,4 +1,4 @@
-"""Which code reads bytes that somebody else may have written? Each such decoder, with valid documents to start from.
+"""Decoders of bytes that another program may have written: each one, with valid documents to start from.
 
 A target's `decode` says whether the bytes were accepted; what it raises besides our errors is a finding.
 """

@@ -1,4 +1,4 @@
-"""Bytes that nobody wrote: do the decoders let anything out but our own errors, in bounded time and memory?
+"""Arbitrary bytes: the decoders raise nothing but our own errors, in bounded time and memory.
 
 A case is a run of inputs for one decoder: found by coverage with atheris (libFuzzer) where it is installed, in a child of
 its own, because it ends its process; made by mutation else. Both start from the same valid documents.

@@ -1,4 +1,4 @@
-"""What may a campaign save? States of random shapes, all of whose content follows from one number, and their disks."""
+"""States that campaigns save: of random shapes, all of whose content follows from one number, and their disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever fails while a step is saved or loaded: is it our error or a success, true either way, and nothing leaked?
+"""Whatever fails while a step is saved or loaded: it is our error or a success, true either way, and nothing is leaked.
 
 A case saves a step over a committed one, or loads, while faults drawn at random happen at calls drawn at random: every
 errno, without effect or after it, once or from then on, short transfers, and bits that flip on the way from the disk.

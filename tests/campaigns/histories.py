@@ -1,4 +1,4 @@
-"""Whatever was saved, and whatever was damaged since: is the newest whole step found, and all that was passed over told?
+"""Damaged histories of saves: the newest whole step is found, and all that was skipped is reported.
 
 A case is a place with a past (`History`: jobs that save, save again, go back, verify, delete, prune, crash, meet outages) on
 a simulated disk, with hard links or without, and a few looks at it, each with other damage (`damage`): any file truncated,

@@ -1,4 +1,4 @@
-"""A manifest that an attacker wrote, with a valid digest: does a load refuse it, or stay within the checkpoint?
+"""A manifest that an attacker wrote, with a valid digest: a load refuses it, or stays within the checkpoint.
 
 A case mutates the manifest of a committed step, seals it anew and loads through a whole checkpointer. Only our errors may
 come out; nothing outside the step's attempt may be opened; a second and 64 MiB are the limit. What is loaded all the same

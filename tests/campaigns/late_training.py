@@ -1,4 +1,4 @@
-"""Batches are trained late and out of order, and the job is killed at random: is a sample lost, or trained twice?
+"""Batches are trained late and out of order, and the job is killed at random: no sample is lost, or trained twice.
 
 A case is a training of a few epochs. A life of it takes batches, trains them in threads or tasks in an order of their own,
 and saves; at a random moment all its ranks are killed with SIGKILL. What is trained is counted in the state itself, a number

@@ -1,4 +1,4 @@
-"""Does a test notice a mistake? One small change of the source in a copy of the tree, and the tests that run that line.
+"""Planted mistakes: one small change of the source in a copy of the tree, and the tests that run that line.
 
 A seed names one change among all that `source_mutations` knows in `MODULES`, where a mistake loses checkpoints. It goes on
 naming the same one while other functions change, for each change has its own number under each seed, and the lowest wins.

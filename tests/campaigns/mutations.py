@@ -1,4 +1,4 @@
-"""What may stand in a file that an attacker wrote? Mutations of documents: other values in any place, other bytes.
+"""Mutations of documents, as an attacker could write them: other values in any place, other bytes.
 
 Pure and seeded; what a coverage-guided fuzzer would not guess (a value of the right kind in the wrong place) comes from
 here, and what nobody would guess comes from the fuzzer.

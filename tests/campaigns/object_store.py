@@ -1,4 +1,4 @@
-"""Whatever happens to requests to an object store: is a step committed once, loaded right, and does nothing hang?
+"""Troubles of requests to an object store: a step is committed once and loaded right, and nothing hangs.
 
 A case saves a step over a committed one, or two jobs save it at once, or the newest step is loaded, through `Retrying`,
 while troubles drawn at random meet the requests (docs/durability.md#the-faults, row 9): those that pass, those that last,

@@ -1,4 +1,4 @@
-"""Does what was acknowledged survive the power cut, whatever the program was doing, and after the power cut before?
+"""Power cuts at any call: what was acknowledged survives, also after an earlier cut.
 
 A case is a job that is started, saves, saves again, deletes and prunes, on a disk that may have lived through a cut
 already. The power is cut at calls drawn at random, and the disk keeps what it likes of what was not flushed, in torn

@@ -1,4 +1,4 @@
-"""A real run is told to end by a real signal at a random moment, alone or on some of three ranks: is anything lost?
+"""A real run is told to end by a real signal at a random moment, alone or on some of three ranks: nothing is lost.
 
 A case forks a run that saves now and then, and computes in C for a while in some of its steps. The signal comes at a random
 moment: while it makes its checkpointer ready, loads, trains, saves or cleans up. What `aiockpt.Preempted` promises must be

@@ -1,4 +1,4 @@
-"""A real process, killed with SIGKILL at one of its file-system calls: is the old step or the whole new one there?
+"""A real process, killed with SIGKILL at one of its file-system calls: the old step or the whole new one is there.
 
 A case saves in a forked child that dies at a call, once or a few times in a row on the same folder; a fresh process then
 loads, and another saves on. The killer's calls are swept: any run of consecutive seeds spreads over all of them.

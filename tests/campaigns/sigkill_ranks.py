@@ -1,4 +1,4 @@
-"""One of several ranks, killed with SIGKILL at one of its file-system calls: do all others learn, and is nothing lost?
+"""One of several ranks, killed with SIGKILL at one of its file-system calls: all others end, and nothing is lost.
 
 A case forks the ranks of a job, which meet in a file; one of them dies at a call. The survivors must end before their
 deadlines: with the step committed, or with an error. Then a fresh process loads: the old step or the whole new one. A new

@@ -1,4 +1,4 @@
-"""Any state, any way to load it, through the public API: does what comes back agree with the model of the guide?
+"""Any state, any way to load it, through the public API: what comes back agrees with the model of the guide.
 
 A case draws a state, saves it (eager, lazy or on the device; now and then with a writer process, or a second time after
 changes), makes a fresh one of the same structure, and loads in a way that it draws, too. What must hold is in

@@ -1,4 +1,4 @@
-"""A real job of four ranks saves, and one of them has a slow disk, a slow network or too little processor: is it named?
+"""A real job of four ranks saves, and one of them has a slow disk, a slow network or too little processor: it is named.
 
 A case forks the ranks, which save some megabytes into a folder or into a real S3, and lets one of them be slow from some
 save on, not always by the same and not in every save: its writes and flushes take longer, its connections pass through a

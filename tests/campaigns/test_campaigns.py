@@ -1,4 +1,4 @@
-"""Does each campaign find nothing at its small end, something where something is broken, and the same with one seed?"""
+"""Each campaign finds nothing at its small end, something where something is broken, and the same with one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are planted mistakes told apart: those that a test notices, those that none does, and those that nobody need notice?"""
+"""Planted mistakes are told apart: those that a test notices, those that none does, and those that need no test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far are two tensors from each other, and are two steps the same?"""
+"""Differences of two tensors, and of two steps."""
 
 from __future__ import annotations
 

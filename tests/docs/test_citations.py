@@ -1,4 +1,4 @@
-"""Does what comments, docstrings and pages point at exist? Every citation of a page or a section leads somewhere."""
+"""Citations in comments, docstrings and pages: every citation of a page or a section leads somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the table of the frameworks that were tried say what their certificates and requirements say?"""
+"""The table of tried frameworks says what their certificates and requirements say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does each name of a module or a class mean one thing in the package, and is it the field's word?"""
+"""Each name of a module or a class means one thing in the package, and is the field's word."""
 
 from __future__ import annotations
 

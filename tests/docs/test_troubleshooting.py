@@ -1,4 +1,4 @@
-"""Does the page of errors know every error that there is, and none that there is not?"""
+"""The page of errors has every error that there is, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the doomed process die in the middle of the right save, and is everything it told whole?"""
+"""The doomed process dies in the middle of the right save, and every event it wrote is whole."""
 
 from __future__ import annotations
 

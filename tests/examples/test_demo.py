@@ -1,4 +1,4 @@
-"""Does the demo survive its own SIGKILL, from end to end, with real processes?"""
+"""The demo survives its own SIGKILL, from end to end, with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the elastic demo say what it showed, and refuse what it cannot do?"""
+"""What the elastic demo refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the demo notice every loss that is not the reference's, and does its account add up?"""
+"""The demo notices every loss that is not the reference's, and its account adds up."""
 
 from __future__ import annotations
 

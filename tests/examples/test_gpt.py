@@ -1,4 +1,4 @@
-"""Is the model of the demo the transformer it claims to be?"""
+"""The model of the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the loader of the demo go on exactly where it was?"""
+"""The loader of the demo goes on exactly where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a stress test measure what it says, find what is wrong, and leave nothing behind?"""
+"""A stress test measures what it says, finds what is wrong, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a soak survive what is mendable, and find what is not?"""
+"""A soak survives what retries can repair, and finds what they cannot."""
 
 from __future__ import annotations
 

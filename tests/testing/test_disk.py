@@ -1,4 +1,4 @@
-"""Does the disk probe write and read, say how, and leave nothing behind?"""
+"""The disk probe writes and reads, says how, and leaves nothing behind."""
 
 from __future__ import annotations
 

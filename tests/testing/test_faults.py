@@ -1,4 +1,4 @@
-"""Do faults come when they are due, and do what they say?"""
+"""Faults come when they are due, and do what they say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a checkpointer on one thread do the same each time, and say so when it is asked for what needs another thread?"""
+"""A checkpointer on one thread does the same each time, and refuses what needs another thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what was asked of the storage written down, whole and in order?"""
+"""Recordings of calls to the storage, whole and in order."""
 
 from __future__ import annotations
 

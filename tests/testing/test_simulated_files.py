@@ -1,4 +1,4 @@
-"""Is the simulated file system a faithful twin of the real one, and what does it know about power cuts?"""
+"""The simulated file system is a faithful twin of the real one, power cuts aside."""
 
 from __future__ import annotations
 

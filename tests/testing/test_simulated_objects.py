@@ -1,4 +1,4 @@
-"""Is the simulated object store one: does it keep the contract, and does it do what its troubles say?"""
+"""The simulated object store keeps the contract, and does what its troubles say."""
 
 from __future__ import annotations
 

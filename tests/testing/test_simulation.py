@@ -1,4 +1,4 @@
-"""What may a power cut leave, and does a simulated program run the same way each time?"""
+"""States that a power cut may leave, and simulated programs that run the same way each time."""
 
 from __future__ import annotations
 

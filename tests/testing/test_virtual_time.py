@@ -1,4 +1,4 @@
-"""Does virtual time move to the next timer, in order and exactly, and does a program that hangs end?"""
+"""Virtual time moves to the next timer, in order and exactly, and a program that hangs ends."""
 
 from __future__ import annotations
 
