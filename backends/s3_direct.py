@@ -103,10 +103,9 @@ class ObjectRequests:
         Raises:
             ClientError: the store refuses.
         """
-        route, credentials = self._route, await self._session.get_credentials()
-        if route is None or credentials is None:
+        if (route := self._route) is None or (credentials := await self._session.get_credentials()) is None:
             return None
-        headers = {_HEADERS[key]: value for key, value in params.items() if key in _HEADERS}
+        headers = {_HEADERS[key]: value for key, value in params.items() if key != "Metadata"}
         headers |= {_META + key: value for key, value in params.get("Metadata", {}).items()}
         quoted = quote(path, safe="/~")
         sign(_METHODS[name], route, quoted, headers, await credentials.get_frozen_credentials(), datetime.now(UTC))
@@ -137,7 +136,7 @@ class ObjectRequests:
     def _learn(self, path: str) -> None:
         """Read the route from what botocore sent for *path*, once."""
         quoted = quote(path, safe="/~")
-        for url, fields in self._sent:
+        for url, fields in reversed(self._sent):  # the last: one before it may have been for another region
             if not url.endswith("/" + quoted):
                 continue
             headers = {name.lower(): _text(value) for name, value in fields.items()}

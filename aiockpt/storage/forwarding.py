@@ -9,43 +9,34 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload, WorksWhenFull
 
 
-class BackendCall:
+class BackendCall(msgspec.Struct):
     """One call of the wrapped backend; ``await call()`` makes it, ``await call(*other)`` with other arguments.
 
     Attributes:
         verb: the method: "put", …, and of readers and uploads "reader.read", "upload.write", ….
         key: the object; for "delete" the keys joined by a space, for "list" the prefix.
-        arguments: what the inner method is given.
+        make: the inner method.
+        arguments: what it is given.
         offset: bytes, for ranged verbs.
         size: bytes that are handed over or asked for, or announced.
         upload: the wrapped upload whose call it is.
     """
 
-    __slots__ = ("_make", "arguments", "key", "offset", "size", "upload", "verb")
-
-    def __init__(
-        self,
-        verb: str,
-        key: str,
-        make: Callable[..., Awaitable[Any]],
-        *arguments: Any,
-        offset: int = 0,
-        size: int = 0,
-        upload: ForwardingUpload | None = None,
-    ) -> None:
-        self.verb = verb
-        self.key = key
-        self.arguments = arguments
-        self.offset = offset
-        self.size = size
-        self.upload = upload
-        self._make = make
+    verb: str
+    key: str
+    make: Callable[..., Awaitable[Any]]
+    arguments: tuple[Any, ...] = ()
+    offset: int = 0
+    size: int = 0
+    upload: ForwardingUpload | None = None
 
     async def __call__(self, *other: Any) -> Any:
-        return await self._make(*(other or self.arguments))
+        return await self.make(*(other or self.arguments))
 
 
 class Forwarding:
@@ -67,32 +58,32 @@ class Forwarding:
         return self.inner.traits
 
     async def put(self, key: str, data: bytes) -> None:
-        await self.forward(BackendCall("put", key, self.inner.put, key, data, size=len(data)))
+        await self.forward(BackendCall("put", key, self.inner.put, (key, data), size=len(data)))
 
     async def put_new(self, key: str, data: bytes) -> None:
-        await self.forward(BackendCall("put_new", key, self.inner.put_new, key, data, size=len(data)))
+        await self.forward(BackendCall("put_new", key, self.inner.put_new, (key, data), size=len(data)))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        data: bytes = await self.forward(BackendCall("get", key, self.inner.get, key, max_bytes, size=max_bytes))
+        data: bytes = await self.forward(BackendCall("get", key, self.inner.get, (key, max_bytes), size=max_bytes))
         return data
 
     async def open(self, key: str) -> Reader:
-        return ForwardingReader(await self.forward(BackendCall("open", key, self.inner.open, key)), key, self)
+        return ForwardingReader(await self.forward(BackendCall("open", key, self.inner.open, (key,))), key, self)
 
     async def create(self, key: str, size: int) -> Upload:
-        inner = await self.forward(BackendCall("create", key, self.inner.create, key, size, size=size))
+        inner = await self.forward(BackendCall("create", key, self.inner.create, (key, size), size=size))
         return ForwardingUpload(inner, key, size, self)
 
     async def stat(self, key: str) -> Stat:
-        found: Stat = await self.forward(BackendCall("stat", key, self.inner.stat, key))
+        found: Stat = await self.forward(BackendCall("stat", key, self.inner.stat, (key,)))
         return found
 
     async def list(self, prefix: str) -> Listing:
-        listing: Listing = await self.forward(BackendCall("list", prefix, self.inner.list, prefix))
+        listing: Listing = await self.forward(BackendCall("list", prefix, self.inner.list, (prefix,)))
         return listing
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self.forward(BackendCall("delete", " ".join(keys), self.inner.delete, keys))
+        await self.forward(BackendCall("delete", " ".join(keys), self.inner.delete, (keys,)))
 
     async def space(self) -> Space:
         space: Space = await self.forward(BackendCall("space", "", self.inner.space))
@@ -131,7 +122,7 @@ class ForwardingReader:
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         size = sum(view.nbytes for view in into)
-        read = BackendCall("reader.read", self._key, self._inner.read, offset, into, seen, offset=offset, size=size)
+        read = BackendCall("reader.read", self._key, self._inner.read, (offset, into, seen), offset=offset, size=size)
         await self._backend.forward(read)
 
     async def close(self) -> None:
@@ -156,7 +147,7 @@ class ForwardingUpload:
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         size, write = sum(run.nbytes for run in runs), self._inner.write
         await self._backend.forward(
-            BackendCall("upload.write", self._key, write, offset, runs, seen, offset=offset, size=size, upload=self)
+            BackendCall("upload.write", self._key, write, (offset, runs, seen), offset=offset, size=size, upload=self)
         )
 
     async def finish(self) -> None:

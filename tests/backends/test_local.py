@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import mmap
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -105,36 +106,32 @@ async def test_a_pipe_is_no_object_and_does_not_hang_the_reader(tmp_path: Path) 
     assert (await backend.list("")).objects == ()
 
 
-class _PipeLater(OsFiles):
-    """Puts a pipe in the place of the file between the look and the opening."""
+class _OtherLater(OsFiles):
+    """Puts something else in the place of the file between the look and the opening."""
+
+    def __init__(self, make: Callable[[str], None]) -> None:
+        self.make = make
 
     def open(self, path: str, flags: int, mode: int = 0o644) -> int:  # type: ignore[override]
         if path.endswith("/k"):
             os.unlink(path)
-            os.mkfifo(path)
+            self.make(path)
         return os.open(path, flags, mode)
 
 
-async def test_a_pipe_put_there_at_the_last_moment_does_not_hang_the_reader(tmp_path: Path) -> None:
-    (tmp_path / "k").write_bytes(b"x")
-    backend = LocalBackend(tmp_path, world=World(_PipeLater()))
-    await fails(backend.open("k"), ObjectNotFoundError)
-
-
-class _LinkLater(OsFiles):
-    """Puts a link in the place of the file between the look and the opening."""
-
-    def open(self, path: str, flags: int, mode: int = 0o644) -> int:  # type: ignore[override]
-        if path.endswith("/k"):
-            os.unlink(path)
-            os.symlink("secret", path)
-        return os.open(path, flags, mode)
-
-
-async def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "k").write_bytes(b"x")
-    (tmp_path / "secret").write_bytes(b"secret")
-    await fails(LocalBackend(tmp_path, world=World(_LinkLater())).get("k", 10))
+@pytest.mark.parametrize(
+    ("make", "error"), [(os.mkfifo, ObjectNotFoundError), (functools.partial(os.symlink, "secret"), StorageError)]
+)
+async def test_a_pipe_or_a_link_put_there_at_the_last_moment_neither_hangs_the_reader_nor_is_followed(
+    tmp_path: Path, make: Callable[[str], None], error: type[StorageError]
+) -> None:
+    for name in ("k", "secret"):
+        (tmp_path / name).write_bytes(b"secret")
+    for call in ("open", "get"):
+        (tmp_path / "k").unlink()
+        (tmp_path / "k").write_bytes(b"x")
+        backend = LocalBackend(tmp_path, world=World(_OtherLater(make)))
+        await fails(backend.open("k") if call == "open" else backend.get("k", 10), error)
 
 
 # Names

@@ -52,34 +52,26 @@ def on(files: Files) -> LocalBackend:
     return LocalBackend("/data/r", world=World(files, token=simulated_world().token))
 
 
-def file_in_place(tmp_path: Path) -> tuple[Path, str]:
-    (tmp_path / "run").write_bytes(b"")
-    return tmp_path / "run", "is a file"
-
-
-def file_above(tmp_path: Path) -> tuple[Path, str]:
-    (tmp_path / "notes").write_bytes(b"")
-    return tmp_path / "notes" / "deep" / "run", "notes is a file"
-
-
-def link_to_a_file(tmp_path: Path) -> tuple[Path, str]:
-    (tmp_path / "notes").write_bytes(b"")
-    (tmp_path / "run").symlink_to("notes")
-    return tmp_path / "run", "is a link to a file"
-
-
-def link_to_nothing(tmp_path: Path) -> tuple[Path, str]:
-    (tmp_path / "run").symlink_to("gone")
-    return tmp_path / "run", "is a link to nothing"
+# A file that is there, what "run" is a link to, the root, and what it is said to be.
+PLACES = {
+    "a file in its place": ("run", "", "run", "is a file"),
+    "a file above": ("notes", "", "notes/deep/run", "notes is a file"),
+    "a link to a file": ("notes", "notes", "run", "is a link to a file"),
+    "a link to nothing": ("", "gone", "run", "is a link to nothing"),
+}
 
 
 @pytest.mark.parametrize("verb", EVERY_VERB)
-@pytest.mark.parametrize("place", [file_in_place, file_above, link_to_a_file, link_to_nothing])
+@pytest.mark.parametrize(("file", "link", "at", "what"), PLACES.values(), ids=PLACES)
 async def test_a_root_that_is_no_folder_is_named_by_every_verb(
-    tmp_path: Path, verb: Verb, place: Callable[[Path], tuple[Path, str]]
+    tmp_path: Path, verb: Verb, file: str, link: str, at: str, what: str
 ) -> None:
-    root, what = place(tmp_path)
-    if place is link_to_nothing and verb is list_step:
+    if file:
+        (tmp_path / file).write_bytes(b"")
+    if link:
+        (tmp_path / "run").symlink_to(link)
+    root = tmp_path / at
+    if link == "gone" and verb is list_step:
         pytest.skip("a step that is not there needs no look at the root, which the first listing has had")
     error = await fails(verb(LocalBackend(root)), StorageError, what)
     assert str(error).startswith(str(root))

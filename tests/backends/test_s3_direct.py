@@ -18,7 +18,7 @@ from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.s3_direct import ObjectRequests, Route, sign
 from aiockpt.errors import ObjectNotFoundError
 from tests.fails import fails
-from tests.servers.proxy import Fault, proxy_to
+from tests.servers.proxy import Fault, Proxy
 from tests.servers.seaweed import Seaweed
 
 NOW = datetime(2026, 11, 26, 17, 5, 9, tzinfo=UTC)
@@ -78,18 +78,15 @@ async def test_after_the_first_request_botocore_makes_none_for_one_object(
     await s3.close()
 
 
-async def test_an_answer_of_aws_that_sends_elsewhere_is_left_to_botocore(seaweed: Seaweed, s3_url: str) -> None:
-    async with proxy_to(seaweed.endpoint_url) as proxy:
-        s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url)
-        await s3.put("first", b"data")
-        (await s3._bucket.requests())._follows = True
-        proxy.misbehave(
-            Fault(do="answer", method="PUT", status=301, code="PermanentRedirect", to="http://127.0.0.1:9/")
-        )
-        await s3.put("second", b"data")
-        assert len(proxy.met) == 1
-        assert await s3.get("second", 9) == b"data"
-        await s3.close()
+async def test_an_answer_of_aws_that_sends_elsewhere_is_left_to_botocore(proxy: Proxy, s3_url: str) -> None:
+    s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url)
+    await s3.put("first", b"data")
+    (await s3._bucket.requests())._follows = True
+    proxy.misbehave(Fault(do="answer", method="PUT", status=301, code="PermanentRedirect", to="http://127.0.0.1:9/"))
+    await s3.put("second", b"data")
+    assert len(proxy.met) == 1
+    assert await s3.get("second", 9) == b"data"
+    await s3.close()
 
 
 @pytest.mark.parametrize(

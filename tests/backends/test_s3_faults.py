@@ -29,15 +29,8 @@ from aiockpt.storage.transfer import put_once
 from aiockpt.testing.backend_suite import patterned
 from tests.fails import fails
 from tests.servers.proxy import Action, Fault, Proxy, proxy_to
-from tests.servers.seaweed import Seaweed
 
 PART = 8 << 20
-
-
-@pytest.fixture
-async def proxy(seaweed: Seaweed) -> AsyncIterator[Proxy]:
-    async with proxy_to(seaweed.endpoint_url) as running:
-        yield running
 
 
 @pytest.fixture
@@ -286,16 +279,17 @@ async def test_a_reader_sees_one_object_only(s3: S3Backend) -> None:
     assert not isinstance(error, ObjectExistsError)
 
 
-async def test_a_store_that_stands_still_is_given_up(proxy: Proxy, s3_url: str) -> None:
-    s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url, part_bytes=PART, stall_s=0.5)
+async def test_a_store_that_stands_still_is_given_up(s3: S3Backend, proxy: Proxy) -> None:
     await s3.put("small", b"data")
     file = await s3.create("file", PART)
+    s3._bucket._settings = msgspec.structs.replace(s3._bucket._settings, stall_s=0.5)  # what came before had its time
     proxy.misbehave(Fault(do="hang", times=None, match="partNumber"), Fault(do="hang", times=None, method="GET"))
     await fails(file.write(0, [patterned(PART)]), StorageTimeoutError, retryable=True)
-    await fails(s3.get("small", 10), StorageTimeoutError)
+    reading = S3Backend(s3.url, endpoint_url=proxy.endpoint_url, stall_s=0.5)
+    await fails(reading.get("small", 10), StorageTimeoutError)
     proxy.misbehave()
     await file.abort()
-    await s3.close()
+    await reading.close()
 
 
 # What errors mean

@@ -17,18 +17,11 @@ from aiockpt.testing.backend_suite import patterned
 from aiockpt.testing.faults import Fault as BackendFault
 from aiockpt.testing.faults import FaultyBackend
 from tests.fails import fails
-from tests.servers.proxy import Fault, Proxy, proxy_to
-from tests.servers.seaweed import Seaweed
+from tests.servers.proxy import Fault, Proxy
 from tests.small_run import SMALL
 
 PART = 8 << 20
 UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, "InvalidRequest"), (403, "SignatureDoesNotMatch")]
-
-
-@pytest.fixture
-async def proxy(seaweed: Seaweed) -> AsyncIterator[Proxy]:
-    async with proxy_to(seaweed.endpoint_url) as running:
-        yield running
 
 
 @pytest.fixture

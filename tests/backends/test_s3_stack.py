@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from aiockpt.events import StorageRetried
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from tests.fails import fails
 from tests.gates import striking
-from tests.servers.proxy import Action, Fault, Proxy, proxy_to
-from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
+from tests.servers.proxy import Action, Fault, Proxy
+from tests.servers.seaweed import find_weed, seaweed_server
 from tests.watch import Watch
 
 DEADLINE_S = 90
@@ -107,12 +107,6 @@ class Job:
 
 def make(value: int) -> dict[str, Any]:
     return {"x": torch.arange(ELEMENTS, dtype=torch.float32).add_(value), "value": value}
-
-
-@pytest.fixture
-async def proxy(seaweed: Seaweed) -> AsyncIterator[Proxy]:
-    async with proxy_to(seaweed.endpoint_url) as running:
-        yield running
 
 
 @pytest.fixture

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.servers.moto import moto_server
 from tests.servers.seaweed import BUCKET, CREDENTIALS, Seaweed, find_weed, seaweed_server
+
+if TYPE_CHECKING:
+    from tests.servers.proxy import Proxy
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +56,12 @@ def aws_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.M
 def s3_url(aws_environment: pytest.MonkeyPatch) -> str:
     """An empty prefix in the bucket that every test server has."""
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+async def proxy(seaweed: Seaweed) -> AsyncIterator[Proxy]:
+    """A proxy before SeaweedFS that misbehaves as told."""
+    from tests.servers.proxy import proxy_to  # aiohttp is not everywhere where botocore is
+
+    async with proxy_to(seaweed.endpoint_url) as running:
+        yield running

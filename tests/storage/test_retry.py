@@ -26,7 +26,7 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.events import StorageRetried
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, Upload
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.transfer import cut_views
@@ -361,10 +361,14 @@ def runs_of(data: bytes, count: int) -> list[memoryview]:
     return [memoryview(data)[start : start + size] for start in range(0, len(data), size)]
 
 
-async def upload(backend: Backend, key: str = "a", data: bytes = DATA) -> None:
-    file = await backend.create(key, len(data))
-    await file.write(0, [memoryview(data)])
-    await file.finish()
+async def written(backend: Backend) -> Upload:
+    file = await backend.create("a", len(DATA))
+    await file.write(0, [memoryview(DATA)])
+    return file
+
+
+async def upload(backend: Backend) -> None:
+    await (await written(backend)).finish()
 
 
 @pytest.mark.parametrize(
@@ -566,8 +570,7 @@ def test_a_finish_whose_answer_was_lost_is_a_success(trouble: Trouble) -> None:
     place = Place(Planned(trouble=trouble, verb="COMPLETE"))
 
     async def main() -> None:
-        file = await place.backend.create("a", len(DATA))
-        await file.write(0, [memoryview(DATA)])
+        file = await written(place.backend)
         await file.finish()
         await file.abort()
         for call in (file.finish(), file.write(0, [memoryview(DATA)])):
@@ -586,8 +589,7 @@ def test_a_finish_that_failed_and_is_not_there_is_an_error(there: bytes | None) 
     )
 
     async def main() -> None:
-        file = await place.backend.create("a", len(DATA))
-        await file.write(0, [memoryview(DATA)])
+        file = await written(place.backend)
         if there is not None:
             place.store.put("a", there)
         await fails(file.finish(), ObjectNotFoundError)
@@ -599,8 +601,7 @@ def test_a_conflict_at_the_first_finish_is_one() -> None:
     place = Place()
 
     async def main() -> None:
-        file = await place.backend.create("a", len(DATA))
-        await file.write(0, [memoryview(DATA)])
+        file = await written(place.backend)
         place.store.put("a", bytes(len(DATA)))
         await fails(file.finish(), ObjectExistsError)
 
@@ -772,13 +773,8 @@ def test_calls_that_fail_together_are_one_line_in_a_second_and_an_event_each(cap
     assert len(lines) + sum(unsaid) <= len(place.events)
 
 
-def test_a_policy_without_an_attempt_or_a_deadline_is_refused() -> None:
-    makes: dict[str, Callable[[], RetryPolicy]] = {
-        "attempts": lambda: RetryPolicy(attempts=0),
-        "deadline_s": lambda: RetryPolicy(deadline_s=0),
-        "slowest_bytes_per_s": lambda: RetryPolicy(slowest_bytes_per_s=0),
-        "failures_to_open": lambda: RetryPolicy(failures_to_open=-1),
-    }
-    for name, make in makes.items():
-        with pytest.raises(UsageError, match=name):
-            make()
+@pytest.mark.parametrize("name", ["attempts", "deadline_s", "slowest_bytes_per_s", "failures_to_open"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_policy_without_an_attempt_or_a_deadline_is_refused(name: str, value: int) -> None:
+    with pytest.raises(UsageError, match=name):
+        RetryPolicy(**{name: value})
