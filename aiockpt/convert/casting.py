@@ -23,7 +23,7 @@ def parse_dtype(name: str | torch.dtype | None) -> str | None:
     """Return the code of the dtype that floating point is to become; None leaves all as it is.
 
     Raises:
-        UsageError: it is none that weights can be rounded to.
+        UsageError: weights cannot be rounded to it.
     """
     if name is None:
         return None

@@ -70,7 +70,7 @@ class FolderFile(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """A whole folder; *index* is the document that is written last, None where one file needs none."""
+    """A whole folder; *index* is the document that is written last, None where there is one file."""
 
     files: tuple[FolderFile, ...]
     index: bytes | None

@@ -14,8 +14,8 @@ import torch
 from aiockpt.adapters.rename import Rules
 from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
 from aiockpt.convert.choice import check_unique, parse_prefix
+from aiockpt.convert.publish import write_file
 from aiockpt.convert.source import Source, open_source
-from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import RoundAlone

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 from urllib.parse import unquote
@@ -25,7 +25,6 @@ import anyio
 
 from aiockpt.backends.local_handle import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, is_weights
-from aiockpt.convert.streaming import Fill, write_file
 from aiockpt.errors import (
     CheckpointError,
     ObjectExistsError,
@@ -37,9 +36,59 @@ from aiockpt.errors import (
 from aiockpt.format.names import parse_step
 from aiockpt.pipeline.copy import Windows
 from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.slabs import Slab
+from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, Seen, Upload
 from aiockpt.storage.transfer import put_once
+
+ABORT_DEADLINE_S = 60.0
+Fill = Callable[[int, memoryview], Awaitable[object]]
+"""Fills a window of the file that begins at an offset."""
+
+
+async def write_file(
+    target: Backend,
+    key: str,
+    size: int,
+    windows: Windows,
+    fill: Fill,
+    *,
+    seen_from: Callable[[int], Seen] | None = None,
+    on_written: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Create *key*, of *size* bytes; it is durable when this returns.
+
+    Args:
+        seen_from: returns the callback for the bytes of the window that begins at an offset.
+        on_written: called with the bytes of each window.
+    """
+    upload = await target.create(key, size)
+
+    async def move(window: Slab, offset: int) -> None:
+        try:
+            view = window.memory[: min(windows.window_bytes, size - offset)]
+            await fill(offset, view)
+            await upload.write(offset, [view], seen_from(offset) if seen_from else None)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await windows.give(window)
+        on_written(len(view))
+
+    try:
+        async with open_tasks() as tasks:
+            for offset in range(0, size, windows.window_bytes):
+                tasks.start_soon(move, await windows.take(), offset)
+        await upload.finish()
+    except BaseException:
+        await _give_up(upload)
+        raise
+
+
+async def _give_up(upload: Upload) -> None:
+    with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+        await upload.abort()
+
 
 logger = logging.getLogger("aiockpt")
 
@@ -53,7 +102,7 @@ class Target(Protocol):
     async def write(
         self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
     ) -> None:
-        """Make a file durable, as `aiockpt.convert.streaming.write_file` does."""
+        """Make a file durable, as `aiockpt.convert.publish.write_file` does."""
 
     async def link(self, name: str, source: str) -> None:
         """Make the file at the path *source* one of the folder's, under another name for the same bytes.

@@ -53,7 +53,7 @@ class Endpoint:
 
     Args:
         port: 0 chooses a free one, which *port* is when it is open; ranks of one host need one each.
-        host: the address to listen at. By default the machine itself alone; ``"0.0.0.0"`` is everybody who can reach it.
+        host: the address to listen at. By default the machine itself alone; ``"0.0.0.0"`` is every address of the machine.
         overdue_s: a save or a load that takes longer is a problem.
         registry: of ``prometheus_client``; None is its default one.
 
@@ -136,7 +136,7 @@ class Endpoint:
 
     def health(self) -> Health:
         """Return the health of this rank. On the loop."""
-        assert self._opened is not None, "the first event says who this is"
+        assert self._opened is not None, "Opened is the first event"
         now_ns = time.monotonic_ns()
         pending = self._under_way.pending(now_ns)
         problems = [f"overdue: {describe(work)}" for work in pending if work.for_s > self._overdue_s]

@@ -2,17 +2,381 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Literal
 
-from aiockpt.events import StorageRetried
+import msgspec
+
+from aiockpt.events import (
+    Committed,
+    Loaded,
+    LoadFailed,
+    NotFiniteFound,
+    SaveStarted,
+    StepDamaged,
+    StepRepaired,
+    StorageRetried,
+)
 from aiockpt.format.names import list_names
-from aiockpt.monitor import rank_findings, step_findings
-from aiockpt.monitor.finding import Finding, Level
-from aiockpt.monitor.run_log import RunLog
-from aiockpt.monitor.save_points import SavePoint
-from aiockpt.monitor.summary import Summary
-from aiockpt.units import count, duration
+from aiockpt.monitor.run_log import ProcessLog, RunLog, process_of, start_numbers
+from aiockpt.monitor.save_points import SavePoint, usual_interval_s
+from aiockpt.monitor.stragglers import Straggler, slow_steps
+from aiockpt.monitor.summary import FailedStep, Summary
+from aiockpt.runtime.notes import name_ranks
+from aiockpt.units import count, duration, name_numbers
+
+Level = Literal["bad", "warning", "note"]
+"""Work is in danger; saves are slower or work was lost; worth attention."""
+LATE = 3.0
+"""So many usual intervals without a durable step, or without an event, are too long."""
+MOST_NAMED = 5
+"""Ranks or steps that a sentence names."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator should know.
+
+    Attributes:
+        what: in one sentence, with where it is.
+        advice: what to inspect, or the likely cause; may be empty.
+        since_s: seconds since 1970.
+        rank, step, stage: what to inspect in the figures.
+    """
+
+    level: Level
+    what: str
+    advice: str = ""
+    since_s: float | None = None
+    rank: int | None = None
+    step: int | None = None
+    stage: str = ""
+
+
+# Processes: two jobs in one place, ranks that have fallen silent, ranks that are slow.
+
+
+LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
+"""Without an event are reported at the earliest; the second where it is not known how often the run saves."""
+AT_ONCE_S = 5.0
+"""Overlap of two processes; less is uncertain, for clocks differ."""
+
+
+def two_jobs(run: RunLog) -> Iterator[Finding]:
+    """Report processes that saved at the same time as the same rank: each deletes and finishes what the other saves."""
+    latest: dict[int, ProcessLog] = {}
+    found: list[tuple[float, ProcessLog, ProcessLog]] = []
+    for log in run.processes:  # in the order in which they began
+        if not any(isinstance(event, SaveStarted) for event in log.events):
+            continue
+        before = latest.setdefault(log.opened.rank, log)
+        if process_of(before) != process_of(log):
+            found.append((min(before.last_s, log.last_s) - log.wall_s(log.opened.at_ns), before, log))
+        if log.last_s > before.last_s:
+            latest[log.opened.rank] = log
+    both_s, before, after = max(found, key=lambda one: one[0], default=(0.0, run.processes[0], run.processes[0]))
+    if both_s > AT_ONCE_S:
+        both = " and ".join(f"process {one.opened.pid} on {one.opened.host}" for one in (before, after))
+        yield Finding(
+            level="bad",
+            what=f"Two jobs saved to one place at once for {duration(both_s)}: {both}, both as rank {after.opened.rank}.",
+            advice="Give each a place of its own. The figures below mix them.",
+            since_s=after.wall_s(after.opened.at_ns),
+            rank=after.opened.rank,
+        )
+
+
+def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[Finding]:
+    """Report ranks without any event, and those that stopped before the others, or all at once."""
+    usual_s = usual_interval_s(points)
+    last_start = _last_start(run)
+    last: dict[int, float] = {}
+    hosts: dict[int, str] = {}
+    for process in last_start:
+        rank = process.opened.rank
+        last[rank], hosts[rank] = max(process.last_told_s, last.get(rank, 0.0)), process.opened.host
+    world_size = max(process.opened.world_size for process in last_start)
+    missing = [rank for rank in range(world_size) if rank not in last]
+    if missing:
+        yield Finding(
+            level="warning",
+            what=f"There is no trace of {name_ranks(missing, MOST_NAMED)}, of {world_size} in the last start.",
+            advice="It never began, or its file is elsewhere.",
+        )
+    usual_last_s = median(last.values())
+    quiet = [rank for rank, at_s in sorted(last.items()) if usual_s is not None and usual_last_s - at_s > 1.5 * usual_s]
+    if quiet:
+        at_s = min(last[rank] for rank in quiet)
+        yield Finding(
+            level="bad",
+            what=f"Nothing is heard of {name_ranks(quiet, MOST_NAMED)} ({hosts[quiet[0]]}) any more: "
+            f"the others told something up to {duration(usual_last_s - at_s)} longer.",
+            advice="Look at its host, and at its own log.",
+            since_s=at_s,
+            rank=quiet[0],
+        )
+    yield from _fell_silent(last_start, usual_s, now_s, quiet)
+
+
+def _fell_silent(
+    last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, told: Collection[int]
+) -> Iterator[Finding]:
+    """Report that ranks have emitted nothing for long, up to now, though their checkpointer was not closed.
+
+    Args:
+        told: ranks of which that is reported already.
+    """
+    logs: dict[int, list[ProcessLog]] = defaultdict(list)
+    for log in last_start:
+        logs[log.opened.rank].append(log)
+    silent = {rank: max(log.last_s for log in some) for rank, some in logs.items() if not some[-1].closed}
+    ranks = sorted(silent.keys() - set(told))
+    if not ranks:
+        return
+    last_s = max(silent.values())
+    if now_s - last_s <= (max(LATE * usual_s, LEAST_SILENCE_S) if usual_s is not None else LONG_S):
+        return
+    whole = len(silent) == len(logs)
+    subject = "The run has" if whole else f"The others have ended in order; {name_ranks(ranks, MOST_NAMED)} has"
+    yield Finding(
+        level="bad",
+        what=f"{subject} told nothing for {duration(now_s - last_s)}, and was not closed: it was killed, or hangs.",
+        advice=f"Look at {logs[ranks[0]][-1].opened.host}, and at its own log.",
+        since_s=last_s,
+        rank=None if whole else ranks[0],
+    )
+
+
+def _last_start(run: RunLog) -> list[ProcessLog]:
+    numbers = start_numbers(run)
+    return [one for one, number in zip(run.processes, numbers, strict=True) if number == max(numbers)]
+
+
+def slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report each host with stragglers once: a slow disk shows in several stages, and on all ranks of its host."""
+    begun = {one.step: one.begun_s for one in reversed(points)}
+    by_host: dict[tuple[str, str], list[Straggler]] = defaultdict(list)
+    for slow in summary.stragglers:
+        by_host[slow.host, slow.operation].append(slow)
+    for (host, operation), some in by_host.items():
+        worst, ranks = some[0], sorted({one.rank for one in some})
+        whole = f"{len(ranks)} ranks of host {host} are" if len(ranks) > 1 else f"Rank {worst.rank} ({host}) is"
+        beside = sorted({one.stage for one in some} - {worst.stage})
+        since = min(one.since for one in some)
+        advice = f"Likely: {worst.cause}."
+        advice += (
+            f" {' and '.join(beside).capitalize()} {'is' if len(beside) == 1 else 'are'} slow, too." if beside else ""
+        )
+        advice += f" It is {name_ranks(ranks, MOST_NAMED)}." if len(ranks) > 1 else ""
+        yield Finding(
+            level="warning",
+            what=f"{whole} slow: {worst.stage} takes {worst.factor:.1f} × as long as on the others, "
+            f"{duration(worst.extra_s)} more each {operation}, since step {since}.",
+            advice=advice,
+            since_s=begun.get(since),
+            rank=worst.rank,
+            stage=f"{operation} {worst.stage}",
+        )
+
+
+# Saves and steps: what came too late or not at all, what failed, what is damaged, what took long.
+
+
+PAUSED = 0.02
+"""Part of the time: a larger one in which training is held is reported."""
+
+
+def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report that no step has become durable for long."""
+    usual_s = usual_interval_s(points)
+    commits = [one for one in points if one.durable_s is not None]
+    if not points:
+        yield Finding(level="note", what="No save was made.", since_s=summary.begun_s)
+    elif not commits:
+        yield Finding(level="bad", what="No step has become durable: a crash would lose all.", since_s=summary.begun_s)
+    elif usual_s is not None:
+        last = max(commits, key=lambda one: one.ended_s)
+        late_s = summary.ended_s - last.ended_s
+        if late_s > LATE * usual_s:
+            yield Finding(
+                level="bad",
+                what=f"Nothing has become durable for {duration(late_s)}, since step {last.step}; "
+                f"usually a save begins every {duration(usual_s)}.",
+                advice="A crash now loses all work since then.",
+                since_s=last.ended_s,
+                step=last.step,
+            )
+
+
+def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report saves that do not end, and the ranks whose data they lack."""
+    last_start = max((one.start for one in points), default=0)
+    lasted = [one.durable_s for one in points if one.durable_s is not None]
+    hosts = {process.opened.rank: process.opened.host for process in run.processes}
+    for one in points:
+        if one.start != last_start or not one.open:
+            continue
+        usual = f"; usually it takes {duration(median(lasted))}" if lasted else ""
+        waits_for = one.unwritten if 2 * len(one.unwritten) <= one.ranks else ()
+        where = (
+            f", and {name_ranks(waits_for, MOST_NAMED)} ({hosts[waits_for[0]]}) has not written its data"
+            if waits_for
+            else ""
+        )
+        yield Finding(
+            level="warning",
+            what=f"The save of step {one.step} has not ended on {len(one.open)} of {one.ranks} ranks{where}{usual}.",
+            advice="It is under way, or the job hangs or was killed in it.",
+            since_s=one.begun_s,
+            rank=waits_for[0] if waits_for else one.open[0],
+            step=one.step,
+        )
+
+
+def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report each error that saves failed with once; it is bad where no later step is durable."""
+    if not summary.failures:
+        return
+    last_commit_s = max((one.ended_s for one in points if one.durable_s is not None), default=0.0)
+    by_error: dict[str, list[FailedStep]] = defaultdict(list)
+    for one in summary.failures:
+        by_error[one.error].append(one)
+    for error, some in by_error.items():
+        last = some[-1]
+        steps = sorted({one.step for one in some})
+        many = f"step {last.step} was not saved" if len(steps) == 1 else f"{len(steps)} steps were not saved"
+        where = f"rank {last.rank}" if last.ranks == 1 else f"{last.ranks} ranks"
+        yield Finding(
+            level="bad" if last.at_s > last_commit_s else "warning",
+            what=f"{many[0].upper()}{many[1:]}: {error} on {where}.",
+            advice="" if last.at_s > last_commit_s else "Later steps are durable.",
+            since_s=some[0].at_s,
+            rank=last.rank,
+            step=last.step,
+        )
+
+
+def failed_loads(run: RunLog) -> Iterator[Finding]:
+    """Report each error that loads failed with once; it is bad where nothing was loaded or saved since."""
+    later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.told(kind)]
+    by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    for one, event in run.told(LoadFailed):
+        by_error[event.which, event.error].append((one.wall_s(event.at_ns), one.opened.rank))
+    for (which, error), times in by_error.items():
+        since_s, rank = min(times)
+        went_on = max(later, default=0.0) > max(times)[0]
+        ranks = Counter(rank for _, rank in times)
+        often = f", {max(ranks.values())} times" if max(ranks.values()) > 1 else ""
+        where = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+        yield Finding(
+            level="warning" if went_on else "bad",
+            what=f"The load of {which} failed{where}{often}: {error}",
+            advice="A later one did not." if went_on else "Nothing was loaded or saved since.",
+            since_s=since_s,
+            rank=rank,
+        )
+
+
+def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
+    told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.told(NotFiniteFound)))}
+    durable = [one for one in points if one.durable_s is not None]
+    bad = [one for one in durable if one.step in told]
+    if not bad:
+        return
+    since = bad[0]
+    for one in reversed(durable):
+        if one.step not in told:
+            break
+        since = one
+    lasts = durable[-1].step in told
+    first = since if lasts else bad[0]
+    rank, event = told[first.step]
+    before = [one.step for one in durable if one.step not in told and one.begun_s < first.begun_s]
+    yield Finding(
+        level="bad" if lasts else "note",
+        what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(event.tensors))}, "
+        + (f"in every step since step {first.step}." if lasts else f"in {len(bad)} steps, first in step {first.step}."),
+        advice=f"Step {before[-1]} is the newest before that has none." if before else "No step before it has none.",
+        since_s=first.begun_s,
+        rank=rank,
+        step=first.step,
+    )
+
+
+def damaged(run: RunLog) -> Iterator[Finding]:
+    """Report steps in storage that are not what was saved, as a scrub found, and those that it repaired from a copy."""
+    told = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepDamaged)]
+    mended = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepRepaired)]
+    mended_s = {(event.step, event.url): at_s for at_s, event in mended}
+    bad: dict[tuple[int, str], tuple[float, StepDamaged]] = {}
+    for at_s, event in told:
+        if at_s > mended_s.get((event.step, event.url), 0.0):
+            bad.setdefault((event.step, event.url), (at_s, event))
+    for url in sorted({url for _, url in bad}):
+        some = [one for (_, where), one in bad.items() if where == url]
+        since_s, first = min(some, key=lambda one: one[0])
+        yield Finding(
+            level="bad",
+            what=f"{_name_steps(event.step for _, event in some)} in {url}: damaged. {first.problem}.",
+            advice="Loads go on to the next valid step. `aiockpt verify --repair FROM` takes it from a copy you name.",
+            since_s=since_s,
+            step=first.step,
+        )
+    for url in sorted({event.url for _, event in mended}):
+        times = [(at_s, event.step) for at_s, event in mended if event.url == url]
+        yield Finding(
+            level="warning",
+            what=f"{_name_steps(step for _, step in times)} in {url}: damaged, and written anew from another copy.",
+            advice="Look at the disk: it has lost bytes.",
+            since_s=min(times)[0],
+            step=min(times)[1],
+        )
+
+
+def _name_steps(steps: Iterable[int]) -> str:
+    return name_numbers("Step", sorted(set(steps)), MOST_NAMED)
+
+
+def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report that saves take longer than they did, where no straggler of that size explains it."""
+    durable = [(one.step, one.durable_s, one.begun_s) for one in points if one.durable_s is not None]
+    if not durable:
+        return
+    fastest = sorted(took for _, took, _ in durable)[: (len(durable) + 1) // 2]
+    usual_s = median(fastest)
+    slow = slow_steps([took / usual_s for _, took, _ in durable])
+    if not slow or slow.start == 0:
+        return
+    step, _, since_s = durable[slow.start]
+    now_s = median(took for _, took, _ in durable[slow.start :])
+    explained_s = max((one.extra_s for one in summary.stragglers if one.operation == "save"), default=0.0)
+    if now_s < 1.5 * usual_s or explained_s > (now_s - usual_s) / 2:
+        return
+    yield Finding(
+        level="warning",
+        what=f"Saves take {duration(now_s)} until they are durable, not {duration(usual_s)}, since step {step}.",
+        advice="It is so on all ranks: look at the storage that they share.",
+        since_s=since_s,
+        step=step,
+    )
+
+
+def held(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Report where the calls of save held training for a large part of the time."""
+    lasted_s = summary.ended_s - summary.begun_s
+    held_s = sum(one.most_pause_s for one in points)
+    if points and held_s > PAUSED * lasted_s:
+        worst = max(points, key=lambda one: one.most_pause_s)
+        yield Finding(
+            level="note",
+            what=f"Training was held for {held_s / lasted_s:.1%} of the time, {duration(summary.pauses_s[0])} each save.",
+            advice=f"Longest: {duration(worst.most_pause_s)} on rank {worst.most_pause_rank} at step {worst.step}.",
+            rank=worst.most_pause_rank,
+            step=worst.step,
+        )
+
 
 _ORDER: dict[Level, int] = {"bad": 0, "warning": 1, "note": 2}
 
@@ -24,19 +388,19 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         now_s: seconds since 1970, by the caller's clock.
     """
     some = [
-        *rank_findings.two_jobs(run),
-        *step_findings.overdue(summary, points),
-        *step_findings.unfinished(run, points),
-        *rank_findings.silent(run, points, now_s),
-        *rank_findings.slow_ranks(summary, points),
-        *step_findings.slower(summary, points),
-        *step_findings.failures(summary, points),
-        *step_findings.failed_loads(run),
-        *step_findings.not_finite(run, points),
-        *step_findings.damaged(run),
+        *two_jobs(run),
+        *overdue(summary, points),
+        *unfinished(run, points),
+        *silent(run, points, now_s),
+        *slow_ranks(summary, points),
+        *slower(summary, points),
+        *failures(summary, points),
+        *failed_loads(run),
+        *not_finite(run, points),
+        *damaged(run),
         *_restarts(summary),
         *_retries(run),
-        *step_findings.held(summary, points),
+        *held(summary, points),
         *_unread_traces(run),
     ]
     return sorted(some, key=lambda one: _ORDER[one.level])

@@ -19,8 +19,7 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.events import BytesWritten, Event, LoadFailed, Opened, Promoted, SaveFailed, StorageRetried
-from aiockpt.monitor.peer_times import PeerTimes, found_event
-from aiockpt.monitor.stragglers import Straggler
+from aiockpt.monitor.stragglers import PeerTimes, Straggler, found_event
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
 from aiockpt.storage.backend import Backend
@@ -29,7 +28,7 @@ from aiockpt.storage.open import open_backend
 logger = logging.getLogger("aiockpt")
 
 BEGINS = "beat-"
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks for what is overdue."""
 BEATS_TO_COMPARISON = 12
 
@@ -43,7 +42,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         every_s: when the next one is due.
         pending: the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since its save was called, or it
-            was loaded: what a crash would lose. None as long as there is none.
+            was loaded: what a crash would lose. None before the first.
         places: url → the last step that was copied there.
         bytes_per_s: written since the beat before.
         last_error: of the last save or load that failed.
@@ -136,7 +135,7 @@ class Heartbeat:
         """Write a beat every few seconds until `aclose`, and a last one then.
 
         Raises:
-            UsageError: no place was given, and the checkpointer has none that others see.
+            UsageError: no place was given, and no place of the checkpointer is visible to other hosts.
         """
         await self._begun.wait()
         if self._opened is None:  # closed before it began
@@ -144,7 +143,7 @@ class Heartbeat:
         backend = self._open_place(self._opened)
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._look_for_overdue)
+                tasks.start_soon(self._poll_overdue)
                 failing = False
                 while True:
                     ending = self._ending.is_set()
@@ -163,7 +162,7 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """Return the beat of this moment."""
-        assert self._opened is not None, "the first event says who this is"
+        assert self._opened is not None, "Opened is the first event"
         now_ns = time.monotonic_ns()
         apart_s = max((now_ns - self._counted_from_ns) / 1e9, 1e-3)
         speed, self._written, self._counted_from_ns = self._written / apart_s, 0, now_ns
@@ -191,7 +190,7 @@ class Heartbeat:
 
     async def _beat(self, backend: Backend, was_failing: bool) -> bool:
         """Write a beat and the times beside it; return whether that failed. Only the first failure in a row is logged."""
-        assert self._opened is not None, "the first event says who this is"
+        assert self._opened is not None, "Opened is the first event"
         beat = self.beat()
         try:
             await self._peers.publish(backend, self._opened)
@@ -216,14 +215,14 @@ class Heartbeat:
 
     # ------------------------------------------------------------------ what takes too long
 
-    async def _look_for_overdue(self) -> None:
+    async def _poll_overdue(self) -> None:
         while not self._ending.is_set():
-            self._tell_overdue(time.monotonic_ns())
-            with anyio.move_on_after(min(LOOK_S, self._overdue_s)):
+            self._log_overdue(time.monotonic_ns())
+            with anyio.move_on_after(min(POLL_S, self._overdue_s)):
                 await self._ending.wait()
 
-    def _tell_overdue(self, now_ns: int) -> None:
-        assert self._opened is not None, "the first event says who this is"
+    def _log_overdue(self, now_ns: int) -> None:
+        assert self._opened is not None, "Opened is the first event"
         if self._under_way.grew_overdue(now_ns, self._overdue_s):
             logger.warning(
                 "rank %d on %s: longer than %g s under way. Pending are\n%s",

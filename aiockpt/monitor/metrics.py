@@ -27,6 +27,7 @@ from aiockpt.events import (
     Loaded,
     LoadFailed,
     NotFiniteFound,
+    Opened,
     Promoted,
     PromotionFailed,
     PromotionQueued,
@@ -39,17 +40,120 @@ from aiockpt.events import (
     StepRepaired,
     StorageRetried,
 )
-from aiockpt.monitor.run_time import RunTime
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from aiockpt.events import Statistics
 
+
+class RunTime:
+    """The use of the time of one process, from the events of its checkpointer. Updated on the loop thread, read on any.
+
+    Time runs from the save of the step that this process resumed from, or else from the making of its checkpointer. Lost is
+    what lay between that save and this start: work that is done again, and the time down. Held is what calls of save, waits
+    of optimizers and loads took. The rest is trained (ETTR, effective training time ratio; goodput). Of a run that has
+    restarted often ``aiockpt report`` reads the trace.
+    """
+
+    def __init__(self) -> None:
+        self._opened: Opened | None = None
+        self._held_s = self._lost_s = 0.0
+        self._resumed = False
+        self._durable_from_ns: int | None = None
+
+    def hear(self, event: Event) -> None:
+        """Record *event*."""
+        match event:
+            case Opened():
+                self._opened, self._durable_from_ns = event, event.at_ns
+                self._held_s = self._lost_s = 0.0
+                self._resumed = False
+            case SnapshotTaken():
+                self._held_s += event.pause_s
+            case BarrierWaited():
+                self._held_s += event.seconds
+            case Committed():
+                self._durable_from_ns = event.at_ns - round(event.seconds * 1e9)
+                self._resumed = True
+            case Loaded():
+                self._held_s += event.seconds
+                self._durable_from_ns = event.at_ns
+                self._resume(event)
+
+    def _resume(self, event: Loaded) -> None:
+        """Treat the first load, where nothing was saved before it, as what this process resumes from."""
+        if not self._resumed and self._opened is not None and event.saved_ns:
+            self._lost_s = max((self._opened.time_ns - event.saved_ns) / 1e9, 0.0)
+        self._resumed = True
+
+    def wall_s(self, at_ns: int) -> float:
+        """Return the wall clock, in seconds since 1970, at a time of the monotonic one."""
+        return 0.0 if self._opened is None else (self._opened.time_ns + at_ns - self._opened.at_ns) / 1e9
+
+    def effective(self, now_ns: int) -> float:
+        """Return the part of the time that was trained, from 0 to 1."""
+        here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
+        return max(here_s - self._held_s, 0.0) / (here_s + self._lost_s) if here_s > 0 else 1.0
+
+    def lost_s(self, _: int) -> float:
+        """Return the seconds from when what was loaded was saved to this start."""
+        return self._lost_s
+
+    def at_risk_s(self, now_ns: int) -> float:
+        """Return the seconds of work that a crash would lose now."""
+        return 0.0 if self._durable_from_ns is None else (now_ns - self._durable_from_ns) / 1e9
+
+
 logger = logging.getLogger("aiockpt")
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper ends of the buckets of times."""
+
+
+_METRICS: tuple[tuple[str, ...], ...] = (
+    ("Counter", "saves", "Saves, by how they ended.", "outcome"),
+    ("Counter", "loads", "Loads, by how they ended.", "outcome"),
+    ("Gauge", "saves_in_flight", "Saves that have begun and not ended."),
+    ("Histogram", "pause_seconds", "A call of save held its caller."),
+    ("Histogram", "barrier_seconds", "An optimizer was held."),
+    ("Histogram", "durable_seconds", "From the call to the commit."),
+    ("Histogram", "stage_seconds", "Of a stage.", "operation", "stage"),
+    ("Counter", "written_bytes", "Bytes that reached the storage."),
+    ("Counter", "read_bytes", "Bytes that loads read from storage."),
+    ("Gauge", "durable_step", "The last step that was committed."),
+    ("Gauge", "durable_timestamp_seconds", "When that was, since 1970."),
+    ("Counter", "saves_not_finite", "Saves with NaN or infinite numbers."),
+    ("Counter", "scrub_found", "Damaged steps, by what came of them.", "outcome"),
+    ("Counter", "storage_retries", "Calls to storage made again.", "verb"),
+    ("Counter", "copies", "Copies to farther places, by how they ended.", "url", "outcome"),
+    ("Gauge", "copy_lag_seconds", "Of the last copy, from its commit on.", "url"),
+    ("Counter", "loaded_bytes", "Bytes of the tensors that loads filled."),
+    ("Gauge", "load_read_ratio", "Bytes read over bytes filled, last load."),
+    ("Gauge", "copies_waiting", "Steps a farther place still lacks.", "url"),
+    ("Gauge", "copies_waiting_seconds", "The oldest of them waits.", "url"),
+    ("Gauge", "effective_ratio", "Of the time since what was loaded was saved: trained."),
+    ("Gauge", "lost_seconds", "From when what was loaded was saved to this start."),
+    ("Gauge", "at_risk_seconds", "Work that a crash would lose now."),
+    ("Gauge", "pool_bytes", "Of the staging pool.", "state"),
+    ("Gauge", "pool_waiting", "Copies that wait for staging memory."),
+    ("Gauge", "writes", "Calls that write blocks.", "state"),
+)
+"""Kind, name behind ``aiockpt_``, help, and labels, in the order in which a registry shows them."""
+_OF_TIME: dict[str, Callable[[RunTime, int], float]] = {
+    "effective_ratio": RunTime.effective,
+    "lost_seconds": RunTime.lost_s,
+    "at_risk_seconds": RunTime.at_risk_s,
+}
+_OF_STATISTICS: tuple[tuple[str, str, Callable[[Statistics], float]], ...] = (
+    ("pool_bytes", "used", lambda now: now.pool.used_slabs * now.pool.slab_bytes),
+    ("pool_bytes", "allocated", lambda now: now.pool.allocated_bytes),
+    ("pool_bytes", "limit", lambda now: now.pool.ceiling_bytes),
+    ("pool_waiting", "", lambda now: now.pool.waiting),
+    ("writes", "running", lambda now: sum(one.running for one in now.limiters)),
+    ("writes", "waiting", lambda now: sum(one.waiting for one in now.limiters)),
+    ("writes", "limit", lambda now: sum(one.limit for one in now.limiters)),
+)
 
 
 class Metrics:
@@ -68,73 +172,38 @@ class Metrics:
         except ImportError as error:
             raise UsageError("Metrics() needs prometheus_client: pip install prometheus-client") from error
         to = prometheus.REGISTRY if registry is None else registry
-        count, gauge, times = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
-        try:
-            self._saves = count("aiockpt_saves", "Saves, by how they ended.", ["outcome"], registry=to)
-        except ValueError as error:
-            raise UsageError(
-                "Metrics(): this registry has the metrics of another checkpointer already. Give that one's Metrics to the "
-                "next one, too, when it is closed; or take a registry of its own, Metrics(CollectorRegistry()), which "
-                "Endpoint(registry=…) serves"
-            ) from error
-        self._loads = count("aiockpt_loads", "Loads, by how they ended.", ["outcome"], registry=to)
-        self._in_flight = gauge("aiockpt_saves_in_flight", "Saves that have begun and not ended.", registry=to)
-        self._pause = times("aiockpt_pause_seconds", "A call of save held its caller.", registry=to, buckets=SECONDS)
-        self._barrier = times("aiockpt_barrier_seconds", "An optimizer was held.", registry=to, buckets=SECONDS)
-        self._durable = times("aiockpt_durable_seconds", "From the call to the commit.", registry=to, buckets=SECONDS)
-        names = ["operation", "stage"]
-        self._stage = times("aiockpt_stage_seconds", "Of a stage.", names, registry=to, buckets=SECONDS)
-        self._written = count("aiockpt_written_bytes", "Bytes that reached the storage.", registry=to)
-        self._read = count("aiockpt_read_bytes", "Bytes that loads read from storage.", registry=to)
-        self._step = gauge("aiockpt_durable_step", "The last step that was committed.", registry=to)
-        self._at = gauge("aiockpt_durable_timestamp_seconds", "When that was, since 1970.", registry=to)
-        self._not_finite = count("aiockpt_saves_not_finite", "Saves with NaN or infinite numbers.", registry=to)
-        self._scrubbed = count("aiockpt_scrub_found", "Damaged steps, by what came of them.", ["outcome"], registry=to)
-        self._retries = count("aiockpt_storage_retries", "Calls to storage made again.", ["verb"], registry=to)
-        places = ["url", "outcome"]
-        self._copies = count("aiockpt_copies", "Copies to farther places, by how they ended.", places, registry=to)
-        self._lag = gauge("aiockpt_copy_lag_seconds", "Of the last copy, from its commit on.", ["url"], registry=to)
-        self._loaded = count("aiockpt_loaded_bytes", "Bytes of the tensors that loads filled.", registry=to)
-        self._over_read = gauge("aiockpt_load_read_ratio", "Bytes read over bytes filled, last load.", registry=to)
-        self._waiting = gauge("aiockpt_copies_waiting", "Steps a farther place still lacks.", ["url"], registry=to)
-        self._behind = gauge("aiockpt_copies_waiting_seconds", "The oldest of them waits.", ["url"], registry=to)
+        self._metrics: dict[str, Any] = {}
+        for kind, name, what, *labels in _METRICS:
+            buckets = {"buckets": SECONDS} if kind == "Histogram" else {}
+            try:
+                metric = getattr(prometheus, kind)(f"aiockpt_{name}", what, labels, registry=to, **buckets)
+            except ValueError as error:
+                raise UsageError(
+                    "Metrics(): this registry has the metrics of another checkpointer already. Give that one's Metrics to "
+                    "the next one, too, when it is closed; or take a registry of its own, Metrics(CollectorRegistry()), "
+                    "which Endpoint(registry=…) serves"
+                ) from error
+            self._metrics[name] = metric
         self._queues: dict[str, dict[int, int]] = defaultdict(dict)
         """URL → step that waits to be copied there → since when, monotonic."""
         self._begun: Counter[int] = Counter()
         """Step → saves of it that are under way."""
         self._time = RunTime()
-        for name, what, of_time in (
-            ("aiockpt_effective_ratio", "Of the time since what was loaded was saved: trained.", RunTime.effective),
-            ("aiockpt_lost_seconds", "From when what was loaded was saved to this start.", RunTime.lost_s),
-            ("aiockpt_at_risk_seconds", "Work that a crash would lose now.", RunTime.at_risk_s),
-        ):
-            gauge(name, what, registry=to).set_function(partial(self._now, of_time))
-        self._use = {
-            "pool": gauge("aiockpt_pool_bytes", "Of the staging pool.", ["state"], registry=to),
-            "pool_waiting": gauge("aiockpt_pool_waiting", "Copies that wait for staging memory.", registry=to),
-            "writes": gauge("aiockpt_writes", "Calls that write blocks.", ["state"], registry=to),
-        }
-        self._take = self._table()
+        for name, of_time in _OF_TIME.items():
+            self._metrics[name].set_function(partial(self._now, of_time))
+        self._handlers = self._table()
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
         """Read *statistics* whenever the registry is collected, as long as the checkpointer is there."""
         read = weakref.WeakMethod(statistics)
 
-        def use(of: Callable[[Statistics], float]) -> Callable[[], float]:
-            def now() -> float:
-                found = read()
-                return 0.0 if found is None else of(found())
+        def now(of: Callable[[Statistics], float]) -> float:
+            found = read()
+            return 0.0 if found is None else of(found())
 
-            return now
-
-        pool, writes = self._use["pool"], self._use["writes"]
-        pool.labels("used").set_function(use(lambda now: now.pool.used_slabs * now.pool.slab_bytes))
-        pool.labels("allocated").set_function(use(lambda now: now.pool.allocated_bytes))
-        pool.labels("limit").set_function(use(lambda now: now.pool.ceiling_bytes))
-        self._use["pool_waiting"].set_function(use(lambda now: now.pool.waiting))
-        writes.labels("running").set_function(use(lambda now: sum(one.running for one in now.limiters)))
-        writes.labels("waiting").set_function(use(lambda now: sum(one.waiting for one in now.limiters)))
-        writes.labels("limit").set_function(use(lambda now: sum(one.limit for one in now.limiters)))
+        for name, state, of in _OF_STATISTICS:
+            metric = self._metrics[name]
+            (metric.labels(state) if state else metric).set_function(partial(now, of))
 
     def _now(self, of_time: Callable[[RunTime, int], float]) -> float:
         return of_time(self._time, time.monotonic_ns())
@@ -142,71 +211,74 @@ class Metrics:
     def on_event(self, event: Event) -> None:
         """Count *event*."""
         self._time.hear(event)
-        take = self._take.get(type(event))
-        if take is not None:
-            take(event)
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(event)
 
     def _table(self) -> dict[type[Event], Callable[[Any], object]]:
+        metrics = self._metrics
         return {
-            SaveStarted: self._take_started,
-            SnapshotTaken: lambda taken: self._pause.observe(taken.pause_s),
-            BarrierWaited: lambda waited: self._barrier.observe(waited.seconds),
-            BytesWritten: lambda written: self._written.inc(written.bytes),
-            StageEnded: lambda ended: self._stage.labels(ended.operation, ended.stage).observe(ended.seconds),
-            Committed: self._take_committed,
+            SaveStarted: self._on_started,
+            SnapshotTaken: lambda taken: metrics["pause_seconds"].observe(taken.pause_s),
+            BarrierWaited: lambda waited: metrics["barrier_seconds"].observe(waited.seconds),
+            BytesWritten: lambda written: metrics["written_bytes"].inc(written.bytes),
+            StageEnded: lambda ended: (
+                metrics["stage_seconds"].labels(ended.operation, ended.stage).observe(ended.seconds)
+            ),
+            Committed: self._on_committed,
             SaveFailed: lambda failed: self._end(failed, "failed"),
             SaveSkipped: lambda skipped: self._end(skipped, "skipped"),
-            Loaded: self._take_loaded,
-            LoadFailed: lambda failed: self._loads.labels("failed").inc(),
-            NotFiniteFound: lambda found: self._not_finite.inc(),
-            StepRepaired: lambda repaired: self._scrubbed.labels("repaired").inc(),
-            StepDamaged: lambda damaged: self._scrubbed.labels("left").inc(),
-            StorageRetried: lambda retried: self._retries.labels(retried.verb).inc(),
-            Promoted: self._take_promoted,
-            PromotionQueued: self._take_queued,
-            PromotionFailed: self._take_not_promoted,
+            Loaded: self._on_loaded,
+            LoadFailed: lambda failed: metrics["loads"].labels("failed").inc(),
+            NotFiniteFound: lambda found: metrics["saves_not_finite"].inc(),
+            StepRepaired: lambda repaired: metrics["scrub_found"].labels("repaired").inc(),
+            StepDamaged: lambda damaged: metrics["scrub_found"].labels("left").inc(),
+            StorageRetried: lambda retried: metrics["storage_retries"].labels(retried.verb).inc(),
+            Promoted: self._on_promoted,
+            PromotionQueued: self._on_queued,
+            PromotionFailed: self._on_not_promoted,
         }
 
-    def _take_committed(self, event: Committed) -> None:
+    def _on_committed(self, event: Committed) -> None:
         self._end(event, "committed")
-        self._durable.observe(event.seconds)
-        self._step.set(event.step)
-        self._at.set(self._time.wall_s(event.at_ns))
+        self._metrics["durable_seconds"].observe(event.seconds)
+        self._metrics["durable_step"].set(event.step)
+        self._metrics["durable_timestamp_seconds"].set(self._time.wall_s(event.at_ns))
 
-    def _take_loaded(self, event: Loaded) -> None:
-        self._loads.labels("loaded").inc()
-        self._read.inc(event.read_bytes)
-        self._loaded.inc(event.bytes)
+    def _on_loaded(self, event: Loaded) -> None:
+        self._metrics["loads"].labels("loaded").inc()
+        self._metrics["read_bytes"].inc(event.read_bytes)
+        self._metrics["loaded_bytes"].inc(event.bytes)
         if event.bytes:
-            self._over_read.set(event.read_bytes / event.bytes)
+            self._metrics["load_read_ratio"].set(event.read_bytes / event.bytes)
 
-    def _take_promoted(self, event: Promoted) -> None:
-        self._copies.labels(event.url, "committed").inc()
-        self._lag.labels(event.url).set(event.seconds)
+    def _on_promoted(self, event: Promoted) -> None:
+        self._metrics["copies"].labels(event.url, "committed").inc()
+        self._metrics["copy_lag_seconds"].labels(event.url).set(event.seconds)
         self._queues[event.url].pop(event.step, None)
 
-    def _take_queued(self, event: PromotionQueued) -> None:
+    def _on_queued(self, event: PromotionQueued) -> None:
         queue = self._queues[event.url]
         queue[event.step] = event.at_ns
-        self._waiting.labels(event.url).set_function(lambda: len(queue))
-        self._behind.labels(event.url).set_function(lambda: _age_s(queue))
+        self._metrics["copies_waiting"].labels(event.url).set_function(lambda: len(queue))
+        self._metrics["copies_waiting_seconds"].labels(event.url).set_function(lambda: _age_s(queue))
 
-    def _take_not_promoted(self, event: PromotionFailed) -> None:
-        self._copies.labels(event.url, "failed").inc()
+    def _on_not_promoted(self, event: PromotionFailed) -> None:
+        self._metrics["copies"].labels(event.url, "failed").inc()
         if event.final:
             self._queues[event.url].pop(event.step, None)
 
-    def _take_started(self, event: SaveStarted) -> None:
+    def _on_started(self, event: SaveStarted) -> None:
         self._begun[event.step] += 1
-        self._in_flight.inc()
+        self._metrics["saves_in_flight"].inc()
 
     def _end(self, event: Event, outcome: str) -> None:
         """Count the end of a save; one that was skipped may have begun, where its step was committed already, or not."""
-        self._saves.labels(outcome).inc()
+        self._metrics["saves"].labels(outcome).inc()
         if self._begun[event.step]:
             self._begun[event.step] -= 1
-            self._in_flight.dec()
-        self._begun += Counter()  # drops those of which none is left
+            self._metrics["saves_in_flight"].dec()
+        self._begun += Counter()  # drops those that are 0
 
 
 def _age_s(queue: Mapping[int, int]) -> float:

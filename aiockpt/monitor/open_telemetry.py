@@ -108,8 +108,8 @@ class OpenTelemetry:
 
     def _attributes(self, step: int, more: dict[str, Any]) -> dict[str, Any]:
         assert self._opened is not None
-        who = {"aiockpt.rank": self._opened.rank, "aiockpt.host": self._opened.host}
-        return {"aiockpt.step": step, **who, **more}
+        where = {"aiockpt.rank": self._opened.rank, "aiockpt.host": self._opened.host}
+        return {"aiockpt.step": step, **where, **more}
 
     def _begin(self, which: _Which, at_ns: int, more: dict[str, Any]) -> Span:
         operation, step, _ = which

@@ -7,6 +7,7 @@ belong to no known process because the line before them that names it is bad; fi
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from operator import or_
@@ -18,15 +19,69 @@ import msgspec
 
 from aiockpt import events
 from aiockpt.errors import CheckpointError, UsageError
-from aiockpt.events import Event, Opened
-from aiockpt.monitor.clocks import align_clocks
-from aiockpt.monitor.run_log import ProcessLog, RunLog, UnreadFile
+from aiockpt.events import Committed, Event, Opened, StageEnded
+from aiockpt.monitor.run_log import ProcessLog, RunLog, UnreadFile, start_numbers
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.redaction import redact
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.units import count
+
+# The clocks of a run's hosts, aligned as far as its saves prove an offset. A save is a round trip through the store: the
+# first rank writes the manifest when it has seen the receipt of another one, which sees the manifest when it is written. So
+# the other's events before its receipt came before the first rank's commit, and those after it had read the commit after it.
+# Over many saves the two bounds come close, as with the messages of NTP. Wall clocks that agree with both stay as they are.
+
+
+class _Seen(msgspec.Struct):
+    """Times of one rank's receipt for a commit, of the commit, or of reading it, by step, in ns of its own wall clock."""
+
+    voted: dict[int, int]
+    begun: dict[int, int]
+    ended: dict[int, int]
+    heard: dict[int, int]
+
+
+def align_clocks(run: RunLog) -> RunLog:
+    """Return *run* with the clocks of each start's ranks set to that of its first rank, where they contradict its saves."""
+    by_start: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, number in enumerate(start_numbers(run) if run.processes else []):
+        by_start[number][run.processes[place].opened.rank].append(place)
+    processes = list(run.processes)
+    for ranks in by_start.values():
+        seen = {rank: _seen(run.processes[place] for place in places) for rank, places in ranks.items()}
+        for rank, places in ranks.items():
+            shift_ns = _shift(seen[min(seen)], seen[rank])
+            for place in places:
+                processes[place] = msgspec.structs.replace(run.processes[place], shift_ns=shift_ns)
+    return msgspec.structs.replace(run, processes=processes)
+
+
+def _seen(logs: Iterable[ProcessLog]) -> _Seen:
+    """Return what one rank saw, through all checkpointers that it had in one start."""
+    seen = _Seen({}, {}, {}, {})
+    for at_ns, event in ((log.wall_ns(event.at_ns), event) for log in logs for event in log.events):
+        match event:
+            case StageEnded(operation="save", stage="vote", failed=False):
+                seen.voted[event.step] = at_ns
+            case StageEnded(operation="save", stage="commit", failed=False):
+                seen.begun[event.step] = at_ns - round(event.seconds * 1e9)
+                seen.ended[event.step] = at_ns
+            case Committed():
+                seen.heard[event.step] = at_ns
+    return seen
+
+
+def _shift(first: _Seen, other: _Seen) -> int:
+    """Return what to add to the clock of *other*, in nanoseconds; 0 where nothing contradicts it, or nothing is certain."""
+    steps = [step for step in first.begun if step in other.voted and step in other.heard and step not in other.begun]
+    if not steps:
+        return 0
+    most = min(first.begun[step] - other.voted[step] for step in steps)
+    least = max(first.ended[step] - other.heard[step] for step in steps)
+    return 0 if least <= 0 <= most or least > most else (least + most) // 2
+
 
 _kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
 _times = {kind: tuple(one.name for one in msgspec.structs.fields(kind) if one.type is float) for kind in _kinds}
@@ -46,7 +101,7 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
     """Return the events in *where*: a file of a `TraceFile`, a folder with some, or the folder of a run; path or URL.
 
     Raises:
-        UsageError: there is none, or none from which anything can be read; or no such file or folder.
+        UsageError: there is no trace, or nothing can be read from it; or no such file or folder.
         StorageError: the storage of a URL does not answer.
     """
     given = os.fspath(where)

@@ -1,7 +1,7 @@
 """The events of all processes of a run, on one clock (`aiockpt.monitor.read_run` reads them).
 
 A process that begins records its host, its rank and its wall clock; from then on its events are on its own monotonic clock.
-They are aligned by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.clocks`).
+They are aligned by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.read_run`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProcessLog(msgspec.Struct, frozen=True):
     Attributes:
         opened: which process it was.
         events: in the order in which they were emitted, after *opened*.
-        shift_ns: what its wall clock is behind that of the first rank (`aiockpt.monitor.clocks`).
+        shift_ns: what its wall clock is behind that of the first rank (`aiockpt.monitor.read_run`).
     """
 
     opened: Opened
@@ -87,3 +87,45 @@ class RunLog(msgspec.Struct, frozen=True):
         urls = self.processes[-1].opened.urls if self.processes else ()
         paths = [Path(unquote(url.removeprefix("file://"))) for url in urls if url.startswith("file://")]
         return [path for path in paths if path.is_dir()]
+
+
+# The starts of a run: processes that began together, within seconds of each other. A process belongs to the start of the
+# lowest rank that is nearest in time, so that a start with fewer ranks, and a rank that comes back later, are distinguished.
+
+
+_Process = tuple[str, int, str]
+
+
+def first_starts(run: RunLog) -> list[ProcessLog]:
+    """Return the first log of the lowest rank in each start; of several checkpointers in one process the first."""
+    return [logs[0] for logs in leading_logs(run)]
+
+
+def leading_logs(run: RunLog) -> list[list[ProcessLog]]:
+    """Return the logs of the lowest rank in each start: of all checkpointers of its process, in their order."""
+    lowest = min(process.opened.rank for process in run.processes)
+    starts: dict[_Process, list[ProcessLog]] = {}
+    for one in run.processes:
+        if one.opened.rank == lowest:
+            starts.setdefault(process_of(one), []).append(one)
+    return list(starts.values())
+
+
+def start_numbers(run: RunLog) -> list[int]:
+    """Return for each of the processes of *run* the number of its start, from 0."""
+    times = [one.wall_s(one.opened.at_ns) for one in first_starts(run)]
+    began: dict[tuple[int, _Process], float] = {}
+    numbers = []
+    for one in run.processes:
+        at_s = began.setdefault((one.opened.rank, process_of(one)), one.wall_s(one.opened.at_ns))
+        numbers.append(_nearest(times, at_s))
+    return numbers
+
+
+def process_of(one: ProcessLog) -> _Process:
+    """Return what distinguishes its process from all others."""
+    return one.opened.host, one.opened.pid, one.opened.process
+
+
+def _nearest(times: list[float], at_s: float) -> int:
+    return min(range(len(times)), key=lambda number: abs(times[number] - at_s))

@@ -10,8 +10,7 @@ from statistics import median
 import msgspec
 
 from aiockpt.events import Committed, DataWritten, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
-from aiockpt.monitor.run_log import ProcessLog, RunLog
-from aiockpt.monitor.run_starts import start_numbers
+from aiockpt.monitor.run_log import ProcessLog, RunLog, start_numbers
 
 
 class SavePoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,7 +39,7 @@ class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         begin_s: seconds since 1970.
         stage: `WHOLE`, `BLOCKS`, "pause" (a call of save held its caller), "barrier" (an optimizer was held), or one of
             `aiockpt.events.StageEnded`.
-        bytes: that it moved; 0 where it moves none.
+        bytes: that it moved, or 0.
     """
 
     process: int
@@ -117,3 +120,40 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
             return (("copy", WHOLE, event.seconds, at_s, event.url, event.bytes, 0.0, False),)
         case _:
             return ()
+
+
+# The trace of Chrome, which Perfetto opens: a host is a process, a rank has a row for each kind of operation. The format:
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+
+
+_ROWS = ("save", "load", "copy", BLOCKS)
+
+
+def write_chrome_trace(found: Iterable[TimeSpan], path: str | os.PathLike[str]) -> None:
+    """Write spans to *path*, for ui.perfetto.dev or chrome://tracing."""
+    Path(path).write_bytes(msgspec.json.encode({"traceEvents": list(_events(list(found))), "displayTimeUnit": "ms"}))
+
+
+def _events(found: list[TimeSpan]) -> Iterator[dict[str, Any]]:
+    hosts = {host: number for number, host in enumerate(sorted({span.host for span in found}), 1)}
+    for host, number in hosts.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": host}}
+    begun_s = min((span.begin_s for span in found), default=0.0)
+    named: set[tuple[str, int]] = set()
+    for span in found:
+        kind = BLOCKS if span.stage == BLOCKS else span.operation
+        row = span.rank * len(_ROWS) + _ROWS.index(kind)
+        if (span.host, row) not in named:
+            named.add((span.host, row))
+            name = f"rank {span.rank}: {kind}"
+            yield {"ph": "M", "name": "thread_name", "pid": hosts[span.host], "tid": row, "args": {"name": name}}
+        yield {
+            "ph": "X",
+            "name": f"{span.operation} of step {span.step}" if span.stage == WHOLE else span.stage,
+            "cat": span.operation,
+            "pid": hosts[span.host],
+            "tid": row,
+            "ts": (span.begin_s - begun_s) * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": {"step": span.step, "key": span.key, "bytes": span.bytes, "failed": span.failed},
+        }

@@ -17,16 +17,82 @@ it is what the stage moves its bytes to.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+import anyio.to_thread
 import msgspec
 
-from aiockpt.events import Operation
-from aiockpt.monitor.spans import BLOCKS, WHOLE
-from aiockpt.monitor.stage_times import HASH, StageKey, StageTimes
+from aiockpt.events import Event, Opened, Operation, SnapshotTaken, StageEnded, StragglerFound
+from aiockpt.monitor.run_log import RunLog
+from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan
+from aiockpt.monitor.trace import FOLDER
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import get_many
+
+HASH = "hash"
+"""A part of "write" and of "read": what worker threads hashed."""
+StageKey = tuple[Operation, str]
+
+
+class StageTimes:
+    """Seconds by stage, step and rank. Several files of a step count together; what failed is no time of a stage.
+
+    Attributes:
+        hosts: of the ranks.
+        remote: whether the place that is saved to is reached through a network.
+    """
+
+    def __init__(self, *, remote: bool = False) -> None:
+        self.remote = remote
+        self.hosts: dict[int, str] = {}
+        self._taken: dict[StageKey, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+
+    def add(self, rank: int, key: StageKey, step: int, seconds: float) -> None:
+        """Add what a stage of *step* took on *rank*."""
+        ranks = self._taken[key][step]
+        ranks[rank] = ranks.get(rank, 0.0) + seconds
+
+    def stages(self) -> list[StageKey]:
+        """Return the stages that there are."""
+        return list(self._taken)
+
+    def steps(self, key: StageKey, least_ranks: int) -> dict[int, dict[int, float]]:
+        """Return step → rank → seconds, in the order of steps, of those that *least_ranks* report."""
+        return {step: ranks for step, ranks in sorted(self._taken[key].items()) if len(ranks) >= least_ranks}
+
+    def together(self, keys: Iterable[StageKey], least_ranks: int) -> dict[int, dict[int, float]]:
+        """Return the same of several stages in sum."""
+        sums: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for key in keys:
+            for step, ranks in self._taken[key].items() if key in self._taken else ():
+                for rank, seconds in ranks.items():
+                    sums[step][rank] += seconds
+        return {step: ranks for step, ranks in sorted(sums.items()) if len(ranks) >= least_ranks}
+
+
+def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
+    """Return the times of *run*, of which *found* are the spans."""
+    urls = run.processes[-1].opened.urls if run.processes else ()
+    times = StageTimes(remote=is_remote(urls))
+    for span in found:
+        if not span.failed:
+            times.hosts[span.rank] = span.host
+            times.add(span.rank, (span.operation, span.stage), span.step, span.seconds)
+            if span.hash_s:
+                times.add(span.rank, (span.operation, HASH), span.step, span.hash_s)
+    return times
+
+
+def is_remote(urls: Iterable[str]) -> bool:
+    """Return whether the first of the places of a checkpointer is reached through a network, as far as its URL shows."""
+    first = next(iter(urls), "")
+    return not first.startswith(("file:", "shm:", "memory:"))
+
 
 FACTOR = 1.5
 FACTOR_OF_ALL = 1.2
@@ -47,7 +113,7 @@ _OWN: dict[Operation, tuple[str, ...]] = {
     "save": ("walk", "plan", "snapshot", "write", "vote"),
     "load": ("find", "match", "plan", "read", "scatter"),
 }
-"""What a rank does itself, none a part of another."""
+"""What a rank does itself; the stages do not overlap."""
 _PARTS = ("flush", HASH)
 """Of these."""
 STARVED = "too little processor time, or slow memory"
@@ -192,7 +258,7 @@ def least_lead(slow: int, steps: int, ranks: int) -> int:
 
 
 def slow_steps(ratios: Sequence[float], least: float = FACTOR, lead_least: int = STEPS) -> range:
-    """Return which of the steps, up to the last, slow ones outnumber the others in most; none where by less than that."""
+    """Return the last steps in which slow ones outnumber the others most; an empty range where by less than that."""
     lead = most = 0
     first = len(ratios)
     for at in reversed(range(len(ratios))):
@@ -200,3 +266,107 @@ def slow_steps(ratios: Sequence[float], least: float = FACTOR, lead_least: int =
         if lead > most:
             most, first = lead, at
     return range(first if most >= lead_least else len(ratios), len(ratios))
+
+
+# Comparison while the job runs: each rank publishes what its last stages took, in a small object beside the run; rank 0
+# compares. A straggler is reported once, and again when it was not one meanwhile.
+
+
+logger = logging.getLogger("aiockpt")
+
+BEGINS = "times-"
+KEPT_STEPS = 24
+"""Steps that a rank publishes: enough for a median, and a small object."""
+MAX_BYTES = 1 << 20
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last steps took on one rank: rows of operation, stage, step and seconds."""
+
+    rank: int
+    host: str
+    time_s: float
+    rows: list[tuple[Operation, str, int, float]]
+
+
+class PeerTimes:
+    """The times that this rank publishes, and, on rank 0, the comparison of all. On the loop thread.
+
+    Attributes:
+        slow: the stragglers that were found by the last comparison.
+    """
+
+    def __init__(self) -> None:
+        self.slow: list[Straggler] = []
+        self._steps: dict[int, dict[StageKey, float]] = {}
+        self._news = False
+
+    def hear(self, event: Event) -> None:
+        """Record what a stage took."""
+        match event:
+            case StageEnded(failed=False):
+                self._add(event, (event.operation, event.stage), event.seconds)
+                self._add(event, (event.operation, HASH), event.hash_s)
+            case SnapshotTaken():
+                self._add(event, ("save", "snapshot"), event.copy_s)
+
+    def _add(self, event: Event, key: StageKey, seconds: float) -> None:
+        if seconds:
+            taken = self._steps.setdefault(event.step, defaultdict(float))
+            taken[key] += seconds
+            self._news = True
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.pop(next(iter(self._steps)))
+
+    async def publish(self, backend: Backend, opened: Opened) -> None:
+        """Write the times of this rank, where they are new."""
+        if self._news:
+            self._news = False
+            rows = [(*key, step, seconds) for step, taken in self._steps.items() for key, seconds in taken.items()]
+            told = RankTimes(rank=opened.rank, host=opened.host, time_s=time.time(), rows=rows)
+            await backend.put(f"{FOLDER}/{BEGINS}{opened.rank:05}.json", msgspec.json.encode(told))
+
+    async def compare(self, backend: Backend, opened: Opened) -> list[Straggler]:
+        """Read the times of all ranks; return, and log, the ranks that are slow now and were not at the last comparison."""
+        listing = await backend.list(FOLDER)
+        times = StageTimes(remote=is_remote(opened.urls))
+        keys = [stat.key for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")]
+        for data in await get_many(backend, keys, MAX_BYTES):
+            if data is not None:  # else gone meanwhile
+                _add_times(times, data, opened)
+        known = {_key_of(one) for one in self.slow}
+        self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s for a thousand ranks
+        new = [one for one in self.slow if _key_of(one) not in known]
+        for one in new:
+            logger.warning("%s", explain(one))
+        return new
+
+
+def _add_times(times: StageTimes, data: bytes, opened: Opened) -> None:
+    """Add the times of one rank, unless they are of an earlier start, or of another version."""
+    try:
+        told = msgspec.json.decode(data, type=RankTimes)
+    except msgspec.MsgspecError:
+        return
+    if told.rank < opened.world_size and told.time_s * 1e9 >= opened.time_ns:
+        times.hosts[told.rank] = told.host
+        for operation, stage, step, seconds in told.rows:
+            times.add(told.rank, (operation, stage), step, seconds)
+
+
+def found_event(slow: Straggler, at_ns: int) -> StragglerFound:
+    """Return the event of a straggler for observers."""
+    told = msgspec.structs.asdict(slow)
+    return StragglerFound(at_ns=at_ns, step=told.pop("since"), **told)
+
+
+def explain(slow: Straggler) -> str:
+    """Return in one sentence which rank is slow, where, since when, by how much, and why that may be."""
+    return (
+        f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} × as long as on the others, "
+        f"{slow.extra_s:.3g} s more each {slow.operation}, since step {slow.since}; likely: {slow.cause}"
+    )
+
+
+def _key_of(slow: Straggler) -> tuple[int, Operation]:
+    return slow.rank, slow.operation

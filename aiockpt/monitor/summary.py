@@ -11,11 +11,9 @@ from statistics import median
 import msgspec
 
 from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
-from aiockpt.monitor.run_log import ProcessLog, RunLog
-from aiockpt.monitor.run_starts import leading_logs
+from aiockpt.monitor.run_log import ProcessLog, RunLog, leading_logs
 from aiockpt.monitor.spans import WHOLE, TimeSpan
-from aiockpt.monitor.stage_times import stage_times
-from aiockpt.monitor.stragglers import Straggler, stragglers
+from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,20 +94,20 @@ class TraceFile:
             return
         try:
             path = await anyio.to_thread.run_sync(self._place)
-            who, told_s = self._lines[0], anyio.current_time()
+            opened, last_s = self._lines[0], anyio.current_time()
             first = self._opened is not None and self._opened.rank == 0
             async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
                 while not self._ending or self._lines:
                     lines, self._lines = self._lines, []
                     if lines:
-                        told_s = anyio.current_time()
-                    elif await self._wait_for_news(alive_after_s(anyio.current_time() - told_s) if first else None):
+                        last_s = anyio.current_time()
+                    elif await self._wait_for_news(alive_after_s(anyio.current_time() - last_s) if first else None):
                         continue
                     else:
                         lines = [msgspec.json.encode(Alive(at_ns=time.monotonic_ns())) + b"\n"]
                     if (size := await file.seek(0, os.SEEK_END)) != end:  # another process writes there, too
-                        lines.insert(0, who)
+                        lines.insert(0, opened)
                     end = size + await _write(file, b"".join(lines))
                     with anyio.move_on_after(GATHER_S):
                         await self._end.wait()
@@ -152,7 +152,7 @@ class TraceFile:
 
 
 def _coordinates(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
-    """Return the coordinates by the name of their dimension; none of a rank outside the mesh."""
+    """Return the coordinates by the name of their dimension; no entry for a rank outside the mesh."""
     if mesh is None or isinstance(mesh, Mapping):
         return dict(mesh or {})
     if not mesh.mesh_dim_names:

@@ -52,9 +52,9 @@ class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
         place: where its checkpoints go, in place of those that the script names.
         withhold: a control: a load finds its step, and does not change the state.
         kill: where it ends by SIGKILL; None runs to its end.
-        stop_after: it may end after so many optimizer steps since its load; None for none.
+        stop_after: it may end after so many optimizer steps since its load; None: at the end.
         spread: digest tensors in a way that another world size can compare.
-        as_is: places that are not redirected, by what `aiockpt.prove.scratch.url_of` calls them.
+        as_is: places that are not redirected, by what `aiockpt.prove.watched_calls.url_of` calls them.
         inline: the script is a function of the process that proves it; a kill is simulated.
     """
 

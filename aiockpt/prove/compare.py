@@ -10,13 +10,14 @@ may have been given other data before it, such as a peek at the first batch: the
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 import msgspec
 
 from aiockpt.format.names import prefixes, split_name
-from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View
-from aiockpt.prove.starts import Calendar, Key, keyed
+from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View, sum_text
+from aiockpt.prove.starts import Calendar, Key, Start, keyed
 
 RESUME = "resume"
 """The row of how a script starts again at all."""
@@ -69,7 +70,7 @@ class Findings:
         self.rows: dict[str, Row] = {}
 
     def note(self, row: str, difference: Difference | None) -> None:
-        """Count one comparison of *row*; *difference* is None where it found none."""
+        """Count one comparison of *row*; *difference* is None where the values are equal."""
         entry = self.rows.setdefault(row, Row())
         entry.compared += 1
         if difference is not None:
@@ -119,7 +120,7 @@ class Comparison:
 
     Args:
         start: what it is called.
-        closeness: relative difference that losses may have, and weights, gradients and optimizer state any; None: none.
+        closeness: relative difference of losses; weights, gradients and optimizer state may then differ. None: bit by bit.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Comparison:
         self._resumed = self._random_off = self._loaded = False
 
     def run(self, records: Sequence[AnyRecord], saved: Mapping[tuple[str, int], View], *, to_the_end: bool) -> None:
-        """Compare *records*; *to_the_end*: none may be missing.
+        """Compare *records*; *to_the_end*: all must be there.
 
         Args:
             saved: the states of earlier starts, by place and step.
@@ -175,7 +176,7 @@ class Comparison:
             case Told(), Told():
                 self._at = f"after {self._reference.calendar.tell(record.place)}"
                 self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, self._close)
-            case Ended(), Ended() if record.weights:  # a start that made no step has seen none: it loaded the last save
+            case Ended(), Ended() if record.weights:  # a start that made no step has seen no weights
                 self._at = "at the end"
                 self._compare_leaves(WEIGHTS, twin.weights, record.weights, 0)
                 self._compare_slots(twin.slots, record.slots, 1)
@@ -244,7 +245,7 @@ class Comparison:
             )
 
     def _compare_slots(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
-        for slot in dict.fromkeys(key.partition(" ")[0] for key in [*expected, *found]):
+        for slot in dict.fromkeys(key.partition(" ")[0] for key in _keys(expected, found)):
             mine, theirs = (
                 {key.partition(" ")[2]: value for key, value in side.items() if key.startswith(f"{slot} ")}
                 for side in (expected, found)
@@ -255,33 +256,24 @@ class Comparison:
         """Compare what belongs to parameters, as one; of several that differ the first one is reported."""
         if self._closeness is not None or not (expected or found):
             return
-        off = [
-            key
-            for key in [*expected, *(key for key in found if key not in expected)]
-            if expected.get(key) != found.get(key)
-        ]
+        off = [key for key in _keys(expected, found) if expected.get(key) != found.get(key)]
         key = off[0] if off else ""
-        what = self._reference.names.get(key.rpartition(" ")[2], key)
-        what += f" and {len(off) - 1} more" if len(off) > 1 else ""
+        what = _and_more([self._reference.names.get(key.rpartition(" ")[2], key), *off[1:]])
         self._judge(TRAINING + row, what, expected.get(key, "none"), found.get(key, "none"), part)
 
     def _compare_states(self, expected: View, found: View, part: int, *, only_equal: bool = False) -> None:
-        rows: dict[str, list[str]] = {}
-        for name in [*expected.leaves, *(name for name in found.leaves if name not in expected.leaves)]:
-            rows.setdefault(row_of(name, expected.parts | found.parts), []).append(name)
-        for row, names in rows.items():
-            off = [name for name in names if expected.leaves.get(name) != found.leaves.get(name)]
+        parts = expected.parts | found.parts
+        for row, names, off in _by_row(expected.leaves, found.leaves, parts):
             if not (off and only_equal):
-                what = (off[0] + (f" and {len(off) - 1} more" if len(off) > 1 else "")) if off else row
                 first = off[0] if off else names[0]
-                own = (expected.parts | found.parts).get(_owner(first, expected.parts)) in _CAUSES
+                own = parts.get(_owner(first, expected.parts)) in _CAUSES
                 pair = expected.leaves.get(first, "none"), found.leaves.get(first, "none")
-                self._judge(row, what, *pair, part if own else part + 1)
+                self._judge(row, _and_more(off) if off else row, *pair, part if own else part + 1)
 
     def _compare_texts(
         self, row: str, expected: Mapping[str, str], found: Mapping[str, str], part: int, *, as_row: bool = False
     ) -> None:
-        for name in [*expected, *(name for name in found if name not in expected)]:
+        for name in _keys(expected, found):
             pair = expected.get(name, "none"), found.get(name, "none")
             self._judge(row if as_row else row + name, name, *pair, part, None if as_row else self._close)
 
@@ -295,7 +287,7 @@ class Comparison:
             pairs = list(zip(map(float, expected.split(", ")), map(float, found.split(", ")), strict=True))
         except ValueError:
             return False
-        return all(abs(one - other) <= self._closeness * max(abs(one), abs(other)) for one, other in pairs)
+        return all(_near(one, other, self._closeness) for one, other in pairs)
 
     def _judge(
         self, row: str, what: str, expected: str, found: str, part: int, close: object = None, *, note: str = ""
@@ -318,6 +310,30 @@ class Comparison:
             note=note,
         )
         self._findings.note(row, difference)
+
+
+def _keys(expected: Iterable[str], found: Iterable[str]) -> list[str]:
+    """Return the keys of both, those that are expected first."""
+    return list(dict.fromkeys([*expected, *found]))
+
+
+def _by_row(
+    expected: Mapping[str, str], found: Mapping[str, str], parts: Mapping[str, str]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each row of two states, its leaves, and those of them that differ."""
+    rows: dict[str, list[str]] = {}
+    for name in _keys(expected, found):
+        rows.setdefault(row_of(name, parts), []).append(name)
+    for row, names in rows.items():
+        yield row, names, [name for name in names if expected.get(name) != found.get(name)]
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _near(one: float, other: float, closeness: float) -> bool:
+    return one == other or abs(one - other) <= closeness * max(abs(one), abs(other))
 
 
 def row_of(name: str, parts: Mapping[str, str]) -> str:
@@ -344,7 +360,7 @@ def _top(name: str) -> str:
 
 
 def _owner(name: str, parts: Mapping[str, str]) -> str:
-    """Return the longest of *parts* that *name* is, or is below of; "" for none."""
+    """Return the longest of *parts* that *name* is, or is below of, or ""."""
     tensor = name.rpartition("#")[0]  # of which a rank has several boxes
     return next((part for part in (name, tensor, *prefixes(name)) if part in parts), "")
 
@@ -389,3 +405,126 @@ def saved_views(starts: Iterator[Sequence[AnyRecord]] | Sequence[Sequence[AnyRec
         for record in records
         if isinstance(record, Labelled) and record.saved
     }
+
+
+# A resume on other ranks. Equal must be every tensor of the state, put together from the parts that ranks hold, and every
+# plain value, right after the load; and the samples of each step, in any order, where as many are given. Close must be the
+# mean loss of each step. What belongs to single ranks is not compared (random generators, positions of loaders).
+
+
+CLOSE = 1e-3
+"""How far losses may be off, relatively, by default; float32 sums in another order, amplified by some steps."""
+_OF_RANKS = ("per rank", "loader")
+
+
+def compare_reshaped(
+    straight: Start,
+    start: Start,
+    before: Sequence[Start],
+    findings: Findings,
+    closeness: float | None,
+    *,
+    to_the_end: bool,
+) -> None:
+    """Compare *start*, which may have other ranks than *straight*, and than those *before* it in its line."""
+    step = start.loaded
+    if step is not None:
+        loads = [record for rank in start.ranks for record in start.of(Loaded, rank) if record.step == step]
+        saved = next(filter(None, (_saved(one, loads[0].url, step) for one in reversed(before))), None)
+        loaded = [record.state for record in loads if record.url == loads[0].url]
+        if saved and loaded:
+            _compare_states(saved, loaded, step, start.name, findings)
+    _compare_training(straight, start, findings, CLOSE if closeness is None else closeness, to_the_end)
+
+
+def _saved(start: Start, url: str, step: int) -> list[View]:
+    """Return the state of *step* on each rank, where this start saved it."""
+    views = []
+    for rank in start.ranks:
+        saved = [one for one in start.of(Labelled, rank) if one.saved and (one.url, one.step) == (url, step)]
+        views += [one.state for one in saved[-1:]]
+    return views
+
+
+def _compare_states(saved: Sequence[View], loaded: Sequence[View], step: int, name: str, findings: Findings) -> None:
+    expected, found = (_whole(views) | _values(views[0]) for views in (saved, loaded))
+    at = f"right after the load of step {step}"
+    for row, _, off in _by_row(expected, found, {**saved[0].parts, **loaded[0].parts}):
+        pair = (expected.get(off[0], "none"), found.get(off[0], "none")) if off else ("", "")
+        findings.note(row, _difference(row, off[0], at, (-1, 0), pair, name) if off else None)
+
+
+def _whole(views: Iterable[View]) -> dict[str, str]:
+    """Return a digest of each tensor as all ranks have it together; each part counts once."""
+    kinds: dict[str, str] = {}
+    sums: dict[str, dict[str, str]] = {}
+    for view in views:
+        for name, (kind, boxes) in view.boxes.items():
+            kinds[name] = kind
+            sums.setdefault(name, {}).update(boxes)
+    return {
+        name: f"{kind} {sum_text(sum(int(digest, 16) for digest in sums[name].values()))}"
+        for name, kind in kinds.items()
+    }
+
+
+def _values(view: View) -> dict[str, str]:
+    """Return the plain values, and the state of objects; not what belongs to single ranks."""
+    return {
+        name: text
+        for name, text in view.leaves.items()
+        if name.partition("#")[0] not in view.boxes
+        and not any(
+            name == part or name.startswith(f"{part}.") for part, kind in view.parts.items() if kind in _OF_RANKS
+        )
+        and not name.startswith("optimizer.state.")
+    }
+
+
+def _compare_training(straight: Start, start: Start, findings: Findings, closeness: float, to_the_end: bool) -> None:
+    calendar = Calendar(straight.ranks[0])
+    expected, found = _steps(straight), _steps(start)
+    for number, (place, records) in enumerate(found.items()):
+        twins = expected.get(place)
+        at = f"at {calendar.tell(place)}"
+        if twins is None:
+            findings.note(
+                "steps", _difference("steps", "a step", at, (number, 0), ("no such step", "a step"), start.name)
+            )
+            continue
+        if sum(one.rows for one in twins) == sum(one.rows for one in records) > 0:
+            pair = _samples(twins), _samples(records)
+            row = TRAINING + DATA
+            off = pair[0] != pair[1]
+            findings.note(row, _difference(row, "the samples", at, (number, 1), pair, start.name) if off else None)
+        losses = _loss(twins), _loss(records)
+        if losses[0] is not None and losses[1] is not None:
+            row, (one, other) = TRAINING + LOSS, (losses[0], losses[1])
+            near = _near(one, other, closeness)
+            pair = repr(one), repr(other)
+            findings.note(row, None if near else _difference(row, "mean loss", at, (number, 2), pair, start.name))
+    if to_the_end and found and list(found)[-1] != list(expected)[-1]:
+        pair = calendar.tell(list(expected)[-1]), calendar.tell(list(found)[-1])
+        findings.note("steps", _difference("steps", "where it ends", "at the end", (1 << 30, 0), pair, start.name))
+
+
+def _steps(start: Start) -> Mapping[Place, list[Stepped]]:
+    """Return the optimizer steps of all ranks, by place."""
+    found: dict[Place, list[Stepped]] = {}
+    for rank in start.ranks:
+        for record in start.of(Stepped, rank):
+            found.setdefault(record.place, []).append(record)
+    return found
+
+
+def _samples(records: Iterable[Stepped]) -> str:
+    return sum_text(sum(int(record.samples, 16) for record in records))
+
+
+def _loss(records: Iterable[Stepped]) -> float | None:
+    losses = [float(loss) for record in records for loss in record.losses]
+    return fmean(losses) if losses else None
+
+
+def _difference(row: str, what: str, at: str, order: tuple[int, int], pair: tuple[str, str], start: str) -> Difference:
+    return Difference(row=row, what=what, at=at, order=order, expected=pair[0], found=pair[1], start=start)

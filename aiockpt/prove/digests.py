@@ -18,14 +18,18 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import RNG
 from aiockpt.adapters.tensors import is_lazy, is_spread, local_tensors
 from aiockpt.format.names import join_name
-from aiockpt.prove.records import View
+from aiockpt.prove.records import View, sum_text
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Node, Path
 
 TEXT = 60
 """Values whose text is longer are recorded by its digest."""
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_ALL_BITS = (1 << 64) - 1
+
+
+def digest_bytes(data: bytes) -> str:
+    """Return the digest of bytes: what all others are made of that are no tensor's."""
+    return xxhash.xxh3_128(data).hexdigest()
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -75,7 +79,7 @@ def text_of(value: object) -> str:
 
 def shorten(text: str) -> str:
     """Return *text*, or its digest where it is long."""
-    return text if len(text) <= TEXT else xxhash.xxh3_128(text.encode()).hexdigest()
+    return text if len(text) <= TEXT else digest_bytes(text.encode())
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
@@ -88,6 +92,14 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item, depth - 1)
+
+
+def digest_value(value: object) -> str:
+    """Return the digest of a tensor, or of the tensors in a value; else its text."""
+    if isinstance(value, torch.Tensor):
+        return digest(value)
+    tensors = list(tensors_in(value))
+    return shorten("".join(map(digest, tensors)) if tensors else repr(value))
 
 
 def sum_of_rows(tensor: torch.Tensor) -> int:
@@ -104,13 +116,8 @@ def sum_of_rows(tensor: torch.Tensor) -> int:
 
 def random_states() -> dict[str, str]:
     """Return a digest of each random generator of this process."""
-    return {name: xxhash.xxh3_128(msgspec.msgpack.encode(state)).hexdigest() for name, state in _generators()}
-
-
-def _generators() -> Iterator[tuple[str, Any]]:
-    for name, state in RNG().state_dict().items():
-        if name != "cuda" or state:
-            yield name, state
+    found = RNG().state_dict().items()
+    return {name: digest_bytes(msgspec.msgpack.encode(state)) for name, state in found if name != "cuda" or state}
 
 
 def look_at(state: Mapping[str, Any], rank: int, *, spread: bool = False) -> View:
@@ -200,7 +207,7 @@ def box_sums(shard: TensorShard) -> Iterator[tuple[str, str]]:
         for column in range(words.shape[1]):
             mixed = _mix(_mix(flat + np.uint64(column)) ^ words[start : start + flat.size, column])
             total += int(mixed.sum(dtype=np.uint64))
-        yield f"{box.offsets}+{box.sizes}", f"{total & _ALL_BITS:016x}"
+        yield f"{box.offsets}+{box.sizes}", sum_text(total)
         start += flat.size
 
 

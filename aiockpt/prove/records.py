@@ -18,6 +18,11 @@ Place = tuple[int | None, int]
 """(label, count), see above; the label is None before the first one."""
 
 
+def sum_text(total: int) -> str:
+    """Return a sum of digests as text: its low 64 bits."""
+    return f"{total & (1 << 64) - 1:016x}"
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something that one rank of one start of the script did, at (*label*, *count*)."""
 

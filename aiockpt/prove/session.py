@@ -82,8 +82,7 @@ def find_probe(checkpointer: Closes, ranks: Ranks, tiers: Sequence[Tier]) -> Cal
         enter(_open_session(ranks))
     if _session is None:
         return None
-    from aiockpt.prove.scratch import url_of
-    from aiockpt.prove.watched_calls import WatchedCalls
+    from aiockpt.prove.watched_calls import WatchedCalls, url_of
 
     urls = [url_of(tier.url) for tier in tiers]
     if set(urls) <= set(_session.recorder.job.as_is):

@@ -21,10 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from aiockpt.prove import records
-from aiockpt.prove.digests import digest, random_states, shorten, sum_of_rows, tensors_in, text_of
+from aiockpt.prove.digests import digest, digest_bytes, digest_value, random_states, sum_of_rows, tensors_in, text_of
 from aiockpt.prove.recorder import Recorder
-
-_ALL_BITS = (1 << 64) - 1
 
 
 class Training:
@@ -99,7 +97,7 @@ class Training:
             return
         given = [tensor for tensor in tensors_in([args, kwargs]) if not tensor.requires_grad]
         if given:
-            self._inputs.append(xxhash.xxh3_128("".join(map(digest, given)).encode()).hexdigest())
+            self._inputs.append(digest_bytes("".join(map(digest, given)).encode()))
             self._samples += sum(map(sum_of_rows, given))
             self._rows += max(len(tensor) if tensor.dim() else 0 for tensor in given)
             self._randoms.append(self._random)
@@ -143,7 +141,7 @@ class Training:
                 records.Stepped,
                 at=count,
                 inputs=self._inputs,
-                samples=f"{self._samples & _ALL_BITS:016x}",
+                samples=records.sum_text(self._samples),
                 rows=self._rows,
                 random=self._randoms or [random_states()],
                 losses=self._losses,
@@ -186,17 +184,9 @@ def _slots(optimizer: Optimizer) -> dict[str, str]:
     for key, parameter in _parameters(optimizer):
         state = optimizer.state.get(parameter)
         for slot, value in state.items() if isinstance(state, Mapping) else ():
-            found[f"{slot} {key}"] = _digest_of(value)
+            found[f"{slot} {key}"] = digest_value(value)
     everything: Mapping[Any, Any] = optimizer.state
     for rest, state in everything.items():
         if not isinstance(rest, torch.Tensor):
-            found[f"{rest} of all"] = _digest_of(state)
+            found[f"{rest} of all"] = digest_value(state)
     return found
-
-
-def _digest_of(value: object) -> str:
-    """Return the digest of a tensor, or of the tensors in a value; else its text."""
-    if isinstance(value, torch.Tensor):
-        return digest(value)
-    tensors = list(tensors_in(value))
-    return shorten("".join(map(digest, tensors))) if tensors else shorten(repr(value))

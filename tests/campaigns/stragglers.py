@@ -36,8 +36,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.spans import spans
-from aiockpt.monitor.stage_times import stage_times
-from aiockpt.monitor.stragglers import Straggler, stragglers
+from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
 from aiockpt.runtime.world import World
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from tests.campaigns.campaign import Campaign, Case, Outcomes, noted

@@ -9,8 +9,7 @@ import msgspec
 from hypothesis import given, strategies
 
 from aiockpt.events import Committed, Event, Opened, StageEnded
-from aiockpt.monitor.clocks import align_clocks
-from aiockpt.monitor.read_run import read_run
+from aiockpt.monitor.read_run import align_clocks, read_run
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 
 S = 10**9

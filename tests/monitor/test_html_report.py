@@ -19,10 +19,8 @@ from aiockpt.engine.maintenance import TensorInfo
 from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.findings import find_problems
-from aiockpt.monitor.html import timeline_rows
-from aiockpt.monitor.html.html_report import ReportData, gather, write_html_report
-from aiockpt.monitor.html.size_map import size_map
-from aiockpt.monitor.html.stage_grid import StageGrid
+from aiockpt.monitor.html import html_report
+from aiockpt.monitor.html.html_report import ReportData, StageGrid, gather, size_map, write_html_report
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
 from aiockpt.monitor.spans import BLOCKS, spans
@@ -90,7 +88,7 @@ def test_the_timeline_has_the_spans_of_each_save(data: ReportData) -> None:
 def test_of_many_ranks_the_timeline_has_the_slowest_and_those_that_are_spoken_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_rows, "MOST_SPANS", 9 * 12 * 5)
+    monkeypatch.setattr(html_report, "MOST_SPANS", 9 * 12 * 5)
     SLOW.write(tmp_path)
     data = data_of(tmp_path)
     shown = [one for one in data.timelines if one.operation == "save"]

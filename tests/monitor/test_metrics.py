@@ -18,7 +18,7 @@ import aiockpt
 from aiockpt import events
 from aiockpt.backends.local import LocalBackend
 from aiockpt.monitor import Metrics, Scalars
-from aiockpt.monitor.run_time import RunTime
+from aiockpt.monitor.metrics import RunTime
 from aiockpt.runtime.world import OsFiles, World
 
 prometheus: Any = pytest.importorskip("prometheus_client")

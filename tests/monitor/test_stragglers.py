@@ -17,11 +17,9 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import Event, Opened, SnapshotTaken, StageEnded, StragglerFound
 from aiockpt.monitor import Heartbeat
 from aiockpt.monitor.live_job import JobWatch
-from aiockpt.monitor.peer_times import KEPT_STEPS, PeerTimes, RankTimes
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.spans import TimeSpan
-from aiockpt.monitor.stage_times import stage_times
-from aiockpt.monitor.stragglers import STEPS, Straggler
+from aiockpt.monitor.stragglers import KEPT_STEPS, STEPS, PeerTimes, RankTimes, Straggler, stage_times
 from aiockpt.monitor.stragglers import stragglers as compare
 from aiockpt.tools.cli.live_view import view
 from tests.watch import until

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from aiockpt.prove.compare import Comparison, Difference, Findings, Reference, saved_views
-from aiockpt.prove.kills import draw_kills
+from aiockpt.prove.proof import draw_kills
 from aiockpt.prove.records import (
     AnyRecord,
     Begun,

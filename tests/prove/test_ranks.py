@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt.prove.compare import Findings
+from aiockpt.prove.compare import Findings, compare_reshaped
 from aiockpt.prove.records import AnyRecord, Begun, Labelled, Loaded, Stepped, View
-from aiockpt.prove.reshaped import compare_reshaped
 from aiockpt.prove.starts import Start
 from tests.prove.test_command import left_behind, prove
 

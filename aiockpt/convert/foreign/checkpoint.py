@@ -50,7 +50,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
             author.
 
     Raises:
-        UsageError: it is none of these; or something in it is pickled that is not on the list of what is allowed.
+        UsageError: its kind is not known; or something in it is pickled that is not on the list of what is allowed.
         CorruptionError: files are missing or cut short, or do not agree with each other.
     """
     found = _without_scheme(os.fspath(path))

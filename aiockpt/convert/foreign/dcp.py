@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from aiockpt.convert.foreign.archive import read_tensor
-from aiockpt.convert.foreign.chunks import join_chunks
-from aiockpt.convert.foreign.damage import told_as_damage
-from aiockpt.convert.foreign.mapped_folder import MappedFolder
-from aiockpt.convert.foreign.torch_files import refusing
+from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, told_as_damage
+from aiockpt.convert.foreign.torch_files import read_tensor, refusing
 from aiockpt.errors import CorruptionError, UsageError
 
 METADATA = ".metadata"

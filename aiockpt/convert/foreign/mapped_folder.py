@@ -1,12 +1,46 @@
-"""Parts of the files of a folder, as memory: mapped at first use, and never outside of the folder."""
+"""Files of foreign checkpoints: mapped parts of a folder, tensors joined from chunks, and damage as `CorruptionError`."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from aiockpt.errors import CorruptionError
+import torch
+
+from aiockpt.adapters.sharded_tensors import Shards
+from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+
+
+@contextmanager
+def told_as_damage(file: Path) -> Iterator[None]:
+    """Turn what the block raises, unless it is an error of ours, into a `CorruptionError` that names *file*."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptionError(f"{file} is damaged: {error!r}") from error
+
+
+def join_chunks(
+    shape: tuple[int, ...], dtype: torch.dtype, chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], what: str
+) -> torch.Tensor:
+    """Return the tensor of *shape* whose *chunks* are given with the place of their first element; nothing is copied.
+
+    Raises:
+        CorruptionError: they are not all of it, lie over each other, or outside; it calls the tensor *what*.
+    """
+    if sum(chunk.numel() for _, chunk in chunks) != torch.Size(shape).numel():
+        raise CorruptionError(f"the chunks of {what} are not all of it")
+    if len(chunks) == 1 and tuple(chunks[0][1].shape) == shape:
+        return chunks[0][1]
+    try:
+        return Shards(shape, chunks, dtype=dtype)
+    except UsageError as error:
+        raise CorruptionError(f"{what}: {error}") from error
 
 
 class MappedFolder:

@@ -5,24 +5,101 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aiockpt.adapters.native import Stored, read_tree
+from aiockpt.adapters.stored import members_of
 from aiockpt.adapters.target import TensorRef
 from aiockpt.convert.foreign.dcp import METADATA
-from aiockpt.convert.foreign.state_dicts import as_state_dicts
 from aiockpt.convert.publish import flush_names
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import stored_state
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import join_name, split_name
 from aiockpt.runtime.world import OsFiles
 from aiockpt.session.checkpointer import Checkpointer
+from aiockpt.state.tree import TAG, Node
+from aiockpt.state.tree import Path as TreePath
 from aiockpt.storage.address import parse_address
+
+# The state dicts of a step, with the names that ``get_state_dict`` of torch returns.
+
+
+DCP_NOTE = "__dcp__"
+"""The key under which `aiockpt.integrations.dcp` notes DCP's names in a state: of no use elsewhere."""
+
+
+def as_state_dicts(stored: Stored) -> dict[str, Any]:
+    """Return the state of a checkpoint as state dicts, with a `TensorRef` for each tensor.
+
+    Values of single ranks are left out: random generators, loaders.
+    """
+    tree = read_tree(stored)
+    names = [(name, split_name(name)) for name in (*stored.tensors, *stored.alias)]
+    modules: list[TreePath] = []
+    for path, kind in sorted(_objects(stored.values, ()), key=lambda found: found[1] == "optimizer"):
+        inside = {name: parts[len(path) :] for name, parts in names if parts[: len(path)] == path}
+        if kind == "module":
+            modules.append(path)
+            _at(tree, path).update({".".join(map(str, parts)): TensorRef(name) for name, parts in inside.items()})
+        elif kind == "optimizer":
+            _put(tree, path, _optimizer(_at(tree, path), path, inside, modules))
+        else:
+            _put(tree, path, None)
+    return {key: value for key, value in tree.items() if key != DCP_NOTE and value is not None}
+
+
+def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, str]]:
+    """Yield where there are objects, and their kinds."""
+    kind = node.get(TAG) if type(node) is dict else None
+    if kind in ("module", "optimizer", "loader", "per_rank"):
+        yield path, str(kind)
+        return
+    for key, child in members_of(node).items():
+        yield from _objects(child, (*path, key))
+
+
+def _optimizer(
+    plain: Mapping[str, Any], path: TreePath, inside: Mapping[str, TreePath], modules: list[TreePath]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict; *inside* has its tensors: ``state``, the parameter's parts, the slot."""
+    state: dict[str, dict[str, Any]] = {
+        _relative(owner, modules): dict(values) for owner, values in plain["state"].items()
+    }
+    for name, parts in inside.items():
+        if parts[:1] == ("state",) and len(parts) > 2:
+            owner = _relative(join_name(parts[1:-1]), modules)
+            state.setdefault(owner, {})[str(parts[-1])] = TensorRef(name)
+    groups = [
+        {**group, "params": [_relative(member, modules) for member in group["params"]]} for group in plain["groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _relative(name: str, modules: list[TreePath]) -> str:
+    """Return the name of a parameter in its module."""
+    parts = split_name(name)
+    for module in modules:
+        if parts[: len(module)] == module:
+            return ".".join(map(str, parts[len(module) :]))
+    return ".".join(map(str, parts))
+
+
+def _at(tree: Any, path: TreePath) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _put(tree: Any, path: TreePath, value: Any) -> None:
+    _at(tree, path[:-1])[path[-1]] = value
+
 
 DATA = "__0_0.distcp"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,3 +64,112 @@ class refusing:  # noqa: N801  reads as what it does
             ) from error
         if isinstance(error, Exception) and not isinstance(error, MemoryError):  # of what is damaged, any may come
             raise CorruptionError(f"{self._what} cannot be read: {error}") from error
+
+
+# The tensor in a small archive of ``torch.save``, found without reading its bytes. Such an archive is a zip file of stored
+# members: ``data.pkl`` describes how the tensor lies in ``data/0``. All but one dense tensor is handled by torch.
+
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a member: the lengths of its name and of its extra field, behind which its bytes begin."""
+
+
+def read_tensor(data: memoryview, what: str) -> torch.Tensor:
+    """Return the tensor in an archive, in the archive's memory where it can be.
+
+    Args:
+        what: to call it in messages.
+
+    Raises:
+        CorruptionError: it is damaged, or holds something else.
+    """
+    try:
+        found = _map_tensor(data)
+    except Exception:  # noqa: BLE001  whatever is unusual in it; torch reports what is wrong, if something is
+        with refusing(what, trust_pickle=False):
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor):
+        raise CorruptionError(f"{what} is no tensor in its file")
+    return found
+
+
+def _map_tensor(data: memoryview) -> Any:
+    with zipfile.ZipFile(_File(data)) as archive:
+        members = {name.partition("/")[2]: member for name, member in archive.NameToInfo.items()}
+        pickled, stored = archive.read(members["data.pkl"]), members["data/0"]
+        if archive.read(members["byteorder"]) != b"little" or stored.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("an unusual archive")
+    name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, stored.header_offset)
+    begin = stored.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    return _TensorUnpickler(io.BytesIO(pickled), data[begin : begin + stored.file_size]).load()
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+"""What pickles call the memory of a dtype; that of newer ones is untyped, and handled by torch."""
+
+
+class _File(io.RawIOBase):
+    """Memory, read as a file: unlike `io.BytesIO` it does not copy it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = len(self._data) if size is None or size < 0 else self._at + size
+        found = bytes(self._data[self._at : end])
+        self._at += len(found)
+        return found
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the ``data.pkl`` of one dense tensor whose only storage is *stored*."""
+
+    def __init__(self, file: io.BytesIO, stored: memoryview) -> None:
+        super().__init__(file)
+        self._stored = stored
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or key != "0":
+            raise pickle.UnpicklingError(f"{pid}")
+        return torch.frombuffer(self._stored, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+
+
+def _rebuild(storage: torch.Tensor, offset: int, size: Any, stride: Any, *of_autograd: Any) -> torch.Tensor:
+    return storage.as_strided(size, stride, offset)

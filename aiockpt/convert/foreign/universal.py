@@ -26,7 +26,7 @@ _OF_DEEPSPEED = """
 
 
 class StandIn:
-    """Replaces an object of DeepSpeed that is not needed; so none of its code runs."""
+    """Replaces an object of DeepSpeed that is not needed, so that its code does not run."""
 
     def __init__(self, *values: object) -> None:
         """Drop the values."""

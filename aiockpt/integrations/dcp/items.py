@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.convert.foreign.state_dicts import DCP_NOTE
+from aiockpt.convert.foreign.to_dcp import DCP_NOTE
 from aiockpt.errors import CorruptionError
 
 Parts = tuple[str | int, ...]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.sharded_tensors import Shards
-from aiockpt.convert.foreign.state_dicts import DCP_NOTE
+from aiockpt.convert.foreign.to_dcp import DCP_NOTE
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
 from aiockpt.integrations.dcp.items import ItemNote, Parts, unpickled, with_lists

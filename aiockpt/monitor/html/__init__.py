@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: what is in it (one module for each figure), and the page that draws it.
+"""The report of a run as one HTML file.
 
-`aiockpt.monitor.html.html_report` puts it together; `templates/` has the page, its style and its scripts.
+`aiockpt.monitor.html.html_report` gathers its figures and writes it; `templates/` has the page, its style and its scripts.
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
-from aiockpt.monitor.finding import Finding, Level
+from aiockpt.monitor.findings import Finding, Level
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
 from aiockpt.tools.cli import show

@@ -31,7 +31,7 @@ from aiockpt.tools.cli.commands.app import (
 )
 
 if TYPE_CHECKING:
-    from aiockpt.monitor.html.size_map import SizeMap
+    from aiockpt.monitor.html.html_report import SizeMap
 
 
 @app.command("report")
@@ -43,11 +43,10 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write an HTML report on the saves and loads of a run: pauses, slow ranks, restarts, failures."""
-    from aiockpt.monitor.chrome import write_chrome_trace
     from aiockpt.monitor.findings import find_problems
     from aiockpt.monitor.read_run import read_run
     from aiockpt.monitor.save_points import save_points
-    from aiockpt.monitor.spans import spans
+    from aiockpt.monitor.spans import spans, write_chrome_trace
     from aiockpt.monitor.summary import summarize
     from aiockpt.redaction import redact
     from aiockpt.tools.cli.run_summary import show_findings, show_summary
@@ -137,7 +136,7 @@ def watch(
 def _sizes(roots: list[str]) -> SizeMap | None:
     """Return what the newest step below the first of *roots* that has one consists of."""
     from aiockpt.errors import CheckpointError
-    from aiockpt.monitor.html.size_map import size_map
+    from aiockpt.monitor.html.html_report import size_map
 
     for root in roots:
         try:
