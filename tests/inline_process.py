@@ -48,7 +48,7 @@ class Process:
             backend,
             world=dataclasses.replace(world, make_loop=self._make_loop),
             observers=observers,
-            **{"io": TINY, "on_error": ignore, **options},
+            **dict[str, Any](io=TINY, on_error=ignore) | options,
         )
 
     def _make_loop(self, name: str, on_exit: Callable[[], object]) -> InlineLoop:

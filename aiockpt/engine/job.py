@@ -168,7 +168,8 @@ class SaveJob:
         self.begun_ns = engine.now_ns() if request.begun_ns is None else request.begun_ns
         self.request = msgspec.structs.replace(request, state={})
         self.round = save_round
-        self.state, self.guard, self.snapshot = capture.state, capture.guard, capture.snapshot
+        self.state, self.guard = capture.state, capture.guard
+        self.snapshot: Snapshot = capture.snapshot
         self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
         self._pause_s: float | None = None
         self.number = engine.lineage.next_number()

@@ -98,7 +98,9 @@ class Forwarding:
         return now_ns
 
     async def folder_ns(self, key: str) -> int:
-        dated: int = await self.forward(BackendCall("folder_ns", key, cast("WorksWhenFull", self.inner).folder_ns, key))
+        dated: int = await self.forward(
+            BackendCall("folder_ns", key, cast("WorksWhenFull", self.inner).folder_ns, (key,))
+        )
         return dated
 
     async def close(self) -> None:

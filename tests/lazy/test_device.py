@@ -62,7 +62,7 @@ class Run:
 
     def open(self, place: Path, **options: Any) -> aiockpt.Checkpointer:
         return aiockpt.Checkpointer(
-            place, observers=[self.watch], world=World(accelerator=self.twin), **{"io": SMALL, **options}
+            place, observers=[self.watch], world=World(accelerator=self.twin), **dict[str, Any](io=SMALL) | options
         )
 
 

@@ -54,7 +54,7 @@ class Crew:
             aiockpt.Checkpointer(
                 url if isinstance(url, str | Path) else url(rank),
                 ranks=aiockpt.Ranks(rank, world_size, store),
-                **{"world": worlds[rank] if worlds else None, "io": SMALL, "deadlines": QUICK, **options},
+                **dict[str, Any](world=worlds[rank] if worlds else None, io=SMALL, deadlines=QUICK) | options,
             )
             for rank in range(world_size)
         ]

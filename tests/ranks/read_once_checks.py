@@ -63,7 +63,7 @@ def save_replicas(root: Path, *steps: int) -> None:
 
 
 def open_with_group(root: Path, group: Any, **options: Any) -> aiockpt.Checkpointer:
-    return aiockpt.Checkpointer(root, load_group=group, **{"io": SMALL, "deadlines": DEADLINES, **options})
+    return aiockpt.Checkpointer(root, load_group=group, **dict[str, Any](io=SMALL, deadlines=DEADLINES) | options)
 
 
 @check(4)

@@ -160,7 +160,9 @@ class AiockptWriter(StorageWriter):
             ranks = ranks_of(self._group, alone=self._alone)
             assert self._place is not None
             # Failures are raised by write_data and finish, and not again by the next save.
-            self._open = Checkpointer(self._place, **{"on_error": _already_raised, **self._options}, ranks=ranks)
+            self._open = Checkpointer(
+                self._place, **dict[str, Any](on_error=_already_raised) | self._options, ranks=ranks
+            )
             self._opened = wanted
         return self._open
 
