@@ -257,12 +257,13 @@ class StepFiles:
 
     async def _open(self, number: int, index: int) -> _Opened:
         """Open a file of one copy, whose size and header agree with the manifest."""
-        async with self._opening[index]:
-            if (number, index) not in self._opened:
-                try:
-                    self._opened[number, index] = await self._open_checked(number, index)
-                except (CorruptionError, StorageError) as error:
-                    self._opened[number, index] = error
+        if (number, index) not in self._opened:
+            async with self._opening[index]:
+                if (number, index) not in self._opened:
+                    try:
+                        self._opened[number, index] = await self._open_checked(number, index)
+                    except (CorruptionError, StorageError) as error:
+                        self._opened[number, index] = error
         opened = self._opened[number, index]
         if isinstance(opened, CheckpointError):
             raise opened

@@ -156,7 +156,7 @@ def test_after_any_history_the_newest_whole_step_is_found_and_all_that_was_passe
     run_state_machine_as_test(Histories, settings=SETTINGS)
 
 
-def tell_nobody(*_: object) -> None:
+def tell_nobody(*_: object, **__: object) -> None:
     """Pass over a step without a word."""
 
 
