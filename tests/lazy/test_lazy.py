@@ -402,7 +402,7 @@ def test_copies_at_the_call_are_made_into_the_same_memory_again(tmp_path: Path) 
     [
         ({"mutable": [""]}, "names no tensor"),
         ({"mutable": [3]}, "names no tensor"),
-        ({"mutable": "model"}, "Lazy\(mutable='model'\): give a list"),
+        ({"mutable": "model"}, r"Lazy\(mutable='model'\): give a list"),
         ({"snapshot": "lasy"}, "snapshot='lasy'"),
     ],
 )
