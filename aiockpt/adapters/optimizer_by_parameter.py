@@ -44,7 +44,7 @@ def tell_left(matcher: Matcher) -> None:
             matcher.tell(f"{name}.state.{one}: left in the checkpoint: no optimizer of the state has this parameter")
 
 
-class _Source(msgspec.Struct, frozen=True):
+class _FoundState(msgspec.Struct, frozen=True):
     """An optimizer of the checkpoint: what it calls the parameters here, and why its class does not fit, or None."""
 
     found: FoundOptimizer
@@ -60,7 +60,7 @@ class _ByParameter:
         found = sorted(self._matcher.optimizers or (), key=lambda one: one.path != self._at)
         self._sources = list(map(self._source, found))
 
-    def _source(self, found: FoundOptimizer) -> _Source:
+    def _source(self, found: FoundOptimizer) -> _FoundState:
         target, saved, ids = self._target, found.saved, self._target.pair(found.saved)
         self._matcher.pass_over(target.path, stored=join_name(found.path))
         if saved.by_numbers and found.path != self._at:  # its numbers are of other parameters
@@ -71,7 +71,7 @@ class _ByParameter:
         if misfit is not None and there is not None:  # in a few words, since it is reported for each parameter
             own = type(target.keeper).__qualname__
             misfit = f"{own} in the state, {there.rpartition('.')[2]} in the checkpoint"
-        return _Source(found, ids, saved.group_of(), misfit)
+        return _FoundState(found, ids, saved.group_of(), misfit)
 
     def load(self) -> None:
         """Request the state."""
@@ -111,7 +111,7 @@ class _ByParameter:
         if self._matcher.touches(place):
             self._matcher.tell(f"{join_name(place)}: begins anew: {why}")
 
-    def _choose(self, owner: Path, number: int) -> _Source | None:
+    def _choose(self, owner: Path, number: int) -> _FoundState | None:
         """Return the optimizer of the checkpoint that *owner*, in the group *number* here, gets its state from; or None."""
         having = [source for source in self._sources if owner in source.ids]
         for source in having:
@@ -130,7 +130,7 @@ class _ByParameter:
 
     # ---------------------------------------------------------------- groups
 
-    def _group_misfit(self, source: _Source, owner: Path, number: int) -> str | None:
+    def _group_misfit(self, source: _FoundState, owner: Path, number: int) -> str | None:
         """Return in words why state does not fit, because the same class stepped its group in another way; or None."""
         saved = source.found.saved.groups[source.group_of[source.ids[owner]]]
         here = self._here(number)
@@ -143,7 +143,7 @@ class _ByParameter:
                 return f"a group with {key}={here[key]!r} in the state, {key}={saved[key]!r} in the checkpoint"
         return None
 
-    def _values_of(self, number: int, chosen: Mapping[Path, _Source]) -> dict[str, Node]:
+    def _values_of(self, number: int, chosen: Mapping[Path, _FoundState]) -> dict[str, Node]:
         """Return what the group *number* gets from the groups that its parameters, each with its source, were in."""
         used = list({id(source): source for source in chosen.values()}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
@@ -172,7 +172,7 @@ class _ByParameter:
                 taken[key] = nodes[0]
         return taken
 
-    def _is_as_saved(self, source: _Source, number: int) -> bool:
+    def _is_as_saved(self, source: _FoundState, number: int) -> bool:
         """Return whether a group has just the parameters of one of the checkpoint."""
         ids = {source.ids.get(owner) for owner in self._target.members[number]}
         return any(set(some) == ids for some in source.found.saved.members if some)

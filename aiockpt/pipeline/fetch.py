@@ -114,7 +114,7 @@ async def _nowhere() -> Sequence[StepCopy]:
     return ()
 
 
-class _Opened(msgspec.Struct, frozen=True, eq=False):
+class _OpenFile(msgspec.Struct, frozen=True, eq=False):
     """A file that is open, and how many bytes its header has; 0 where that was not read."""
 
     reader: Reader
@@ -150,7 +150,7 @@ class StepFiles:
         self._check_headers = check_headers
         self._now_ns = now_ns
         self._decoding = Limiter("header", 1)
-        self._opened: dict[tuple[int, int], _Opened | CheckpointError] = {}
+        self._opened: dict[tuple[int, int], _OpenFile | CheckpointError] = {}
         self._opening: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         self._logged: set[tuple[int, int]] = set()
 
@@ -255,7 +255,7 @@ class StepFiles:
                 self._elsewhere = None
         return range(1, len(self._copies))
 
-    async def _open(self, number: int, index: int) -> _Opened:
+    async def _open(self, number: int, index: int) -> _OpenFile:
         """Open a file of one copy, whose size and header agree with the manifest."""
         if (number, index) not in self._opened:
             async with self._opening[index]:
@@ -269,7 +269,7 @@ class StepFiles:
             raise opened
         return opened
 
-    async def _open_checked(self, number: int, index: int) -> _Opened:
+    async def _open_checked(self, number: int, index: int) -> _OpenFile:
         file, key = self._manifest.files[index], self._key(number, index)
         try:
             reader = await self._copies[number].backend.open(key)
@@ -281,12 +281,12 @@ class StepFiles:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
             if not self._check_headers:
-                return _Opened(reader, 0)
+                return _OpenFile(reader, 0)
             try:
-                return _Opened(reader, await self._check_header(reader, key, index))
+                return _OpenFile(reader, await self._check_header(reader, key, index))
             except CorruptionError as error:
                 logger.warning("%s; it is read once more", error)
-                return _Opened(reader, await self._check_header(reader, key, index))
+                return _OpenFile(reader, await self._check_header(reader, key, index))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await reader.close()
@@ -340,7 +340,7 @@ class StepFiles:
         with anyio.CancelScope(shield=True):
             for number, other in [place for place in self._opened if place[1] == index]:
                 opened = self._opened.pop((number, other))
-                if isinstance(opened, _Opened):
+                if isinstance(opened, _OpenFile):
                     await opened.reader.close()
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from aiockpt.engine.job import RoundName, SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
-from aiockpt.ranks.rounds import TELL_DEADLINE_S, Round, Rounds
+from aiockpt.ranks.rounds import TELL_DEADLINE_S, RoundNotes, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
 from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, receive_or_find
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
@@ -101,7 +101,7 @@ class RankCoordinator:
     def join(self, board_name: str, name: RoundName) -> RankRound:
         """Return a round that another process of this rank has begun; it posts for both what this rank plans."""
         self.board.join(board_name)
-        return RankRound(self, Round(self.rounds, name, planned=True))
+        return RankRound(self, RoundNotes(self.rounds, name, planned=True))
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
         """Return this rank's share of *state* where all have planned it before."""
@@ -159,7 +159,7 @@ class RankCoordinator:
 class RankRound:
     """One save or ``warm_up`` of this rank with the others; see `aiockpt.engine.job.Round`."""
 
-    def __init__(self, coordinator: RankCoordinator, notes: Round) -> None:
+    def __init__(self, coordinator: RankCoordinator, notes: RoundNotes) -> None:
         self.name = notes.name
         self._coordinator, self._loop = coordinator, coordinator.loop
         self._notes = notes

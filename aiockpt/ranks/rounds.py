@@ -89,18 +89,18 @@ class Rounds:
         self._posted = False
         self._saves: Counter[int] = Counter()
         self._loads = 0
-        self._open: dict[Round, None] = {}
+        self._open: dict[RoundNotes, None] = {}
         self._loading: set[str] = set()
-        self._undecided: dict[Round, None] = {}
+        self._undecided: dict[RoundNotes, None] = {}
         self._decided = anyio.Event()
         self._departed = False
         self._left: deque[RoundName] = deque()
 
-    def begin(self, step: int) -> Round:
+    def begin(self, step: int) -> RoundNotes:
         """Return the round of the save that the caller begins; called once for each, in the order of the calls."""
         self.board.begin()
         self._saves[step] += 1
-        begun = Round(self, RoundName(step, self._saves[step]))
+        begun = RoundNotes(self, RoundName(step, self._saves[step]))
         self._open[begun] = self._undecided[begun] = None
         return begun
 
@@ -131,18 +131,18 @@ class Rounds:
 
     # ------------------------------------------------------------------ the order of the plans
 
-    def decide(self, save_round: Round) -> None:
+    def decide(self, save_round: RoundNotes) -> None:
         """Let the rounds after this one go on: it is clear what this rank writes."""
         self._undecided.pop(save_round, None)
         self._decided.set()
         self._decided = anyio.Event()
 
-    async def wait_for_earlier(self, save_round: Round) -> None:
+    async def wait_for_earlier(self, save_round: RoundNotes) -> None:
         """Wait until it is clear what this rank writes of the rounds before this one."""
         while save_round in self._undecided and save_round not in list(self._undecided)[:1]:
             await self._decided.wait()  # the list above is a copy: other threads add to it
 
-    async def secret_for(self, save_round: Round) -> str:
+    async def secret_for(self, save_round: RoundNotes) -> str:
         """Return rank 0's secret, from which the names of all attempts follow; rank 0 posts it once."""
         if self._secret is None:
             async with save_round.watching_failures():  # rank 0 may have failed before it posted the note
@@ -160,8 +160,8 @@ class Rounds:
 
     # ------------------------------------------------------------------ leaving
 
-    async def leave(self, save_round: Round) -> None:
-        """See `Round.leave`. A rank may be many rounds behind: only the last to leave removes what all of them read."""
+    async def leave(self, save_round: RoundNotes) -> None:
+        """See `RoundNotes.leave`. A rank may be many rounds behind: only the last to leave removes what all of them read."""
         if save_round not in self._open:
             return
         del self._open[save_round]
@@ -208,7 +208,7 @@ class Rounds:
             await (self.members.leave(reason, part) if self.board.name else self.members.leave_early(reason))
 
 
-class Round:
+class RoundNotes:
     """One save or ``warm_up`` of all ranks, as its notes have it. On the engine's loop, but where it says else.
 
     Attributes:

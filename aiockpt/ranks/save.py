@@ -49,7 +49,7 @@ from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
-from aiockpt.ranks.rounds import Round
+from aiockpt.ranks.rounds import RoundNotes
 from aiockpt.ranks.storage_fallback import (
     FailureRecord,
     StorageFallback,
@@ -72,7 +72,7 @@ class BegunAttempt(msgspec.Struct, frozen=True):
     existing: SaveResult | None = None
 
 
-async def save_with_ranks(place: Place, notes: Round, job: SaveJob) -> SaveResult:
+async def save_with_ranks(place: Place, notes: RoundNotes, job: SaveJob) -> SaveResult:
     """Save this rank's share of one step; when this returns the step is committed on all ranks.
 
     Raises:
@@ -94,7 +94,7 @@ async def save_with_ranks(place: Place, notes: Round, job: SaveJob) -> SaveResul
         await notes.leave()
 
 
-async def _lead(place: Place, job: SaveJob, notes: Round, nonce: str) -> SaveResult:
+async def _lead(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> SaveResult:
     board, votes_key, commit_s = notes.board, notes.key("votes"), place.engine.options.deadlines.commit_s
     with job.stages.time("begin"):
         begun = await begin(place, job, nonce)
@@ -131,7 +131,7 @@ async def _missing_votes(place: Place, attempt: Attempt) -> set[int]:
     return set(range(attempt.world_size)) - await ranks_that_voted(place.backend, attempt.id, attempt.attempt)
 
 
-async def _follow(place: Place, job: SaveJob, notes: Round, nonce: str) -> SaveResult:
+async def _follow(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> SaveResult:
     begun: BegunAttempt | None = None
     fallback = StorageFallback(place, job.step, nonce)
     async with watching_failures(notes, fallback):
@@ -154,7 +154,7 @@ async def _follow(place: Place, job: SaveJob, notes: Round, nonce: str) -> SaveR
     return committed(place.engine, job, generation)
 
 
-async def _read_begun(place: Place, notes: Round, fallback: StorageFallback) -> BegunAttempt:
+async def _read_begun(place: Place, notes: RoundNotes, fallback: StorageFallback) -> BegunAttempt:
     """Wait for rank 0 to begin this very save, or for its vote, which has the same content."""
     step = notes.name.step
 
@@ -172,7 +172,7 @@ async def _read_begun(place: Place, notes: Round, fallback: StorageFallback) -> 
     return await receive_or_find(place.engine, notes.rounds, what, receive, find, waiting=waiting)
 
 
-async def _await_commit(place: Place, notes: Round, attempt: Attempt, fallback: StorageFallback) -> int:
+async def _await_commit(place: Place, notes: RoundNotes, attempt: Attempt, fallback: StorageFallback) -> int:
     """Return the generation that was committed; after a while without news, or without rank 0, try to commit here.
 
     Raises:
@@ -231,7 +231,7 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
     return None if votes is None else (await commit_votes(place, attempt, votes)).generation
 
 
-async def _give_up(place: Place, job: SaveJob, notes: Round, nonce: str, error: BaseException) -> None:
+async def _give_up(place: Place, job: SaveJob, notes: RoundNotes, nonce: str, error: BaseException) -> None:
     """Notify the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
     Without this rank's vote no rank can commit, nor once another attempt has the generation. Once the vote may be there, the
@@ -246,7 +246,7 @@ async def _give_up(place: Place, job: SaveJob, notes: Round, nonce: str, error: 
 
 
 async def abort_attempt(
-    places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, unreported: Round | None
+    places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, unreported: RoundNotes | None
 ) -> None:
     """Ensure that no rank commits the attempt *nonce* any more, and remove this rank's part of it.
 

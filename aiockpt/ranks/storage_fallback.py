@@ -35,7 +35,7 @@ from aiockpt.format.names import failure_key, parse_failure, receipt_folder, rec
 from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.ranks.membership import Waiting
-from aiockpt.ranks.rounds import Round, Rounds
+from aiockpt.ranks.rounds import RoundNotes, Rounds
 from aiockpt.runtime.notes import StoreLostError, growing_pauses
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -132,7 +132,7 @@ class StorageFallback:
 
 
 @asynccontextmanager
-async def watching_failures(notes: Round, fallback: StorageFallback) -> AsyncIterator[None]:
+async def watching_failures(notes: RoundNotes, fallback: StorageFallback) -> AsyncIterator[None]:
     """Stop the block, and raise, as soon as another rank reports that it failed; on rank 0 also when it has left a record.
 
     So one rank polls for those whose connection to the store is lost, and notifies the others, unless its own is lost, too.
@@ -247,7 +247,7 @@ class Visibility:
         """Whether that is known, so that no check is needed."""
         return self._seen
 
-    async def check(self, notes: Round, fallback: StorageFallback | None) -> None:
+    async def check(self, notes: RoundNotes, fallback: StorageFallback | None) -> None:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
 
         Args:
@@ -262,7 +262,7 @@ class Visibility:
                 async with notes.watching_failures():
                     self._seen = await self._look(notes, fallback)
 
-    async def _look(self, notes: Round, fallback: StorageFallback | None) -> bool:
+    async def _look(self, notes: RoundNotes, fallback: StorageFallback | None) -> bool:
         """Check; return False when it is unknown what to read: then the votes show it, or their absence."""
         board, backend = notes.board, self._place.backend
         with notes.rounds.surviving_store():
@@ -277,13 +277,13 @@ class Visibility:
             return True
         return False
 
-    async def _leave_probe(self, notes: Round) -> Probe:
+    async def _leave_probe(self, notes: RoundNotes) -> Probe:
         probe = Probe(f".seen-{self._place.engine.token(6)}", platform.node())
         await self._place.backend.put(probe.key, b"")
         await notes.board.post(self._note, probe)
         return probe
 
-    async def _receive_probe(self, notes: Round, fallback: StorageFallback | None) -> Probe | Attempt:
+    async def _receive_probe(self, notes: RoundNotes, fallback: StorageFallback | None) -> Probe | Attempt:
         """Wait for rank 0's note, or for its vote."""
 
         async def receive(seconds: float) -> Probe | Attempt:

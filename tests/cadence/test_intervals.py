@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aiockpt.policies.cadence.intervals import BAND, Interval, Limits, Measured, choose, optimal_interval_s
+from aiockpt.policies.cadence.intervals import BAND, Interval, IntervalLimits, Measured, choose, optimal_interval_s
 
 seconds = st.floats(0, 1e7, allow_nan=False)
 some_seconds = st.floats(1e-6, 1e7)
@@ -23,7 +23,7 @@ measurements = st.builds(
     step_s=st.one_of(st.just(0.0), st.floats(1e-6, 1e4)),
 )
 limits = st.builds(
-    Limits,
+    IntervalLimits,
     max_overhead=st.floats(1e-4, 2),
     mttf_s=st.none() | st.floats(1e-3, 1e9),
     in_flight=st.integers(1, 8),
@@ -63,7 +63,7 @@ def test_free_saves_are_made_always_and_hopeless_ones_once_in_a_mean_time_to_fai
 
 
 @given(measurements, limits)
-def test_no_rule_is_broken(measured: Measured, limit: Limits) -> None:
+def test_no_rule_is_broken(measured: Measured, limit: IntervalLimits) -> None:
     assume(measured.step_s)
     chosen = choose(measured, limit)
     assert chosen.steps >= 1
@@ -76,7 +76,7 @@ def test_no_rule_is_broken(measured: Measured, limit: Limits) -> None:
 
 @given(measurements, limits, st.sampled_from(["blocked_s", "lost_s", "write_s", "storage_s", "mttf_s"]), some_seconds)
 def test_the_interval_never_falls_when_a_cost_or_the_time_to_failure_rises(
-    measured: Measured, limit: Limits, name: str, more: float
+    measured: Measured, limit: IntervalLimits, name: str, more: float
 ) -> None:
     before = choose(measured, limit)
     if name == "mttf_s":
@@ -88,7 +88,7 @@ def test_the_interval_never_falls_when_a_cost_or_the_time_to_failure_rises(
 
 
 @given(measurements, limits)
-def test_the_rule_that_is_named_is_the_one_that_binds(measured: Measured, limit: Limits) -> None:
+def test_the_rule_that_is_named_is_the_one_that_binds(measured: Measured, limit: IntervalLimits) -> None:
     chosen = choose(measured, limit)
     step_s = max(measured.step_s, 1e-9)
     bounds_s = {
@@ -104,7 +104,7 @@ def test_the_rule_that_is_named_is_the_one_that_binds(measured: Measured, limit:
 
 
 @given(measurements, limits, st.lists(st.floats(0.92, 1.08), min_size=1, max_size=20))
-def test_noise_never_moves_it_to_and_fro(measured: Measured, limit: Limits, noise: list[float]) -> None:
+def test_noise_never_moves_it_to_and_fro(measured: Measured, limit: IntervalLimits, noise: list[float]) -> None:
     """Raised once it may be, by the noise of the next measurement; then it stays."""
     chosen, seen = choose(measured, limit), []
     for factor in noise:
@@ -120,7 +120,7 @@ def test_noise_never_moves_it_to_and_fro(measured: Measured, limit: Limits, nois
 
 @given(measurements, limits, st.integers(1, 1 << 41))
 def test_hysteresis_keeps_no_interval_that_a_rule_forbids_or_that_is_far_too_long(
-    measured: Measured, limit: Limits, steps: int
+    measured: Measured, limit: IntervalLimits, steps: int
 ) -> None:
     assume(measured.step_s)
     current = Interval("overhead", steps, steps * measured.step_s)

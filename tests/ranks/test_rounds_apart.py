@@ -16,7 +16,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledError
-from aiockpt.ranks.rounds import Round
+from aiockpt.ranks.rounds import RoundNotes
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
@@ -93,13 +93,13 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
 
     with Crew(2, backend, deadlines=QUICK, on_error=lambda future: None) as crew:
         rounds = coordinator_of(crew.checkpointers[0]).rounds
-        post_failure = Round.post_failure
+        post_failure = RoundNotes.post_failure
 
-        async def post_late(save_round: Round, error: BaseException) -> bool:
+        async def post_late(save_round: RoundNotes, error: BaseException) -> bool:
             await anyio.sleep(0.5 if save_round.rounds is rounds else 0.0)
             return await post_failure(save_round, error)
 
-        monkeypatch.setattr(Round, "post_failure", post_late)
+        monkeypatch.setattr(RoundNotes, "post_failure", post_late)
         assert crew.on_all(save_all) == [3, 3]
 
 

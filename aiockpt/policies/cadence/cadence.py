@@ -32,7 +32,7 @@ from aiockpt.errors import RankTimeoutError, UsageError
 from aiockpt.events import Event
 from aiockpt.options import asks_what_was_meant, check_amount, refuse_value
 from aiockpt.policies.cadence.controller import Controller, TimeController
-from aiockpt.policies.cadence.intervals import Interval, Limits, Measured, parse_duration_s
+from aiockpt.policies.cadence.intervals import Interval, IntervalLimits, Measured, parse_duration_s
 from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.ranks import Ranks, find_ranks
@@ -79,7 +79,7 @@ class Cadence:
         if max_overhead >= 1:
             refuse_value("Cadence", "max_overhead", max_overhead, "a fraction of less than 1: 0.03 means 3 %")
         check_amount("Cadence", "mttf", mttf, " seconds", optional=True)
-        self._limits = Limits(max_overhead, mttf, IN_FLIGHT)
+        self._limits = IntervalLimits(max_overhead, mttf, IN_FLIGHT)
         self._clock = clock
         self._now_ns = (clock or OsClock()).monotonic_ns
         self._every_s: float | None = None
@@ -104,7 +104,7 @@ class Cadence:
         return cadence
 
     def _make_controller(self, in_flight: int) -> Controller:
-        limits = Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight)
+        limits = IntervalLimits(self._limits.max_overhead, self._limits.mttf_s, in_flight)
         return Controller(limits) if self._every_s is None else TimeController(self._every_s, limits)
 
     def join(

@@ -21,7 +21,7 @@ from aiockpt.events import BarrierWaited, Committed, Event, SaveFailed, SaveSkip
 from aiockpt.policies.cadence.intervals import (
     SAVES,
     Interval,
-    Limits,
+    IntervalLimits,
     Measured,
     choose,
     describe,
@@ -61,7 +61,7 @@ class Controller:
         debt_s: what saves have blocked beyond what the training has paid for since.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: IntervalLimits) -> None:
         self.interval = Interval("first", FIRST_STEPS, 0.0)
         self.debt_s = 0.0
         self._limits = limits
@@ -221,7 +221,7 @@ class TimeController(Controller):
     The first comes when it has passed since the first step: a run that fails at once has saved nothing.
     """
 
-    def __init__(self, every_s: float, limits: Limits) -> None:
+    def __init__(self, every_s: float, limits: IntervalLimits) -> None:
         super().__init__(limits)
         self._every_ns = round(every_s * 1e9)
         self._due_ns: int | None = None

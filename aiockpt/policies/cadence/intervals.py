@@ -38,7 +38,7 @@ SHORTEST_STEP_S = 1e-9
 """A clock that stands still measures steps of no length; nothing is divided by that."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class IntervalLimits(msgspec.Struct, frozen=True):
     """What may not be exceeded.
 
     Attributes:
@@ -114,7 +114,7 @@ def optimal_interval_s(cost_s: float, mttf_s: float) -> float:
     return interval * mttf_s
 
 
-def choose(measured: Measured, limits: Limits, current: Interval | None = None) -> Interval:
+def choose(measured: Measured, limits: IntervalLimits, current: Interval | None = None) -> Interval:
     """Return the interval for what was *measured*: the *current* one while it is still good.
 
     One that a rule forbids is raised at once. One that is longer than needed is shortened only beyond `BAND`, so that
@@ -147,7 +147,7 @@ def _whole(steps: float) -> int:
 # ---------------------------------------------------------------------- in words
 
 
-def describe(interval: Interval, seen: Measured, limits: Limits, overdrawn_s: float) -> str:
+def describe(interval: Interval, seen: Measured, limits: IntervalLimits, overdrawn_s: float) -> str:
     """Say what the interval is, which rule makes it so, and what was *seen*.
 
     Args:
@@ -163,7 +163,7 @@ def describe(interval: Interval, seen: Measured, limits: Limits, overdrawn_s: fl
     return f"{head} {_reason(interval, seen, limits)} {_measured(seen)}{_overdrawn(interval, overdrawn_s, limits)}"
 
 
-def _reason(interval: Interval, seen: Measured, limits: Limits) -> str:
+def _reason(interval: Interval, seen: Measured, limits: IntervalLimits) -> str:
     match interval.rule:
         case "overhead":
             share = f"{100 * limits.max_overhead:.3g} %"
@@ -189,7 +189,7 @@ def _measured(seen: Measured) -> str:
     )
 
 
-def _overdrawn(interval: Interval, seconds: float, limits: Limits) -> str:
+def _overdrawn(interval: Interval, seconds: float, limits: IntervalLimits) -> str:
     pay_back_s = seconds / limits.max_overhead
     if pay_back_s <= interval.seconds:
         return ""  # the interval is long enough
