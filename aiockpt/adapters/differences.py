@@ -58,6 +58,14 @@ _ADVICE = (
 )
 
 
+class Apart(msgspec.Struct, frozen=True, eq=False):
+    """A tensor that shares memory with others, and what is read for it."""
+
+    name: str
+    live: torch.Tensor
+    read: torch.Tensor
+
+
 def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShard], list[Callable[[], None]]]:
     """Return *wanted* with memory of their own for those that overlap, and what puts these in place when they are filled.
 
@@ -66,13 +74,14 @@ def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShar
     """
     apart = list(wanted)
     steps: list[Callable[[], None]] = []
-    for cluster in _clusters(wanted):
-        for number in cluster:
-            data = wanted[number].data
-            read = torch.empty(data.shape, dtype=data.dtype, device=data.device)
-            apart[number] = msgspec.structs.replace(wanted[number], data=read)
-        pairs = [(wanted[number].name, wanted[number].data, apart[number].data) for number in cluster]
-        steps.append(partial(_put_together, pairs, where))
+    for numbers in _clusters(wanted):
+        cluster = []
+        for number in numbers:
+            shard = wanted[number]
+            read = torch.empty(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
+            apart[number] = msgspec.structs.replace(shard, data=read)
+            cluster.append(Apart(shard.name, shard.data, read))
+        steps.append(partial(_put_together, cluster, where))
     return apart, steps
 
 
@@ -116,26 +125,26 @@ def _share(cluster: list[int], wanted: Sequence[TensorShard]) -> bool:
     return len(cluster) > 1 or any(not has_memory_of_its_own(wanted[number].data) for number in cluster)
 
 
-def _put_together(cluster: list[tuple[str, torch.Tensor, torch.Tensor]], where: str) -> None:
-    """Copy all of a cluster into place: names, the tensors that are here, and what was read for them.
+def _put_together(cluster: list[Apart], where: str) -> None:
+    """Copy all of a cluster into place.
 
     Raises:
         StateMismatchError: they have different values for the same memory.
     """
-    spans = [span_of(live) for _, live, _ in cluster]
+    spans = [span_of(one.live) for one in cluster]
     base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
-    trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0][1].device)
-    views = [_view_at(live, base, trial) for _, live, _ in cluster]
-    for view, (_, _, read) in zip(views, cluster, strict=True):
-        _copy(read, view)
-    for view, (name, _, read) in zip(views, cluster, strict=True):
-        if not torch.equal(_bits(view), _bits(read)):
-            others = ", ".join(other for other, _, each in cluster if each is not read)
+    trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0].live.device)
+    views = [_view_at(one.live, base, trial) for one in cluster]
+    for view, one in zip(views, cluster, strict=True):
+        _copy(one.read, view)
+    for view, one in zip(views, cluster, strict=True):
+        if not torch.equal(_bits(view), _bits(one.read)):
+            others = ", ".join(other.name for other in cluster if other is not one)
             shared = f"shares a part of its memory with {others}" if others else "its elements share memory"
-            raise StateMismatchError(where, [f"{name}: {shared}, and was saved with other values"], _ADVICE)
-    for _, live, read in cluster:
-        with torch.inference_mode(live.is_inference()), torch.no_grad():
-            _copy(read, live)
+            raise StateMismatchError(where, [f"{one.name}: {shared}, and was saved with other values"], _ADVICE)
+    for one in cluster:
+        with torch.inference_mode(one.live.is_inference()), torch.no_grad():
+            _copy(one.read, one.live)
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:

@@ -118,20 +118,10 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 
 
 def plain_facts(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype code and shape of an ordinary tensor whose memory is its value; None where `hold` must look closer."""
-    if (
-        type(tensor) not in ORDINARY
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
-        or tensor.is_meta
-        or is_lazy(tensor)
-        or not _has_memory(tensor)
-        or tensor.dtype in _PACKED
-        or tensor.dim() > MAX_RANK
-    ):
+    """Return dtype code and shape of a tensor whose memory is its value; None where `hold` must look closer."""
+    if not is_plain(tensor) or is_lazy(tensor) or tensor.dtype in _PACKED:
         return None
-    code = _CODES.get(tensor.dtype)
-    return None if code is None else (code, tuple(tensor.shape))
+    return dtype_code(tensor.dtype), tuple(tensor.shape)
 
 
 def shards_of(
@@ -214,8 +204,9 @@ def may_spread() -> bool:
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that have this rank's elements of *tensor*: itself, when it is plain; none of a lazy parameter."""
     if is_spread(tensor):
-        pieces = () if is_dtensor(tensor) else hold_sharded_tensor(tensor).pieces
-        return [local_of(tensor)] if is_dtensor(tensor) else [piece.local for piece in pieces]
+        if is_dtensor(tensor):
+            return [local_of(tensor)]
+        return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
     return [] if is_uninitialized(tensor) else [tensor]
 
 

@@ -267,23 +267,37 @@ def finish(
             found,
             place.backend.url,
         )
-    changes = _config_changes(engine, manifest)
-    result = LoadResult(
+    result = emit_loaded(
+        engine,
+        target,
+        traffic,
+        begun_ns,
+        saved_ns=manifest.created_ns,
         step=manifest.step,
         id=manifest.id,
         generation=manifest.generation,
+        url=place.backend.url,
+        skipped=tuple(skipped),
+        config_changes=_config_changes(engine, manifest),
+    )
+    return Filled(result, target)
+
+
+def emit_loaded(
+    engine: Engine, target: LoadTarget, traffic: Traffic, begun_ns: int, *, saved_ns: int = 0, **origin: Any
+) -> LoadResult:
+    """Notify observers of a load that is whole, and return its result; *origin* has the fields that say what was loaded."""
+    result = LoadResult(
+        **origin,
         bytes=sum(shard.nbytes for shard in target.wanted),
         read_bytes=traffic.read_bytes,
         received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
-        url=place.backend.url,
-        skipped=tuple(skipped),
         missing=target.missing,
         unexpected=target.unexpected,
         differences=(*target.problems, *target.told),
         left_out=target.left_out,
         renamed=target.renamed,
-        config_changes=changes,
     )
     engine.emit(
         Loaded(
@@ -292,11 +306,11 @@ def finish(
             bytes=result.bytes,
             read_bytes=result.read_bytes,
             seconds=result.seconds,
-            saved_ns=manifest.created_ns,
+            saved_ns=saved_ns,
             forked_from=engine.lineage.origin,
         )
     )
-    return Filled(result, target)
+    return result
 
 
 def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:

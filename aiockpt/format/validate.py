@@ -490,22 +490,10 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
     below = read_below(header.metadata)
     entries = [entry for entry in header.entries if entry.end > entry.start]
     starts = [header.data_start + entry.start for entry in entries]
-    cursor = position = 0
+    cursor = 0
     for name, piece in placed:
         if piece.start == piece.end:
             continue
-        if (
-            position < len(starts) and piece.start == starts[position] >= cursor
-        ):  # a tensor beside a tensor, as most are
-            entry, dtype = entries[position], m.tensors[name].dtype
-            written = f"{below}.{entry.name}" if below else entry.name
-            if (
-                (written, entry.dtype, entry.shape) == (name, dtype, piece.sizes)
-                and piece.end - piece.start == entry.end - entry.start
-                and is_native(dtype)
-            ):
-                cursor, position = piece.end, position + 1
-                continue
         position = bisect_right(starts, piece.start) - 1
         problem = "lies before the payload" if position < 0 else None
         if piece.start < cursor:
@@ -515,7 +503,7 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
         )
         if problem:
             raise CorruptionError(f"{path}: {name!r} {problem}", key=path, offset=piece.start, tensors=(name,))
-        cursor, position = piece.end, position + 1
+        cursor = piece.end
 
 
 def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int, below: str) -> str | None:

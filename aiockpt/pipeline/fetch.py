@@ -150,6 +150,7 @@ class StepFiles:
         self._check_headers = check_headers
         self._now_ns = now_ns
         self._decoding = Limiter("header", 1)
+        self._searching = anyio.Lock()
         self._opened: dict[tuple[int, int], _OpenFile | CheckpointError] = {}
         self._opening: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         self._logged: set[tuple[int, int]] = set()
@@ -196,10 +197,10 @@ class StepFiles:
             return await self._read_from(0, index, offset, into)
         except (CorruptionError, StorageError) as error:
             others = await self._others()
-            if others and not await self._read_from_any(others, index, offset, into, error):
-                await self._read_each_block(index, offset, into, error)
-            elif not others:
+            if not others:
                 raise
+            if not await self._read_from_any(others, index, offset, into, error):
+                await self._read_each_block(index, offset, into, error)
             return 0
 
     async def _read_each_block(
@@ -249,7 +250,7 @@ class StepFiles:
 
     async def _others(self) -> Sequence[int]:
         """Return the numbers of the other copies, which are searched for once."""
-        async with self._opening[-1]:
+        async with self._searching:
             if self._elsewhere is not None:
                 self._copies += await self._elsewhere()
                 self._elsewhere = None

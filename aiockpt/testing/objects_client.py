@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from aiockpt.backends.ranges import Progress, check_range
 from aiockpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
@@ -157,17 +158,14 @@ class ObjectUpload:
         self._store = store
         self._wire = wire
         self._key = key
-        self._size = size
+        self._progress = Progress(key, size)
         self._upload_id = upload_id
         self._creating = creating
         self._parts: dict[int, tuple[int, str]] = {}
-        self._over = False
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        self._check_open()
-        size = sum(run.nbytes for run in runs)
-        if offset < 0 or offset + size > self._size:
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
+        self._progress.check_open()
+        size = self._progress.check_block(offset, runs)
         trouble = self._wire.meet("PART", self._key) if size else None
         sent = runs[: len(runs) // 2] if trouble == "reset" else runs
         if seen is not None:
@@ -181,10 +179,9 @@ class ObjectUpload:
         self._parts[offset] = (size, etag)
 
     async def finish(self) -> None:
-        self._check_open()
-        written_bytes = sum(size for size, _ in self._parts.values())
-        if written_bytes != self._size:
-            raise UsageError(f"{self._key!r}: {written_bytes} of {self._size} bytes were written before finish()")
+        self._progress.check_open()
+        self._progress.written_bytes = sum(size for size, _ in self._parts.values())
+        self._progress.check_whole()
         if self._upload_id is None:
             await self._wire.ask("PUT-NEW", self._key, lambda: self._store.put(self._key, b"", only_new=True))
         else:
@@ -196,7 +193,7 @@ class ObjectUpload:
         self._close()
 
     async def abort(self) -> None:
-        if self._over:
+        if self._progress.over:
             return
         self._close()
         if self._upload_id is not None:
@@ -211,12 +208,8 @@ class ObjectUpload:
             self._store.abort_upload(self._upload_id)
 
     def _close(self) -> None:
-        self._over = True
+        self._progress.over = True
         self._creating.discard(self._key)
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise UsageError(f"{self._key!r} was finished or aborted; create it again")
 
 
 class ObjectReader:
@@ -237,12 +230,7 @@ class ObjectReader:
         if self._closed:
             raise UsageError(f"{self._key!r} was closed; open it again")
         wanted = sum(view.nbytes for view in into)
-        if offset < 0:
-            raise UsageError(f"{self._key!r}: there is no byte {offset}")
-        if offset + wanted > self._size:
-            raise StorageError(
-                f"{self._key!r} ends at byte {self._size}, and more was asked for: it is truncated", key=self._key
-            )
+        check_range(self._key, offset, wanted, self._size)
         trouble = self._wire.meet("GET", self._key)
         in_the_middle = trouble in ("reset", "partial_body")
         on_the_way = None if in_the_middle or trouble in _OF_BODIES else trouble

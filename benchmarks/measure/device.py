@@ -91,7 +91,7 @@ class Run:
         self.ckpt = aiockpt.Checkpointer(
             place,
             retention=aiockpt.Retention(last=1),
-            io=aiockpt.IO(pool_bytes=2 * size_bytes + 256 * MIB),
+            limits=aiockpt.Limits(io=aiockpt.IO(pool_bytes=2 * size_bytes + 256 * MIB)),
             observers=[self],
             world=World(accelerator=device.accelerator),
         )

@@ -91,7 +91,9 @@ class _Way:
             far = Retrying(S3Backend(url, endpoint_url=server[0], region="us-east-1")) if server else open_backend(url)
             self.far = _Gated(far, self.gate)
             tiers.append(aiockpt.Tier(self.far, **tier))
-        self.checkpointer = aiockpt.Checkpointer(tiers, observers=[self], io=aiockpt.IO(pool_bytes=POOL_BYTES))
+        self.checkpointer = aiockpt.Checkpointer(
+            tiers, observers=[self], limits=aiockpt.Limits(io=aiockpt.IO(pool_bytes=POOL_BYTES))
+        )
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Promoted):

@@ -62,12 +62,12 @@ def streaming(turn: Turn, outcome: Outcome) -> None:
         state = states.build(turn.size_bytes)
         saved = states.digests(state)
         watch = _Watch()
-        with aiockpt.Checkpointer(f"{url}/run", io=io, observers=[watch]) as ckpt:
+        with aiockpt.Checkpointer(f"{url}/run", limits=aiockpt.Limits(io=io), observers=[watch]) as ckpt:
             before = _begin()
             result = ckpt.save(1, state).result(DEADLINE_S)
             save_peak = _status_bytes("VmHWM") - before
         states.clear(state)
-        with aiockpt.Checkpointer(f"{url}/run", io=io, observers=[watch]) as ckpt:
+        with aiockpt.Checkpointer(f"{url}/run", limits=aiockpt.Limits(io=io), observers=[watch]) as ckpt:
             before = _begin()
             ckpt.load(state, 1).result(DEADLINE_S)
             load_peak = _status_bytes("VmHWM") - before
@@ -92,7 +92,7 @@ def streaming(turn: Turn, outcome: Outcome) -> None:
 
 def _load_libraries(url: str, io: aiockpt.IO) -> None:
     """Save and load something small: what libraries need is no memory of a save."""
-    with aiockpt.Checkpointer(url, io=io) as ckpt:
+    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=io)) as ckpt:
         small = {"x": torch.zeros(1024)}
         ckpt.save(1, small).result(DEADLINE_S)
         ckpt.load(small, 1).result(DEADLINE_S)

@@ -22,11 +22,9 @@ from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
 from aiockpt.convert.source import Source, open_source
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator, LoadRound
-from aiockpt.engine.load import Filled, LoadRequest
+from aiockpt.engine.load import Filled, LoadRequest, Traffic, emit_loaded
 from aiockpt.errors import StateMismatchError, UsageError
-from aiockpt.events import Loaded
 from aiockpt.format.names import join_name
-from aiockpt.futures import LoadResult
 from aiockpt.pipeline.scatter import byte_view
 from aiockpt.redaction import redact
 from aiockpt.runtime.limits import run_blocking
@@ -98,29 +96,8 @@ class ForeignFork:
 
             read_bytes = await self._on_all(self._loads[1], fill)
         engine.lineage.begin_from_foreign(self._where)
-        result = LoadResult(
-            step=-1,
-            id="",
-            generation=0,
-            bytes=sum(shard.nbytes for shard in target.wanted),
-            read_bytes=read_bytes,
-            seconds=engine.since_s(begun_ns),
-            url=redact(self._where),
-            missing=target.missing,
-            unexpected=target.unexpected,
-            differences=(*target.problems, *target.told),
-            renamed=target.renamed,
-        )
-        engine.emit(
-            Loaded(
-                at_ns=engine.now_ns(),
-                step=-1,
-                bytes=result.bytes,
-                read_bytes=read_bytes,
-                seconds=result.seconds,
-                forked_from=engine.lineage.origin,
-            )
-        )
+        traffic, where = Traffic(read_bytes), redact(self._where)
+        result = emit_loaded(engine, target, traffic, begun_ns, step=-1, id="", generation=0, url=where)
         return Filled(result, target, agree=engine.world_size > 1)
 
     async def _on_all(self, load: LoadRound, work: Callable[[], Awaitable[T]]) -> T:
