@@ -115,8 +115,8 @@ CHANGES = {
     "append child": "model.append(nn.Linear(4, 4))",
     "hide buffer": "model[1]._non_persistent_buffers_set.add('running_var')",
     "new parameter dict": "model[0]._parameters = {'weight': nn.Parameter(torch.ones(1))}",
-    "hook": "model[2][0]._register_state_dict_hook(more)",
-    "new hook dict": "model[2][0]._state_dict_hooks = OrderedDict({1: more})",
+    "hook": "model[2][0]._register_state_dict_hook(say_more)",
+    "new hook dict": "model[2][0]._state_dict_hooks = OrderedDict({1: say_more})",
     "override saving": "model.state_dict = lambda: {'w': ONE}",
     "override loading": "model.load_state_dict = lambda found: None",
     "new attributes": "model[2][0].__dict__ = {**vars(model[2][0]), '_parameters': {'weight': nn.Parameter(ONE)}}",
@@ -158,7 +158,7 @@ def change(state: Job, name: str) -> None:
     exec(CHANGES[name], globals(), {**state, "state": state})
 
 
-def more(module: nn.Module, found: Any, *_: Any) -> None:
+def say_more(module: nn.Module, found: Any, *_: Any) -> None:
     found.update(more=ONE)
 
 
@@ -259,6 +259,7 @@ def test_a_value_of_optimizer_state_that_is_renamed_is_not_overlooked() -> None:
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(list(CHANGES)), min_size=2, max_size=6, unique=True))
 @example(["new state", "hook optimizer", "new groups"])
+@example(["add key", "hook"])
 def test_no_sequence_of_changes_is_overlooked(names: list[str]) -> None:
     state, walker = job(), StateWalker()
     walker.walk(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -116,7 +117,9 @@ def changed(store: ObjectStore, key: str, body: bytes) -> ObjectStore:
     return store
 
 
-def fetcher_of(backend: Backend, *, verify: bool = True, others: Sequence[Backend] = ()) -> tuple[Fetcher, list[int]]:
+def fetcher_of(
+    backend: Backend, *, verify: bool = True, others: Sequence[Backend] = (), read_bytes: int = BLOCK
+) -> tuple[Fetcher, list[int]]:
     """Return a fetcher of step 1's data, and how many others there were each time that it asked for them."""
     asked: list[int] = []
 
@@ -129,7 +132,7 @@ def fetcher_of(backend: Backend, *, verify: bool = True, others: Sequence[Backen
         asked.append(len(others))
         return [StepCopy(other, manifest) for other in others]
 
-    return Fetcher(backend, manifest, [], read_bytes=BLOCK, verify=verify, elsewhere=elsewhere), asked
+    return Fetcher(backend, manifest, [], read_bytes=read_bytes, verify=verify, elsewhere=elsewhere), asked
 
 
 def test_a_data_file_that_is_longer_than_it_was_is_corruption() -> None:
@@ -159,6 +162,22 @@ def test_where_two_blocks_are_damaged_the_other_copies_are_looked_for_once() -> 
         body[at] ^= 1
     fetcher, asked = fetcher_of(ObjectsBackend(changed(store, key, bytes(body))), others=[ObjectsBackend(whole)])
     run_inline(lambda: fetcher.verify_file(0))
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["another block", "the same block"])
+def test_where_each_copy_lacks_a_block_of_one_read_the_blocks_come_from_both(both: bool) -> None:
+    store, key, size = store_with_a_step()
+    other, _, _ = store_with_a_step()
+    here, there = bytearray(store.objects[key].body), bytearray(store.objects[key].body)
+    here[-1] ^= 1
+    there[-1 if both else -BLOCK - 1] ^= 1
+    other.objects[key] = msgspec.structs.replace(store.objects[key], body=bytes(there))
+    fetcher, asked = fetcher_of(
+        ObjectsBackend(changed(store, key, bytes(here))), others=[ObjectsBackend(other)], read_bytes=size + BLOCK
+    )
+    with pytest.raises(CorruptionError, match="is not what was saved") if both else nullcontext():
+        run_inline(lambda: fetcher.verify_file(0))
     assert asked == [1]
 
 
