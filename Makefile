@@ -17,6 +17,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 JOBS ?= 4
+# Where it is set, each program of the tests compiles this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -48,7 +50,7 @@ demo: $(BIN)/.installed
 	$(BIN)/aiockpt demo $(ARGS)
 
 test: lint types layers
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 QUICK := tests/crash/test_damage.py tests/crash/test_power_cut.py tests/format tests/state tests/planning tests/adapters \
 	tests/pipeline tests/storage tests/engine/test_save_load.py tests/engine/test_failures.py tests/backends/test_local.py

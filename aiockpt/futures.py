@@ -1,8 +1,7 @@
-"""Futures of saves, loads and other operations, and their results.
+"""Futures of saves, loads and other operations, and their results; `aiockpt.runtime.promise` resolves them.
 
 Each can be awaited from any event loop (asyncio, trio), waited for with ``.result(timeout)``, given callbacks, or ignored.
-Waiting never owns the work: a wait that is cancelled or timed out leaves the save running; only ``.cancel()`` cancels. The
-side that resolves them is `aiockpt.runtime.promise`.
+Waiting never owns the work: a wait that is cancelled or timed out leaves the save running; only ``.cancel()`` cancels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class LoadResult(msgspec.Struct, frozen=True):
         bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it, *received_bytes* came from
             other ranks of the ``load_group``, which had read them.
         seconds: from the call to the last verified block.
-        skipped: (step id, reason) of newer steps that were skipped.
+        skipped: (step id, reason) of steps that were skipped on the way.
         url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
         missing, unexpected: names that the checkpoint lacks, and that were not wanted (``strict=False``).
         differences: in words, what the load removed (plain values that only the state had) or replaced because it could
@@ -67,10 +66,9 @@ class Stage(Generic[T]):
 
     def done(self) -> bool:
         """Return whether the point was reached or the work has failed."""
-        done = self._promise.is_settled
-        if done:
-            self._promise.look_again()
-        return done
+        if self._promise.is_settled:
+            self._promise.recheck()
+        return self._promise.is_settled
 
     def result(self, timeout: float | None = None) -> T:
         """Wait up to *timeout* seconds (None: for ever) and return the value, or raise what went wrong.
@@ -85,8 +83,8 @@ class Stage(Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait up to *timeout* seconds and return what went wrong, or None."""
         self._wait_here(timeout)
-        self._promise.told = True
-        return self._promise.error or self._promise.look_again()
+        self._promise.retrieved = True
+        return self._promise.error or self._promise.recheck()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -95,18 +93,18 @@ class Stage(Generic[T]):
         promise = self._promise
         if promise.is_settled:
             return
-        promise.hurry()
+        promise.expedite()
         refuse_in_event_loop(f"waiting for the {promise.what}", "await the future")
         if not promise.wait_anyway(timeout):
             raise TimeoutError(f"{promise.what}: not reached within {timeout} s; the work goes on")
 
     async def _wait(self) -> T:
-        self._promise.hurry()
+        self._promise.expedite()
         await self._promise.settled()
         return self._value()
 
     def _value(self) -> T:
-        return self._promise.tell()
+        return self._promise.retrieve()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._promise.what}: {self._progress()}>"
@@ -218,13 +216,6 @@ class LoadFuture(Future[T]):
         super().__init__(promise)
         self._load = promise
 
-    def _wait_here(self, timeout: float | None) -> None:
-        try:
-            super()._wait_here(timeout)
-        except BlockingCallError:
-            self._load.refused = True
-            raise
-
     def cancel(self) -> bool:
         """Ask the load to stop, from any thread; return False when it is done already.
 
@@ -240,19 +231,23 @@ class LoadFuture(Future[T]):
         self._load.waited_for |= error is not None
         return error
 
-    def _value(self) -> T:
-        self._load.waited_for = True
-        if not self._load.has_failed:
-            agreed = self._load.finish()
-            if agreed is not None:
-                Stage(agreed).result()
-        return self._load.tell()
+    def _wait_here(self, timeout: float | None) -> None:
+        try:
+            super()._wait_here(timeout)
+        except BlockingCallError:
+            self._load.refused = True
+            raise
 
     async def _wait(self) -> T:
         self._load.waited_for = True
-        self._load.hurry()
+        self._load.expedite()
         await self._load.settled()
-        agreed = None if self._load.has_failed else self._load.finish()
-        if agreed is not None:  # other ranks may need this very loop to get there
+        if (agreed := self._load.finish()) is not None:  # other ranks may need this very loop to get there
             await agreed.settled()
         return self._value()
+
+    def _value(self) -> T:
+        self._load.waited_for = True
+        if (agreed := self._load.finish()) is not None:
+            Stage(agreed).result()
+        return self._load.retrieve()

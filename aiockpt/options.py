@@ -58,26 +58,17 @@ def check_amount(call: str, name: str, value: object, unit: str, *, optional: bo
         refuse_value(call, name, value, f"more than 0{unit}" + (", or None" if optional else ""))
 
 
+_LAST = (
+    *("max_to_keep", "keep_last", "keep_last_n", "keep", "last", "max_keep", "keep_latest_k"),
+    *("save_total_limit", "total_limit"),
+)
+_EVERY = ("save_interval_steps", "save_steps", "save_interval", "save_every", "interval", "every_n_train_steps")
 CALLED_ELSEWHERE = {
-    "max_to_keep": "retention=aiockpt.Retention(last=N)",
-    "keep_last": "retention=aiockpt.Retention(last=N)",
-    "keep_last_n": "retention=aiockpt.Retention(last=N)",
-    "keep": "retention=aiockpt.Retention(last=N)",
-    "last": "retention=aiockpt.Retention(last=N)",
-    "max_keep": "retention=aiockpt.Retention(last=N)",
-    "best": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))",
+    **dict.fromkeys(_LAST, "retention=aiockpt.Retention(last=N)"),
+    **dict.fromkeys(("best", "save_top_k"), "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))"),
     "monitor": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N)), and save(…, metrics={'loss': loss})",
-    "keep_latest_k": "retention=aiockpt.Retention(last=N)",
-    "save_total_limit": "retention=aiockpt.Retention(last=N)",
-    "total_limit": "retention=aiockpt.Retention(last=N)",
-    "save_top_k": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))",
     "keep_period": "retention=aiockpt.Retention(every=N)",
-    "save_interval_steps": "every=N, and ckpt.step(step, state)",
-    "save_steps": "every=N, and ckpt.step(step, state)",
-    "save_interval": "every=N, and ckpt.step(step, state)",
-    "save_every": "every=N, and ckpt.step(step, state)",
-    "interval": "every=N, and ckpt.step(step, state)",
-    "every_n_train_steps": "every=N, and ckpt.step(step, state)",
+    **dict.fromkeys(_EVERY, "every=N, and ckpt.step(step, state)"),
     "async_save": "nothing: every save runs in the background",
     "async_mode": "nothing: every save runs in the background; snapshot='lazy' shortens the call",
     "save_on_each_node": "Tier(path) for the disk of each node",

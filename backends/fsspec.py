@@ -56,6 +56,22 @@ PIECE_BYTES = 16 << 20
 _NOT_DURABLE = {"memory", "file", "local"}
 
 
+_OUR_SCHEMES = {"s3a": "s3", "gcs": "gs"}
+
+
+def _advice(url: str) -> str:
+    """Return what serves in place of the package that fsspec wants for *url*; nothing where that is needed."""
+    scheme, _, rest = url.partition("://")
+    if (ours := _OUR_SCHEMES.get(scheme.lower())) is not None:
+        return f". Write {ours}://{rest}, which needs no such package"
+    if scheme == "hf":
+        return (
+            f". A repository of the Hub holds weights, and no steps: with that package a run begins from them by "
+            f"load(state, fork={url!r}); without it download them, and make a step of them: aiockpt convert FOLDER RUN"
+        )
+    return ""
+
+
 class FsspecBackend:
     """Objects below the path of *url*.
 
@@ -86,7 +102,7 @@ class FsspecBackend:
         try:
             self._kind = fsspec.get_filesystem_class(self._protocol)
         except (ImportError, ValueError) as error:
-            raise UsageError(f"{url!r} cannot be opened through fsspec: {error}") from error
+            raise UsageError(f"{url!r} cannot be opened through fsspec: {error}{_advice(url)}") from error
         self._options = dict(storage_options or {})
         self._unsafe_commit = unsafe_commit
         self._token = (world or World()).token

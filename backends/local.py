@@ -29,11 +29,11 @@ from urllib.parse import quote
 import anyio
 import msgspec
 
-from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle, write_all
 from aiockpt.backends.local_mounts import explain_bucket
 from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
-from aiockpt.backends.local_upload import LocalUpload, write_all
+from aiockpt.backends.local_upload import LocalUpload
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -429,7 +429,9 @@ class LocalBackend:
             return Space(None, None)
         if not found.f_blocks:  # /proc and the like: no size is not "full"
             return Space(None, None)
-        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        # Where inodes are made as they are needed there is no number of them.
+        free_files = found.f_favail if found.f_files else None
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, free_files)
 
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
         self._cached_read_bytes += cached_bytes

@@ -157,6 +157,20 @@ class Handle:
             raise errors[0]
 
 
+def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
+    """Write *data* at *offset*, however short the single writes are. Blocking."""
+    done = 0
+    while done < data.nbytes:
+        done += check_wrote(files.pwrite(fd, data[done:], offset + done), data.nbytes - done, offset + done)
+
+
+def check_wrote(count: int, wanted: int, offset: int) -> int:
+    """Return *count*, of the bytes that a write took: a file system that took none, without an error, would hang us."""
+    if count <= 0:
+        raise OSError(errno.EIO, f"the file system took none of {wanted} bytes at offset {offset}")
+    return count
+
+
 class DirectMode:
     """Whether files are opened with O_DIRECT: required (True), forbidden (False), or tried (None) and remembered."""
 

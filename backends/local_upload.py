@@ -13,7 +13,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,27 +20,12 @@ from contextlib import suppress
 import anyio
 import numpy as np
 
-from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle, check_wrote, write_all
 from aiockpt.backends.local_tree import Tree, split_key
 from aiockpt.backends.ranges import Progress
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Seen
-
-
-def write_some(files: Files, fd: int, data: memoryview, offset: int) -> int:
-    """Write some of *data*, at least one byte: a file system that wrote none, without an error, would hang us."""
-    if (count := files.pwrite(fd, data, offset)) <= 0:
-        raise OSError(errno.EIO, f"the file system took none of {data.nbytes} bytes at offset {offset}")
-    return count
-
-
-def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
-    """Write *data* at *offset*, however short the single writes are. Blocking."""
-    done = 0
-    while done < data.nbytes:
-        done += write_some(files, fd, data[done:], offset + done)
 
 
 class LocalUpload:
@@ -76,7 +60,7 @@ class LocalUpload:
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         size = self._progress.check_block(offset, runs)
         with self._handle.use(), self._tree.errors(f"writing {size:,} bytes of", self._key):
-            await run_blocking(self._limiter, self._write_all, offset, runs, seen)
+            await run_blocking(self._limiter, self._write_runs, offset, runs, seen)
         self._progress.written_bytes += size
 
     async def finish(self) -> None:
@@ -109,19 +93,26 @@ class LocalUpload:
             if not self._tree.optional.lacks("fallocate", error):
                 raise
 
-    def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+    def _write_runs(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        """Write *runs* one after the other: pages past the page cache as far as that works, the rest through it."""
         for run in runs:
             if seen is not None:
                 seen(run)
-            self._write_run(offset, run.cast("B"))
-            offset += run.nbytes
-
-    def _write_run(self, offset: int, data: memoryview) -> None:
-        aligned = self._direct_range(offset, data)
-        write_all(self._files, self._buffered_fd, data[: aligned.start], offset)
-        written = self._write_direct(offset + aligned.start, data[aligned.start : aligned.stop])
-        done = aligned.start + written
-        write_all(self._files, self._buffered_fd, data[done:], offset + done)
+            data = run.cast("B")
+            pages = self._direct_range(offset, data)
+            done = pages.start
+            write_all(self._files, self._buffered_fd, data[:done], offset)
+            while self._direct_fd is not None and done in pages and (done - pages.start) % PAGE_BYTES == 0:
+                rest = data[done : pages.stop]
+                try:
+                    written = self._files.pwrite(self._direct_fd, rest, offset + done)
+                    done += check_wrote(written, rest.nbytes, offset + done)
+                except OSError as error:
+                    if not self._direct.refused(error, self._key):
+                        raise
+                    break
+            write_all(self._files, self._buffered_fd, data[done:], offset + done)
+            offset += data.nbytes
 
     def _direct_range(self, offset: int, data: memoryview) -> range:
         """Return which bytes of *data* can go past the page cache: whole pages at page-aligned addresses."""
@@ -131,18 +122,6 @@ class LocalUpload:
             return range(0)
         address: int = np.frombuffer(data, np.uint8).ctypes.data
         return range(start, stop) if (address + start) % PAGE_BYTES == 0 else range(0)
-
-    def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write whole pages; return how many bytes that were, fewer where the file system refuses O_DIRECT."""
-        done = 0
-        while self._direct_fd is not None and done < data.nbytes and done % PAGE_BYTES == 0:
-            try:
-                done += write_some(self._files, self._direct_fd, data[done:], offset + done)
-            except OSError as error:
-                if not self._direct.refused(error, self._key):
-                    raise
-                break
-        return done
 
     def _flush_and_close(self) -> None:
         self._files.fdatasync(self._buffered_fd)

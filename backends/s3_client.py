@@ -146,6 +146,7 @@ class Bucket:
         self._client: S3Client | None = None
         self._requests: ObjectRequests | None = None
         self._expired = False
+        self._silent: dict[str, tuple[float, float]] = {}
 
     @property
     def where(self) -> str:
@@ -262,7 +263,7 @@ class Bucket:
         if self._client is None or self._expired:
             session = AioSession(profile=self._settings.profile)
             session.register_component("data_loader", await run_blocking(self._loading, _load_descriptions))
-            guard_providers(session, f"s3://{self.name}")
+            guard_providers(session, f"s3://{self.name}", self._silent)
             for number in [number for number, (held_on, _) in _held.items() if held_on.is_closed()]:
                 del _held[number]
             number = object()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -247,7 +248,10 @@ def _from_client(error: Exception, doing: str, key: str) -> StorageError:
     return StorageError(message, key=key, retryable=isinstance(error, again))
 
 
-_BUSY_SERVICE = re.compile(r"non 200 response (?:429|5\d\d)\b|Received error when attempting|Credential refresh failed")
+_NO_ANSWER = "Received error when attempting"
+SILENT_S, FORGET_S = 5.0, 60.0
+"""How long a metadata service may give no answer at all, as where a pod starts, before it counts as dead."""
+_BUSY_SERVICE = re.compile(rf"non 200 response (?:429|5\d\d)\b|{_NO_ANSWER}|Credential refresh failed")
 _PROVIDERS = {
     "assume-role-with-web-identity": (
         "the web identity",
@@ -268,18 +272,23 @@ _PROVIDERS = {
 }
 
 
-def guard_providers(session: Any, where: str) -> None:
-    """Make the credential providers of an aiobotocore *session* fail with errors of ours; *where* is for messages."""
+def guard_providers(session: Any, where: str, silent: dict[str, tuple[float, float]]) -> None:
+    """Make the credential providers of an aiobotocore *session* fail with errors of ours.
+
+    Args:
+        where: for messages.
+        silent: since when, and when last, the service of a provider gave no answer; kept for the next session.
+    """
     for provider in session.get_component("credential_provider").providers:
-        _guard(provider, where)
+        _guard(provider, where, silent)
 
 
-def _guard(provider: Any, where: str) -> None:
+def _guard(provider: Any, where: str, silent: dict[str, tuple[float, float]]) -> None:
     load, busy = provider.load, _note_busy(provider)
 
     async def guarded() -> Any:
         busy.clear()
-        with _provider_errors(provider.METHOD, where):
+        with _provider_errors(provider.METHOD, where, silent):
             credentials = await load()
         if credentials is None and busy:
             raise StorageError(_words(provider.METHOD, where, f"it answers HTTP {busy[-1]}"), retryable=True)
@@ -287,7 +296,7 @@ def _guard(provider: Any, where: str) -> None:
             renew = credentials.get_frozen_credentials
 
             async def get_frozen_credentials() -> Any:
-                with _provider_errors(provider.METHOD, where):
+                with _provider_errors(provider.METHOD, where, silent):
                     return await renew()
 
             credentials.get_frozen_credentials = get_frozen_credentials
@@ -316,15 +325,25 @@ def _note_busy(provider: Any) -> list[int]:
 
 
 @contextmanager
-def _provider_errors(method: str, where: str) -> Iterator[None]:
+def _provider_errors(method: str, where: str, silent: dict[str, tuple[float, float]]) -> Iterator[None]:
+    """Raise ours for what a provider raises in the block; a service that gives no answer is retryable for `SILENT_S`."""
+    begun_s = monotonic()
     try:
         yield
+        silent.pop(method, None)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  files, commands, JSON, HTTP: each provider has its own
-        message = _words(method, where, str(error) or type(error).__name__)
-        kind = StorageError if _is_busy_service(error) else StorageAccessError
-        raise kind(message, retryable=kind is StorageError) from redact_error(error)
+        said = str(error) or type(error).__name__
+        if not isinstance(error, BotoCoreError | OSError):  # what Python says of nonsense begins with a quoted type
+            said = f"{type(error).__name__}: {said}"
+        since_s, last_s = silent.pop(method, (begun_s, begun_s))
+        since_s = begun_s if begun_s - last_s > FORGET_S else since_s
+        is_dead = _NO_ANSWER in said and monotonic() - since_s > SILENT_S
+        if _NO_ANSWER in said:
+            silent[method] = since_s, monotonic()
+        kind = StorageError if _is_busy_service(error) and not is_dead else StorageAccessError
+        raise kind(_words(method, where, said), retryable=kind is StorageError) from redact_error(error)
 
 
 def _is_busy_service(error: Exception) -> bool:

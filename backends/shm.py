@@ -121,7 +121,7 @@ class ShmBackend:
         mounted = await self._local.space()
         if mounted.free_bytes is None:
             return mounted
-        return Space(min(mounted.free_bytes, available_bytes()), mounted.total_bytes)
+        return Space(min(mounted.free_bytes, available_bytes()), mounted.total_bytes, mounted.free_files)
 
     async def close(self) -> None:
         """Release what no reader needs; the objects stay."""

@@ -31,7 +31,8 @@ from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.visit import Outcome, Turn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-SAMPLING_S = 0.02
+SAMPLING_S, SMOKE_SAMPLING_S = 0.02, 1.0
+"""Between two looks at the memory of a visit; those of one that does everything, whose peak means nothing, cost much."""
 KEEP_FREE_BYTES = 2 << 30
 END_S = 20.0
 """For a visit that is told to end: its servers are ended on the way out."""
@@ -160,6 +161,7 @@ def _round(plan: Plan, number: int) -> list[list[Turn]]:
                 repetitions=plan.repetitions,
                 settings=_settings(plan, scenario),
                 number=number,
+                smoke=plan.smoke,
             )
             for index, group in enumerate(groups)
             if group
@@ -210,7 +212,8 @@ def _in_subprocess(visit: list[Turn], folder: Path) -> Outcome:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
-        peak = _PeakSampler(child.pid) if any(turn.scenario == "memory" for turn in visit) else None
+        every_s = SAMPLING_S if len(visit) == 1 else SMOKE_SAMPLING_S
+        peak = _PeakSampler(child.pid, every_s) if any(turn.scenario == "memory" for turn in visit) else None
         try:
             code = child.wait(sum(SCENARIOS[turn.scenario].deadline_s for turn in visit))
         finally:
@@ -245,15 +248,16 @@ def _last_line(log: Path) -> str:
 class _PeakSampler:
     """Samples the memory of a process tree from outside, so that the measured process loses nothing to it."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, every_s: float) -> None:
         self._pid = pid
+        self._every_s = every_s
         self._peak_bytes = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
     def _sample(self) -> None:
-        while not self._stopped.wait(SAMPLING_S):
+        while not self._stopped.wait(self._every_s):
             self._peak_bytes = max(self._peak_bytes, machine.memory_bytes(self._pid))
 
     def stop(self) -> int:

@@ -93,6 +93,7 @@ time to committed; ≥ 4 × faster than DCP `async_save` (thread); 4; save/dcp-a
 time to committed; ≥ 4 × faster than DCP `async_save` (process); 4; save/dcp-async-process/durable_s; save/aiockpt/durable_s
 load, cold; ≤ 1/0.85 of the O_DIRECT read; 1.1764706; load/aiockpt/cold_s; load/floor: O_DIRECT read/direct_read_s
 load, warm; ≤ 1.5 × the preadv floor; 1.5; load/aiockpt/warm_s; PREADV
+load, warm: time beside preadv and hashes; –; ; load/aiockpt/warm_s; load/floor: warm preadv/preadv_and_hash_s
 load, warm; ≥ 5 × faster than DCP; 5; load/dcp-save/warm_s; load/aiockpt/warm_s
 training time lost per save; ≤ 1.15 × (memcpy + raw writer); 1.15; train/aiockpt/lost_s; RAW/lost_s
 step while saving, p50; ≤ 1.03 × that beside the raw writer; 1.03; train/aiockpt/saving_p50_s; RAW/saving_p50_s

@@ -19,6 +19,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         repetitions: timed saves or loads, after the first.
         settings: those of the scenario, by name.
         number: of the round.
+        smoke: show that it runs, in so few steps that the figures are worth nothing.
     """
 
     scenario: str
@@ -28,6 +29,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     repetitions: int
     settings: dict[str, Any] = {}
     number: int = 0
+    smoke: bool = False
 
 
 class Outcome(msgspec.Struct):

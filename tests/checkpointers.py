@@ -1,23 +1,30 @@
-"""Fixtures: checkpointers on every backend, a small run to save, and a gate before its copy."""
+"""Fixtures: checkpointers on every backend, a small run to save, and a gate before its copy.
+
+What needs torch is imported by the fixtures: sessions that are about pytest itself start in half the time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.pipeline import snapshot as copying
 from aiockpt.storage.backend import Backend
-from tests.lazy.copy_gate import CopyGate
-from tests.small_run import SMALL, Run
+
+if TYPE_CHECKING:
+    from tests.lazy.copy_gate import CopyGate
+    from tests.small_run import Run
 
 
 @pytest.fixture
 def run() -> Run:
+    from tests.small_run import Run
+
     return Run()
 
 
@@ -30,12 +37,17 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 @pytest.fixture
 def ckpt(backend: Backend) -> Iterator[aiockpt.Checkpointer]:
-    with aiockpt.Checkpointer(backend, io=SMALL) as checkpointer:
+    from tests.small_run import SMALL
+
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as checkpointer:
         yield checkpointer
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyGate]:
+    from aiockpt.pipeline import snapshot as copying
+    from tests.lazy.copy_gate import CopyGate
+
     gate = CopyGate()
     monkeypatch.setattr(copying, "_copy_beside", gate(copying._copy_beside))
     yield gate

@@ -5,17 +5,22 @@
 - The contract runs first: backends, format, crashes. What fails early is what matters most. Then comes what takes long, and
   short files last: workers that take a file at a time end together.
 - A test that hangs fails alone, with its traceback. It may have left threads behind that hold what the next ones need, and
-  each of those would wait for its own timeout: so the third one ends the session.
+  each of those would wait for its own timeout: so the third one ends the session. One whose `with` block or fixture then
+  hangs, too, or that is deaf to signals, ends its process, which tells all threads' tracebacks: `pytest -n` starts another.
+- All tests of HDFS run in one process of ``pytest -n``, in which they share a server: it is two of Java, and several such
+  pairs on two cores leave each other without an answer for minutes.
 - The last line says which servers were not there, and how many tests that skipped.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,6 +28,7 @@ from hypothesis import settings
 from aiockpt import redaction
 from tests.absent_servers import name_server, say_what_was_skipped
 from tests.example_counts import PROFILES
+from tests.warm.popen import install
 
 pytest_plugins = ["tests.checkpointers"]
 if find_spec("botocore"):  # the environments of `tests/real/run` have no S3 client
@@ -34,6 +40,8 @@ ROOT = Path(__file__).parents[1]
 _paths = [str(ROOT)] if "AIOCKPT_FRAMEWORK" in os.environ else [str(ROOT / "tests" / "light_torch"), str(ROOT)]
 _given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_paths, *filter(None, _given)]))
+if "AIOCKPT_FRAMEWORK" not in os.environ:
+    install()
 # Workers of `pytest -n` are told the width of the runner's terminal; what is tested prints as wide as into a pipe.
 os.environ.pop("COLUMNS", None)
 for _name in PROFILES:
@@ -54,12 +62,34 @@ LONG = (
     "stress/",
 )
 HANGS_ALLOWED = 2
+STUCK_S = 180.0
+"""How long after its timeout a test may still be ending."""
 _hangs = pytest.StashKey[int]()
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the standard error of the process, which a test's is not."""
+    config.stash[_stderr] = os.dup(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what shows the contract first, and then what takes long; the rest stays in order."""
     items.sort(key=_importance)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out a file at a time, and what needs an HDFS together."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class OneHdfs(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "hdfs" if "hdfs" in nodeid.lower() else super()._split_scope(nodeid)
+
+    return OneHdfs(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +105,21 @@ def _importance(item: pytest.Item) -> int:
     path = item.path.as_posix().rpartition("/tests/")[2]
     places = (place for place, start in enumerate(FIRST + LONG) if path.startswith(start))
     return next(places, len(FIRST + LONG))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def _end_when_stuck(item: pytest.Item) -> Generator[None]:
+    """End the process when one phase of a test has not ended long after the test's timeout."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker and marker.args else item.config.getini("timeout") or 0)
+    faulthandler.dump_traceback_later(limit_s + STUCK_S, file=item.config.stash[_stderr], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _end_when_stuck
 
 
 @pytest.hookimpl(wrapper=True)

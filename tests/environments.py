@@ -8,29 +8,47 @@ folder for them, which several checkouts can share.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-import venv
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOOLS = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
 
 
-def build(kind: str, name: str, requirements: Path) -> Path:
-    """Return the interpreter of the environment of *name*, made when it is not there."""
+def build(
+    kind: str,
+    name: str,
+    requirements: Path,
+    *,
+    python: str = sys.executable,
+    torch: str | None = None,
+    tools: Sequence[str] = TOOLS,
+) -> Path:
+    """Return the interpreter of the environment of *name*, made when it is not there.
+
+    Args:
+        python: of which interpreter it is an environment.
+        torch: its version; None takes the pinned one.
+        tools: what is installed beside aiockpt and *requirements*.
+    """
     folder = Path(os.environ.get("ENVIRONMENTS", CHECKOUT / ".bench")) / kind / name
-    python = folder / "bin" / "python"
+    made = folder / "bin" / "python"
     if (folder / ".ready").exists():
-        return python
+        return made
     print(f"building {folder}", flush=True)
-    venv.create(folder, with_pip=True, clear=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    pinned = ["--constraint", str(CHECKOUT / "constraints.txt")]
+    subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
+    pins = (CHECKOUT / "constraints.txt").read_text()
+    (folder / "pins.txt").write_text(pins if torch is None else re.sub(r"(?m)^torch==.*$", f"torch=={torch}", pins))
+    pip = [str(made), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pinned = ["--constraint", str(folder / "pins.txt")]
     index = os.environ.get("TORCH_INDEX")
     # Torch first and alone: its index must not answer for anything else.
     subprocess.run([*pip, *pinned, *(["--index-url", index] if index else []), "torch"], check=True)
-    subprocess.run([*pip, *pinned, "--editable", str(CHECKOUT), *TOOLS], check=True)
+    subprocess.run([*pip, *pinned, "--editable", str(CHECKOUT), *tools], check=True)
     if requirements.exists():
         subprocess.run([*pip, *pinned, "--requirement", str(requirements)], check=True)
     (folder / ".ready").touch()
-    return python
+    return made

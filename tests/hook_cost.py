@@ -27,7 +27,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.lazy import snapshotter
 from benchmarks.measure.calls import Training
 from tests.gates import Around
-from tests.seams import lazy_of, promise_of
+from tests.seams import promise_of, split_of
 
 CACHES_BYTES = 256 << 20
 
@@ -78,14 +78,14 @@ class Costs:
     def note(self) -> None:
         """Time what a call notes of the tensors that it leaves in place."""
         self.make_cold()
-        lazy = lazy_of(self.ckpt)
-        self.time("its note", lambda: lazy._mutability.note_versions())
+        split = split_of(self.ckpt)
+        self.time("its note", split.note_versions)
 
     def read_counters(self) -> None:
         """Read what the hook will read."""
-        lazy = lazy_of(self.ckpt)
+        split = split_of(self.ckpt)
         for _ in range(2):
-            lazy._mutability.note_versions()
+            split.note_versions()
 
 
 def main() -> None:

@@ -41,14 +41,23 @@ class Process:
         backend, world: what it was given.
     """
 
-    def __init__(self, backend: Backend, world: World, observers: tuple[Observer, ...] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        world: World,
+        observers: tuple[Observer, ...] = (),
+        *,
+        io: aiockpt.IO = TINY,
+        **options: Any,
+    ) -> None:
         self.backend = backend
         self.world = world
         self.ckpt = aiockpt.Checkpointer(
             backend,
             world=dataclasses.replace(world, make_loop=self._make_loop),
             observers=observers,
-            **dict[str, Any](io=TINY, on_error=ignore) | options,
+            limits=aiockpt.Limits(io=io),
+            **dict[str, Any](on_error=ignore) | options,
         )
 
     def _make_loop(self, name: str, on_exit: Callable[[], object]) -> InlineLoop:

@@ -14,18 +14,16 @@ import pytest
 
 import aiockpt
 from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.alone import Alone
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import Alone
-from aiockpt.engine.job import SaveJob, SaveRequest
+from aiockpt.engine.job import Capture, SaveJob, SaveRequest
 from aiockpt.engine.place import Place
-from aiockpt.engine.snapshotter import Capture
 from aiockpt.format.names import step_id
-from aiockpt.lazy.snapshotter import LazySnapshotter
-from aiockpt.lazy.state_guard import StateGuard
+from aiockpt.lazy.mutability import SplitState
+from aiockpt.lazy.snapshotter import LazySnapshotter, StateGuard
 from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import Options
 from aiockpt.pipeline import snapshot as copying
-from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import StepEntry, look_at
 from aiockpt.ranks.save import abort_attempt
 from aiockpt.runtime.promise import SavePromise
@@ -44,11 +42,6 @@ DAMAGING_ERRNOS = "aiockpt.errors._DAMAGED"
 async def no_older_generation(_: Backend, entry: StepEntry) -> StepEntry:
     """Stand in for `FALLS_BACK`, and find nothing."""
     return msgspec.structs.replace(entry, generations=(), head=None, passed=())
-
-
-def lease_prefix(step_id: str) -> str:
-    """Return what the keys of all leases of readers of a step begin with."""
-    return lease_key(step_id, "")
 
 
 def hold_up_copies(
@@ -94,9 +87,23 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
 
 def lazy_of(ckpt: aiockpt.Checkpointer) -> LazySnapshotter:
     """Return what captures the lazy saves of a checkpointer."""
-    by_call: Any = ckpt._submitter._snapshotter
-    beside: LazySnapshotter = by_call._beside
+    beside: Any = ckpt._submitter._beside
+    assert isinstance(beside, LazySnapshotter)
     return beside
+
+
+def split_of(ckpt: aiockpt.Checkpointer) -> SplitState:
+    """Return what the last lazy save of a checkpointer knows of its state: what it copied in the call, and the rest."""
+    mutability = lazy_of(ckpt)._mutability
+    split = mutability._known.find(SplitState, (False, mutability._torn))
+    assert split is not None
+    return split
+
+
+def program_of(ckpt: aiockpt.Checkpointer) -> object:
+    """Return the copies that the next save of the last state will be made by, if it stays where it is."""
+    (plan,) = ckpt._submitter._walker._plans.values()
+    return plan.known._facts[copying.CopyProgram][1]
 
 
 def _job_of(save: aiockpt.SaveFuture) -> SaveJob:

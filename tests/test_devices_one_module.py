@@ -15,7 +15,7 @@ ALLOWED = {
     "runtime/accelerator.py": "says what it is for",
     "pipeline/device_copy.py": "the copies themselves, inside a side stream",
     "adapters/rng.py": "the generators' states",
-    "adapters/matcher.py": "where a new tensor is made",
+    "adapters/value_requests.py": "where a new tensor is made",
 }
 
 

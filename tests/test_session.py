@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.absent_servers import name_server, say_what_was_skipped
 
@@ -21,6 +24,19 @@ def test_that_hangs(number):
 def test_behind_it():
     pass
 """
+SKIPS = """
+@pytest.mark.parametrize("number", range(4))
+def test_that_is_skipped(number):
+    pytest.skip("no HDFS: no java")
+"""
+WHERE = """
+import time
+import pytest
+
+@pytest.mark.parametrize("name", {names})
+def test_it(name):
+    time.sleep(0.5)
+"""
 
 
 def run_session(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -32,17 +48,45 @@ def run_session(folder: Path, tests: str, *options: str) -> subprocess.Completed
     return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_a_test_that_hangs_fails_alone(tmp_path: Path) -> None:
-    done = run_session(tmp_path, HANGS.format(count=1))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 1 passed in" in done.stdout
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A session in one process: a test that hangs, one behind it, and some that are skipped."""
+    return run_session(tmp_path_factory.mktemp("alone"), HANGS.format(count=1) + SKIPS)
 
 
-def test_a_test_that_hangs_in_a_worker_fails_alone_and_says_where_it_hung(tmp_path: Path) -> None:
-    done = run_session(tmp_path, HANGS.format(count=1), "-n", "1")
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A session of workers, with a test that hangs, and some that need an HDFS."""
+    folder = tmp_path_factory.mktemp("spread")
+    (folder / "test_hdfs_more.py").write_text(WHERE.format(names=["one", "two"]))
+    (folder / "test_other.py").write_text(WHERE.format(names=["three", "HdfsFour"]))
+    return run_session(folder, HANGS.format(count=1), "-n", "2", "--dist", "loadfile", "-v")
+
+
+def test_a_test_that_hangs_fails_alone(alone: subprocess.CompletedProcess[str]) -> None:
+    assert alone.returncode == 1, alone.stdout + alone.stderr
+    assert "1 failed, 1 passed, 4 skipped in" in alone.stdout
+
+
+def test_a_test_that_hangs_in_a_worker_fails_alone_and_says_where_it_hung(
+    spread: subprocess.CompletedProcess[str],
+) -> None:
+    assert spread.returncode == 1, spread.stdout + spread.stderr
+    assert "1 failed, 5 passed in" in spread.stdout
+    assert "time.sleep(30)" in spread.stdout
+
+
+def test_a_test_that_never_ends_ends_its_process_and_says_where_each_thread_is(tmp_path: Path) -> None:
+    tests = HANGS.format(count=1).replace(
+        "    time.sleep(30)", "    try:\n        time.sleep(30)\n    finally:\n        hang()"
+    )
+    tests = (
+        f"import tests.conftest\ntests.conftest.STUCK_S = 1.0\n\ndef hang():\n    while True: time.sleep(1)\n{tests}"
+    )
+    done = run_session(tmp_path, tests, "-n", "1", "--max-worker-restart", "0")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 1 passed in" in done.stdout
-    assert "time.sleep(30)" in done.stdout
+    assert "crashed while running 'test_some.py::test_that_hangs[0]'" in done.stdout
+    assert "in hang" in done.stderr
 
 
 def test_the_third_test_that_hangs_ends_the_session(tmp_path: Path) -> None:
@@ -60,12 +104,16 @@ def test_what_shows_the_contract_runs_first_and_what_is_short_last() -> None:
     assert found == [files[2], files[0], files[1]]
 
 
-def test_a_session_says_which_servers_were_not_there(tmp_path: Path) -> None:
-    skip = "import pytest\n\n@pytest.mark.parametrize('n', range(4))\ndef test_it(n):\n    pytest.skip('no HDFS: no java')\n"
-    done = run_session(tmp_path, skip)
-    assert "not there, and skipped for it: HDFS (4 tests; make test-hdfs fetches what it needs)" in done.stdout
+def test_a_session_says_which_servers_were_not_there(alone: subprocess.CompletedProcess[str]) -> None:
+    assert "not there, and skipped for it: HDFS (4 tests; make test-hdfs fetches what it needs)" in alone.stdout
 
 
 def test_a_skip_for_another_reason_names_no_server() -> None:
     assert name_server("Skipped: the index is one object") is None
     assert say_what_was_skipped({}) == ""
+
+
+def test_what_needs_an_hdfs_runs_in_one_process(spread: subprocess.CompletedProcess[str]) -> None:
+    shown = re.findall(r"^\[(gw\d)\].*::test_it\[(\w+)\]", spread.stdout, re.MULTILINE)
+    where = {name: worker for worker, name in shown}
+    assert where["one"] == where["two"] == where["HdfsFour"] != where["three"]

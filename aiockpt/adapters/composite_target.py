@@ -6,7 +6,7 @@ are filled where they lie. Of what is quantised or sparse the scales and the ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,12 +32,11 @@ from aiockpt.adapters.composites import (
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.tensors import dtype_code, is_plain
+from aiockpt.adapters.value_requests import Thunk
 from aiockpt.errors import StateMismatchError
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
-
-Thunk = Callable[[], Any]
 
 
 def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk | None:
@@ -50,7 +49,7 @@ def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk 
         None, and a note, where it does not fit.
     """
     if not isinstance(live, torch.Tensor):
-        return matcher.value(path, node)
+        return matcher.values.request(path, node)
     if not is_composite(live) or is_dtensor(live) is not (node[TAG] == SPREAD):
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
@@ -70,7 +69,7 @@ def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.T
     if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
         return _ask_new_spread(path, like, node, matcher) or (lambda: live)
     # As it was saved, type included: the type here now may differ from the later one (LBFGS's step size).
-    return matcher.value(path, node, live, fresh=True)
+    return matcher.values.fresh(path, node, live)
 
 
 def load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> None:
@@ -89,7 +88,7 @@ def load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher)
 
 
 def _ask_codec(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk:
-    value = matcher.value(path, node, fresh=True)
+    value = matcher.values.fresh(path, node)
 
     def replace() -> None:
         made = value()
@@ -134,7 +133,7 @@ def _ask_new_spread(path: Path, like: Any, node: Mapping[str, Any], matcher: Mat
     key = _find_part(path, like, node, matcher) if boxes_of(like, path) else None
     if key is None:
         return None
-    local = matcher.value((*path, f"@{key}"), node["parts"][key])
+    local = matcher.values.request((*path, f"@{key}"), node["parts"][key])
     from torch.distributed.tensor import DTensor
 
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
@@ -198,7 +197,9 @@ def _ask_new(
 ) -> Thunk:
     cls = class_to_make(written, path, cls or type(like))
     tensors = {key: _ask_part((*path, key), node, like, matcher) for key, node in written.tensors.items()}
-    facts: Thunk = (lambda: here.facts) if written.shown is not None else matcher.value((*path, FACTS), written.facts)
+    facts: Thunk = (
+        (lambda: here.facts) if written.shown is not None else matcher.values.request((*path, FACTS), written.facts)
+    )
     return lambda: make(written, path, cls, {key: part() for key, part in tensors.items()}, facts())
 
 
@@ -211,7 +212,7 @@ def _misfit(live: torch.Tensor, here: Parts, written: CompositeNode, path: Path,
         return None
     if here.cls != written.cls:
         return f"{mine} in the state, {there} in the checkpoint"
-    known = matcher.encode_facts(lambda encoder: write_facts(here, path, encoder))
+    known = write_facts(here, path, matcher.values.encoder())
     saved = {SHOWN_FACTS: written.shown} if written.shown is not None else {FACTS: written.facts}
     return None if known == saved else f"{mine} knows {here.facts!r}, and other things in the checkpoint: {saved}"
 
@@ -241,6 +242,6 @@ def _fill_in_place(path: Path, here: Parts, written: CompositeNode, matcher: Mat
 
 def _ask_part(path: Path, node: Node, like: torch.Tensor, matcher: Matcher) -> Thunk:
     if is_composite_node(node):
-        return matcher.value(path, node)
+        return matcher.values.request(path, node)
     tensor = matcher.fill(path, node["name"], None, like.device)
     return lambda: tensor

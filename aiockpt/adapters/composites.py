@@ -20,9 +20,8 @@ import torch
 
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
 from aiockpt.adapters.sharded_tensors import is_sharded_tensor
-from aiockpt.adapters.tensors import ORDINARY
+from aiockpt.adapters.tensors import ORDINARY, dtype_code
 from aiockpt.errors import UnsupportedStateError, UsageError, kind_in_words
-from aiockpt.format.dtypes import from_torch_name
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, class_name
 from aiockpt.state.geometry import Box
@@ -40,7 +39,6 @@ _COMPRESSED = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 _LAYOUTS = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
-_PACKED = (torch.quint4x2, torch.quint2x4)
 _SCALED_AS_A_WHOLE = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
@@ -238,7 +236,7 @@ def _dtype_name(tensor: torch.Tensor, path: Path) -> str:
     name = str(tensor.dtype)
     if not tensor.is_quantized:
         try:
-            from_torch_name(name)
+            dtype_code(tensor.dtype)
         except UsageError as error:
             refuse(path, str(error))
     return name.removeprefix("torch.")

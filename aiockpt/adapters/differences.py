@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from aiockpt.adapters.addresses import span_of
-from aiockpt.adapters.rename import Strict, Strictness, near_key
+from aiockpt.adapters.rename import near, near_key
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import has_memory_of_its_own
-from aiockpt.errors import CheckpointError, StateMismatchError
+from aiockpt.errors import CheckpointError, StateMismatchError, UsageError
 from aiockpt.format.names import Names, join_name, prefixes
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
@@ -162,6 +162,50 @@ def _view_at(tensor: torch.Tensor, base: int, memory: torch.Tensor) -> torch.Ten
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# The ``strict=`` of a load, for parts of the state: the differences that it raises, and those that it only reports.
+
+
+Strict = bool | Mapping[str, bool]
+
+
+class Strictness:
+    """Decides for each name of the state whether a difference there is raised.
+
+    Args:
+        strict: for all of it, or for parts: the longest entry that a name begins with decides, and what has none is strict.
+
+    Raises:
+        UsageError: it is neither.
+    """
+
+    def __init__(self, strict: Strict) -> None:
+        self._parts = dict(strict) if isinstance(strict, Mapping) else {}
+        self._rest = True if isinstance(strict, Mapping) else strict
+        if not all(type(name) is str for name in self._parts) or not all(
+            type(one) is bool for one in (self._rest, *self._parts.values())
+        ):
+            raise UsageError(
+                f'strict= takes True, False, or which for parts of the state, {{"model": False}}: {strict!r}'
+            )
+
+    def __call__(self, name: str) -> bool:
+        """Return whether a difference at *name* is raised."""
+        return next((self._parts[part] for part in prefixes(name) if part in self._parts), self._rest)
+
+    def refuse_idle(self, met: Collection[str]) -> None:
+        """Refuse entries that are nothing here.
+
+        Args:
+            met: the name of every leaf of the state, or that only the checkpoint has in it, and of all that they are in.
+
+        Raises:
+            UsageError: says which.
+        """
+        if idle := sorted(set(self._parts) - set(met)):
+            told = ", ".join(f"{name!r}{near(name, met)}" for name in idle)
+            raise UsageError(f"strict={told} is nothing in the state; give keys of it, or prefixes of its names")
 
 
 ADVICE = "Change the state, rename with map= or rename=, choose with only=, or load what fits with strict=False."

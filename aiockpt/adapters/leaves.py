@@ -1,8 +1,8 @@
 """Values of torch and numpy in the tree of values: tensors by reference, the rest as tagged objects.
 
-A tensor or array becomes a node that names a tensor of the checkpoint; the `put` passed to `LeafWriter` stores it, the
-`get` passed to `LeafReader` returns it. Everything else (dtypes, devices, sizes, numpy
-scalars, arrays of text or dates) is written in place.
+A `Run` is one pass over the values of a state. A tensor or array becomes a node that names a tensor of the checkpoint; the
+`put` passed to `LeafWriter` stores it, the `get` passed to `LeafReader` returns it. Everything else (dtypes, devices, sizes,
+numpy scalars, arrays of text or dates) is written in place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import numpy as np
 import torch
 
 from aiockpt.adapters.composites import COMPOSITE, SPREAD, is_composite, read_composite, read_spread, write_composite
-from aiockpt.adapters.tensors import memory_key
+from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.tensors import Leaf, describe, is_spread, memory_key, tensor_name
+from aiockpt.errors import kind_in_words
 from aiockpt.format.checksum import digest128
+from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.scalars import decode_base64, field
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, refuse
 
@@ -122,6 +125,77 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         return torch.from_numpy(array)
     except TypeError:  # longdouble and other widths that torch lacks
         return None
+
+
+# One walk's results: the nodes of the values, and the tensors that only appear while values are read. Those of modules,
+# optimizers and containers are kept by the plan (`aiockpt.adapters.native`); those that an object's ``state_dict()``
+# returns, or that lie in lists and the like, are new each time and are gathered here.
+
+
+Facts = tuple[str, tuple[int, ...]]
+"""Dtype code and global shape of a tensor."""
+
+
+class Stale(Exception):  # noqa: N818  not an error: the walk starts anew
+    """The state is not made of the objects that the plan was made for."""
+
+
+class Run:
+    """One pass over the values of a state.
+
+    Attributes:
+        leaves: the tensors gathered so far.
+        per_rank: the nodes of this rank's own values, by name.
+        left_out: what was not saved, by name; see `ShardedState`.
+    """
+
+    def __init__(self, codecs: CodecRegistry, rank: int) -> None:
+        self._rank = rank
+        self._encoder = Encoder(codecs, LeafWriter(self.put))
+        self._own_encoder = Encoder(codecs, LeafWriter(self._put_own))
+        self.leaves: list[Leaf] = []
+        self.per_rank: dict[str, Node] = {}
+        self.left_out: dict[str, Facts | None] = {}
+
+    @property
+    def written(self) -> int:
+        """How much was encoded, in characters and nodes."""
+        return self._encoder.written + self._own_encoder.written
+
+    def encode(self, value: Any, path: Path) -> Node:
+        """Return the node of a global value."""
+        return self._encoder.encode(value, path)
+
+    def encode_own(self, value: Any, path: Path) -> Node:
+        """Return the node of a value of this rank alone."""
+        return self._own_encoder.encode(value, path)
+
+    def put(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, is_buffer: bool = False) -> str:
+        """Gather a tensor and return its name; *flat* and *is_buffer* as for `describe`."""
+        return self._gather(tensor_name(path), path, tensor, flat, is_buffer)
+
+    def same(self, found: object, expected: object) -> None:
+        """Check that the state still holds the object that was walked.
+
+        Raises:
+            Stale: it does not.
+        """
+        if found is not expected:
+            raise Stale
+
+    def _put_own(self, path: Path, tensor: torch.Tensor) -> str:
+        if is_spread(tensor):
+            refuse(
+                path,
+                f"{kind_in_words(tensor)} is spread over ranks, it cannot belong to one; save it outside per_rank()",
+            )
+        return self._gather(tensor_name(path, self._rank), path, tensor)
+
+    def _gather(
+        self, name: str, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, is_buffer: bool = False
+    ) -> str:
+        self.leaves.append(describe(name, tensor, path, flat, is_buffer=is_buffer))
+        return name
 
 
 class LeafReader:

@@ -9,38 +9,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cache, partial
 from typing import Any
 
 import msgspec
 import torch
 
-from aiockpt.adapters.differences import Differences, asking, separate
-from aiockpt.adapters.leaves import LeafReader, LeafWriter
+from aiockpt.adapters.differences import Differences, Strict, asking, separate
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.made import OWN_KINDS, Made, Need, NeedFinder, ValueTensors
 from aiockpt.adapters.optimizer_forms import FoundOptimizer
-from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, in_words, refill, same_content
-from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, Strict, near
-from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
+from aiockpt.adapters.plain_values import in_words
+from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near
+from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node
 from aiockpt.adapters.tensors import (
     facts_of,
     fits,
     hold,
-    is_spread,
     memory_key,
     misfit,
     new_tensor,
     plain_facts,
     shards_of,
+    torch_dtype,
     whole_boxes,
 )
+from aiockpt.adapters.value_requests import ValueRequests
 from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name, name_within, prefixes, split_name
+from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
-from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
+from aiockpt.state.tree import TAG, Path, damaged
 
 # The result of the match: tensors to fill, and steps to apply when they are.
 
@@ -114,8 +112,7 @@ class Matcher:
         self._rename: Renaming | Renamed | None = None
         if rename is not None:
             self._rename = Renamed(rename, stored.names()) if isinstance(rename, Rules) else Renaming(rename)
-        self._asks_for_all = only is None and rename is None and not isinstance(strict, Mapping)
-        self._codecs = codecs
+        self.asks_for_all = only is None and rename is None and not isinstance(strict, Mapping)
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
         self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
@@ -123,11 +120,7 @@ class Matcher:
         self._may_refuse = False
         self._written: set[str] = set()
         self._told: list[str] = []
-        self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Callable[[], Any]], object]]] = []
-        self._filling = Filling(self._tell_of)
-        self._held: dict[int, tuple[object, Node, Path]] = {}
-        self._made = Made(self._make, self.same_tensor)
-        self._decodes: list[Callable[[], object]] = []
+        self.values = ValueRequests(self, codecs)
         self._steps: list[Callable[[], object]] = []
         self._last_steps: list[Callable[[], object]] = []
 
@@ -149,6 +142,8 @@ class Matcher:
 
     def selects(self, path: Path) -> bool:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
+        if self.asks_for_all:
+            return True
         if self._rename is not None:
             self._rename.meet(path)
         self._differences.meet(self.name_of(path))
@@ -177,7 +172,7 @@ class Matcher:
                 raise UsageError(f"only={name!r} is a part of {join_name(path)!r}, which loads as a whole: {why}")
         return False
 
-    # ---------------------------------------------------------------- values
+    # ---------------------------------------------------------------- nodes
 
     def find(self, path: Path) -> FoundNode | None:
         """Return the node of the leaf at *path*, or None when the checkpoint has none."""
@@ -199,152 +194,11 @@ class Matcher:
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
 
-    def refill(self, path: Path, here: Any, node: Node, *, by_key: bool = True) -> Callable[[], Any] | None:
-        """Have the plain value *here* become what *node* says; return the function that does it, and returns the result.
-
-        It is to be called in a step (`later`). None, and a note, where it does not fit.
-
-        Args:
-            by_key: whether it has a key of its own; any value fits in the place of one that has not.
-
-        Raises:
-            ManifestError, UsageError: as `Decoder.decode`.
-        """
-        match = ValueMatch(self, self._codecs, path)
-        match.meet(here, node, path, by_key=by_key)
-        if (problem := match.problem()) is not None:
-            self.mismatch(path, problem)
-            return None
-        decode = self._ask_for_value(path, node, match)
-        return lambda: refill(here, decode(), self._filling, by_key=by_key)
-
-    def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
-        """Request what a node needs; return a function that returns its value in a step (`later`). Any value fits.
-
-        Args:
-            template: what is at *path* now; what is of the same kind in it is filled.
-            fresh: fill nothing; what is spread over ranks in *template* is made anew and spread like it.
-
-        Raises:
-            ManifestError, UsageError: as `Decoder.decode`.
-        """
-        if fresh:
-            return self._fresh_value(path, node, template)
-        return self.refill(path, template, node, by_key=False) or (lambda: template)
-
-    def _ask_for_value(self, path: Path, node: Node, match: ValueMatch) -> Callable[[], Any]:
-        for told in match.told:
-            self.tell(told)
-        receiver = ValueTensors()
-
-        def ask(need: Need) -> None:
-            self._differences.used.add(need.name)
-            here = match.tensors.get(need.path)
-            if here is None or not self._enter(need.path, need.name, here):
-                self._made.ask(need, receiver)
-            else:
-                receiver.put(need, here)
-
-        return self._decoded(path, node, ask, receiver.reader)
-
-    def _fresh_value(self, path: Path, node: Node, template: Any) -> Callable[[], Any]:
-        here = _tensors_in(template, path, self._codecs)
-        receiver, made = ValueTensors(), dict[str, torch.Tensor]()
-
-        def ask(need: Need) -> None:
-            live = here.get(need.path)
-            if is_spread(live) or need.kind in OWN_KINDS:
-                like = live if is_spread(live) else _local_device(need.device)
-                receiver.put(need, self.fill(need.path, need.name, None, like))
-            else:
-                name = self.same_tensor(need.name)
-                if name not in made:
-                    made[name] = self._make(need)
-                receiver.put(need, made[name])
-                self._differences.used.add(need.name)
-
-        return self._decoded(path, node, ask, receiver.reader)
-
-    def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Callable[[], Any]:
-        """Return a getter of the value of *node*; it is decoded now, or before the first step where it needs tensors."""
-        probe = NeedFinder()
-        Decoder(self._codecs, probe, dry=True).decode(node, path)
-        for need in probe.needs:
-            if self.stored.facts(need.name) is None:
-                raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
-            ask(need)
-        self._differences.used.add(self.stored_name(path))
-        self.rewrites(path)
-        decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
-        if probe.needs:
-            self._decodes.append(decode)
-        else:
-            decode()
-        return decode
-
-    def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Callable[[], Any]], object]) -> None:
-        """Have plain values added to the dict at *path* that it has in *node* and not *here*, unless they are used."""
-        self._incomplete.append((path, node, here, add))
-
-    def _complete(self) -> None:
-        """Request what only the checkpoint has in dicts; a name that map= assigned to something else is used there."""
-        known = self._differences.known_names()
-        for path, node, here, add in self._incomplete:
-            root = self.stored_name(path)
-            for key, inner in members_of(node).items():
-                if key in here or has_named_parts(inner) or known.reach(name := name_within(root, key)):
-                    continue
-                value = self.value((*path, key), inner)
-                self._differences.used.add(name)
-                self.later(partial(add, key, value))
-
     def tell(self, what: str) -> None:
         """Report what the load changes beside what was asked for."""
         self._told.append(what)
 
-    def _tell_of(self, here: object, what: str) -> None:
-        self.tell(f"{join_name(self._held[id(here)][2])}: {what}")
-
-    def _make(self, need: Need) -> torch.Tensor:
-        return self.fill(need.path, need.name, None, _local_device(need.device))
-
-    # ---------------------------------------------------------------- what a match needs
-
-    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
-        facts = self.stored.facts(name)
-        if facts is None:
-            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
-        return misfit(tensor.dtype, hold(tensor, path), *facts)
-
-    def is_scalar(self, name: str) -> bool:
-        """Return whether tensor *name* of the checkpoint has no axes."""
-        facts = self.stored.facts(name)
-        return facts is not None and facts[1] == ()
-
-    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
-
-        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
-        scheduler of schedulers shares lists while it is new.)
-        """
-        _, known, where = self._held.setdefault(id(here), (here, node, path))
-        if known is node or same_content(known, node, self.same_tensor):
-            return None
-        if not by_key:
-            self._filling.split.add(id(here))
-            return None
-        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
-
-    def encode_facts(self, write: Callable[[Encoder], dict[str, Node]]) -> dict[str, Node]:
-        """Return what *write* makes of plain values with an encoder that stores no tensors."""
-        return write(Encoder(self._codecs, LeafWriter(lambda place, tensor: "")))
-
     # ---------------------------------------------------------------- tensors
-
-    def same_tensor(self, name: str) -> str:
-        """Return what all names of one tensor of the checkpoint have in common."""
-        return self.stored.alias.get(name, name)
 
     def want(
         self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, stored: str | None = None
@@ -355,21 +209,18 @@ class Matcher:
             flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
             stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
         """
-        if self._asks_for_all and flat is None and stored is None and self._want_plain(path, tensor):
-            return True
-        if not self.selects(path) or not self._enter(path, stored or self.stored_name(path), tensor, flat):
+        if not self.selects(path) or not self.enter(path, stored or self.stored_name(path), tensor, flat):
             return False
         self.rewrites(path)
         return True
 
-    def _want_plain(self, path: Path, tensor: torch.Tensor) -> bool:
-        """Have an ordinary tensor filled that fits what is stored under its own name, as most do; return whether it is one.
+    def want_plain(self, name: str, tensor: torch.Tensor) -> bool:
+        """Have an ordinary tensor filled that fits what is stored under its own *name*, as most do; return whether it is.
 
         The short way of `want`: to any doubt the long one has the answer.
         """
-        name = self.name_of(path)
         facts = self.stored.tensors.get(name)
-        if facts is None or plain_facts(tensor) != facts:
+        if facts is None or not self.asks_for_all or plain_facts(tensor) != facts:
             return False
         entry = name, name, tensor
         if self._filled.setdefault((memory_key(tensor),), entry) is not entry:
@@ -377,7 +228,7 @@ class Matcher:
         self._differences.used.add(name)
         self._written.add(name)
         self._wanted.append(TensorShard(name, *facts, whole_boxes(facts[1]), tensor.detach()))
-        self._made.meet(name, tensor)
+        self.values.whole.setdefault(name, tensor)
         return True
 
     def leave(self, name: str) -> None:
@@ -386,7 +237,7 @@ class Matcher:
 
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
-        stored_as = self.stored.alias.get(name, name)
+        stored_as = self.stored.same_tensor(name)
         key = (memory_key(tensor),)
         other, other_stored_as, _ = self._filled.setdefault(key, (self.name_of(path), stored_as, tensor))
         if other_stored_as != stored_as and key != (None,):
@@ -421,7 +272,7 @@ class Matcher:
         facts = self.stored.facts(name)
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
-        dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
+        dtype, shape = torch_dtype(facts[0]), facts[1]
         if isinstance(like, torch.device) or flat is None or flat.shape != shape:
             flat = None
         can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
@@ -429,16 +280,17 @@ class Matcher:
         if axes is None and beside is not None and self.stored.axes_of(beside) is not None:
             axes = tuple(range(len(shape)))
         tensor = live if can_hold else new_tensor(shape, dtype, like, flat, axes)
-        self._enter(path, name, tensor, flat)
+        self.enter(path, name, tensor, flat)
         return tensor
 
-    def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+    def enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        """Have *tensor* filled from tensor *name*, whatever `selects` says; return whether it will be, and note why not."""
         facts = self.stored.facts(name)
         if facts is None:
             if not self.stays(path, tensor, flat, stored=name):
                 self._miss_tensor(path)
             return False
-        stored_as = self.stored.alias.get(name, name)
+        stored_as = self.stored.same_tensor(name)
         self._differences.used.add(name)
         held = hold(tensor, path, flat)
         if (problem := misfit(tensor.dtype, held, *facts)) is not None:
@@ -454,7 +306,7 @@ class Matcher:
         if is_first:
             self._wanted += shards_of(stored_as, facts[0], held)
         if flat is None or not is_first:
-            self._made.meet(name, tensor)
+            self.values.note_filled(name, tensor)
         return True
 
     def _miss_tensor(self, path: Path) -> None:
@@ -586,9 +438,9 @@ class Matcher:
             self._refuse_idle_names(self._only.values())
         if self._rename is not None:
             self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
-        if self._incomplete and self._judge_unexpected:
-            self._complete()
-        self._made.settle()
+        if self._judge_unexpected:
+            self.values.add_missing(self._differences.known_names)
+        self.values.make_tensors()
         renamed: Mapping[str, str] = {}
         if isinstance(self._rename, Renamed):
             renamed = self._rename.used(self._differences.used)
@@ -606,7 +458,7 @@ class Matcher:
             problems=judged.problems,
             told=self._told,
             written=frozenset(self._written),
-            steps=[*together, *self._decodes, *self._steps, *self._last_steps],
+            steps=[*together, *self.values.decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
             renamed=renamed,
         )
@@ -618,26 +470,9 @@ class Matcher:
             raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
 
 
-def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:
-    """Return the tensors in a plain value that is at *path*, arrays as tensors of the same memory."""
-    found: dict[Path, torch.Tensor] = {}
-
-    def put(place: Path, tensor: torch.Tensor) -> str:
-        found[place] = tensor
-        return ""
-
-    Encoder(codecs, LeafWriter(put)).encode(value, path)
-    return found
-
-
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:
     return f"torch.{torch_name(facts[0])} of shape {facts[1]}"
 
 
 def _two_tensors(other: str, other_stored_as: str, name: str) -> str:
     return f"shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
-
-
-def _local_device(kind: str) -> torch.device:
-    """Return the device here of a kind that the checkpoint names; the CPU where there is none."""
-    return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")

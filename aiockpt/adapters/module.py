@@ -29,17 +29,17 @@ from aiockpt.adapters.composite_target import ask_new, load_composite
 from aiockpt.adapters.composites import in_words, is_composite, is_composite_node
 from aiockpt.adapters.differences import asking
 from aiockpt.adapters.fsdp import is_fsdp1, is_own_hook
+from aiockpt.adapters.leaves import Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer_forms import tensor_names
-from aiockpt.adapters.run import Run
 from aiockpt.adapters.selection import LeafChoice
 from aiockpt.adapters.stored import is_tensor_node, members_of, metadata_in
-from aiockpt.adapters.tensors import dtype_code, facts_of, is_plain, is_spread, new_tensor
+from aiockpt.adapters.tensors import dtype_code, facts_of, is_plain, is_spread, new_tensor, torch_dtype
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
-from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.dtypes import same, torch_name
+from aiockpt.format.names import join_name, name_within, split_name
 from aiockpt.state.tree import METADATA, TAG, Node, Path, metadata_of, refuse, set_metadata
 
 EXTRA = "_extra_state"
@@ -397,8 +397,13 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
         if not direct:
             OwnLoad(member, member_path, source, matcher).prepare()
             continue
+        name = join_name(member_path)
         for tensor_path, tensor in walk_tensors(member, member_path):
-            _load_tensor(tensor, tensor_path, slices(tensor), source, matcher)
+            flat = slices(tensor)
+            # What was saved under its own name, whole and by no other way, is most of every module.
+            is_own = flat is None and not source.keys and not source.values
+            if not (is_own and matcher.want_plain(name_within(name, tensor_path[-1]), tensor)):
+                _load_tensor(tensor, tensor_path, flat, source, matcher)
         if has_extra(member):
             _load_extra(member, member_path, source, matcher)
 
@@ -437,7 +442,7 @@ def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Mat
             matcher.miss(name)
         return
     matcher.leave(source.stored_name(name, matcher))
-    matcher.hand_over(member, path, member.set_extra_state, matcher.value(name, node))
+    matcher.hand_over(member, path, member.set_extra_state, matcher.values.request(name, node))
 
 
 class OwnLoad:
@@ -495,7 +500,7 @@ class OwnLoad:
         if not current.keys() - tensors.keys() or not tensors.keys() - current.keys():
             return {}
         facts = {key: self._matcher.stored.facts(name) for key, name in tensors.items()}
-        made = {key: torch.empty(one[1], dtype=getattr(torch, torch_name(one[0]))) for key, one in facts.items() if one}
+        made = {key: torch.empty(one[1], dtype=torch_dtype(one[0])) for key, one in facts.items() if one}
         keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
         own = chain(self._bare.parameters(), self._bare.buffers())
         try:
@@ -511,7 +516,7 @@ class OwnLoad:
         leaf = self._leaf(key)
         if is_composite_node(node) and isinstance(live, torch.Tensor):
             return ask_new(leaf, live, node, self._matcher) or (lambda: live)
-        return self._matcher.value(leaf, node, fresh=True)
+        return self._matcher.values.fresh(leaf, node)
 
     def _stays(self, key: str, value: Any) -> bool:
         leaf = self._leaf(key)
@@ -556,14 +561,14 @@ class OwnLoad:
         facts = matcher.stored.facts(name)
         assert facts is not None
         code, shape = facts
-        if isinstance(live, torch.Tensor) and dtype_code(live.dtype) != code:
+        if isinstance(live, torch.Tensor) and not same(dtype_code(live.dtype), code):
             matcher.leave(name)
             there = torch_name(code)
             matcher.problem(join_name(leaf), f"{live.dtype} in the state, torch.{there} in the checkpoint")
             return
         if name not in made:
             like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
-            dtype = getattr(torch, torch_name(code))
+            dtype = torch_dtype(code)
             made[name] = new_tensor(shape, dtype, like, None, matcher.stored.axes_of(name))
         if matcher.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
@@ -636,7 +641,7 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
         if bare in values and isinstance(value, torch.Tensor):
             load_composite(leaf, value, values[bare], matcher)
         elif bare in values and matcher.selects(leaf):
-            decode = matcher.value(leaf, values[bare], value)
+            decode = matcher.values.request(leaf, values[bare], value)
             matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
         elif bare not in values and isinstance(value, torch.Tensor):
             matcher.want(leaf, value, stored=name)

@@ -18,7 +18,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, eq
+from itertools import compress
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import msgspec
@@ -26,28 +27,21 @@ import torch
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import Stateful, kind_of, members
-from aiockpt.adapters.leaves import write_tensor
+from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.leaves import Facts, Run, Stale, write_tensor
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.module import ModulePart
+from aiockpt.adapters.objects import write_loader, write_own, write_stateful
 from aiockpt.adapters.optimizer import OptimizerPart
-from aiockpt.adapters.own_optimizer import of_this_rank
-from aiockpt.adapters.rename import OptimizerState, Rename, Strict
-from aiockpt.adapters.rng import RNG, per_rank
-from aiockpt.adapters.run import Facts, Run, Stale
-from aiockpt.adapters.schedulers import give_state, scheduler_class
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
-from aiockpt.adapters.stored import Stored, members_of
-from aiockpt.adapters.target import open_target, read_tree
+from aiockpt.adapters.stored import members_of
 from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
 from aiockpt.adapters.watch import Watch
-from aiockpt.data.loader import Loader
 from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import MAX_TREE_BYTES, MAX_TREE_NODES, check_tree, collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
-from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
+from aiockpt.state.shards import KnownState, ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
 
 # Limits on the tree of plain values, for every reader (docs/format.md#limits), and the leaves that make it large.
@@ -116,19 +110,6 @@ def _size(node: Node) -> int:
     return len(msgspec.json.encode(node))
 
 
-__all__ = [
-    "RNG",
-    "LoadTarget",
-    "OptimizerState",
-    "Rename",
-    "StateWalker",
-    "Stored",
-    "Strict",
-    "open_target",
-    "per_rank",
-    "read_tree",
-]
-
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _SEQUENCES = (list, tuple)
 _DATA = attrgetter("data")
@@ -147,9 +128,9 @@ Refresh = Callable[[Any, Run], Node]
 
 
 class StateWalker:
-    """Walks states of one job, and caches the last one, of each of the last `PLANS` selections.
+    """Walks states of one job, and keeps what is known of the last one, of each of the last `PLANS` selections.
 
-    Between walks it keeps the tensors of the last states alive; `forget` releases them.
+    Between walks it keeps the tensors of the last states alive; `release` ends that.
 
     Args:
         codecs: the user's classes; None uses those of `aiockpt.register_codec`.
@@ -173,6 +154,7 @@ class StateWalker:
             UsageError: *selection* names what the state does not have, or a part of what is saved as a whole.
         """
         plan = self._plans.pop(selection, None)
+        known = KnownState() if plan is None else plan.known
         if plan is not None and plan.watch.holds():
             try:
                 with collector_paused():  # tensors that are gathered anew are objects enough to set it off
@@ -184,23 +166,25 @@ class StateWalker:
                 return walked
         self.cold_walks += 1
         with collector_paused():
-            plan = _StatePlan(state, selection, alone=self._alone)
+            plan = _StatePlan(state, selection, known, alone=self._alone)
             walked = plan.run(state, self._codecs, self._rank, self._size, check=True)
         while len(self._plans) >= PLANS:
-            del self._plans[next(iter(self._plans))]
+            self._plans.pop(next(iter(self._plans))).known.release()
         self._plans[selection] = plan
         return walked
 
-    def forget(self) -> None:
-        """Release the last states."""
-        self._plans.clear()
+    def release(self) -> None:
+        """Release the last states, and all that is known of them."""
+        while self._plans:
+            self._plans.popitem()[1].known.release()
 
 
 class _StatePlan:
-    """One cold walk: the parts of a state, its tensors, and the watch over them."""
+    """One cold walk: the parts of a state, its tensors, the watch over them, and what is *known* of them."""
 
-    def __init__(self, state: Mapping[str, Any], selection: Selection, *, alone: bool) -> None:
+    def __init__(self, state: Mapping[str, Any], selection: Selection, known: KnownState, *, alone: bool) -> None:
         self.watch = Watch()
+        self.known = known
         self._kept: dict[str, Leaf] = {}
         self._left_out: dict[str, Facts | None] = {}
         self.choice = LeafChoice(selection, state, alone=alone)
@@ -276,7 +260,7 @@ class _StatePlan:
         every_alias = {**self._alias, **alias}
         structure = self._settle(shards, every_alias)
         left_out = {**self._left_out, **run.left_out}
-        return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out)
+        return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out, known=self.known)
 
     def _settle(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
         """Put what was gathered anew behind what is kept; return the digest of the structure.
@@ -297,24 +281,45 @@ class _StatePlan:
         return self._structure[1]
 
 
+class _Kept(msgspec.Struct, frozen=True, eq=False):
+    """A tensor in a container, which the plan has already: *node* stays the same for as long as the tensor does."""
+
+    tensor: torch.Tensor
+    node: Node
+
+
 def _container(container: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
     """Plan a dict, list or tuple that holds more than plain values; it may be another one in each walk."""
     cls, keys = type(container), [key for key, _ in members(container)]
     parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
+    written_as = cls if path else dict
+    nodes = [(key, part.node if isinstance(part, _Kept) else None) for key, part in zip(keys, parts, strict=True)]
+    # Tensors are looked at in one pass of C code: a call for each was half of a lazy save of bare tensors.
+    kept = [part.tensor for part in parts if isinstance(part, _Kept)]
+    is_kept = [isinstance(part, _Kept) for part in parts]
+    others = [(place, part) for place, part in enumerate(parts) if not isinstance(part, _Kept)]
+    left_out = [place for place, part in others if part is _left_out and cls not in _SEQUENCES]
+    is_plain_dict = written_as not in (OrderedDict, *_SEQUENCES) and _has_plain_keys(keys)
 
     def refresh(value: Any, run: Run) -> Node:
         if type(value) is not cls or [key for key, _ in members(value)] != keys:
             raise Stale
-        nodes = [
-            (key, part(value[key], run))
-            for key, part in zip(keys, parts, strict=True)
-            if cls in _SEQUENCES or part is not _left_out
-        ]
-        if not path:
-            return write_container(dict, nodes)
-        return write_metadata(write_container(cls, nodes), value, path, run)
+        found = list(value) if cls in _SEQUENCES else list(value.values())
+        if not all(map(is_, compress(found, is_kept), kept)):
+            raise Stale
+        fresh = list(nodes)
+        for place, part in others:
+            fresh[place] = (keys[place], part(found[place], run))
+        for place in reversed(left_out):
+            del fresh[place]
+        node = dict(fresh) if is_plain_dict else write_container(written_as, fresh)
+        return write_metadata(node, value, path, run) if path else node
 
     return refresh
+
+
+def _has_plain_keys(keys: Iterable[Any]) -> bool:
+    return all(type(key) is str and key != TAG for key in keys)
 
 
 def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
@@ -325,11 +330,10 @@ def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
         return {TAG: "tuple", "items": [node for _, node in nodes]}
     if cls is OrderedDict:
         return {TAG: "OrderedDict", "items": list(map(list, nodes))}
-    plain = all(type(key) is str and key != TAG for key, _ in nodes)
-    return dict(nodes) if plain else {TAG: "dict", "items": list(map(list, nodes))}
+    return dict(nodes) if _has_plain_keys(key for key, _ in nodes) else {TAG: "dict", "items": list(map(list, nodes))}
 
 
-def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
+def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh | _Kept:
     """Plan one part of the state."""
     kind = kind_of(value)
     if kind not in ("module", "container") and not plan.choice.keeps_whole(path, value):
@@ -348,14 +352,13 @@ def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
             return _same_object(value, lambda run: run.encode(value, path))
         case "tensor":
             plan.keep(path, value)
-            node = write_tensor(value, tensor_name(path))
-            return _same_object(value, lambda run: node)
+            return _Kept(value, write_tensor(value, tensor_name(path)))
         case "loader":
-            return _same_object(value, partial(_write_loader, value, path))
+            return _same_object(value, partial(write_loader, value, path))
         case "per_rank":
-            return _same_object(value, partial(_write_own, value, path, index))
+            return _same_object(value, partial(write_own, value, path, index))
         case "stateful":
-            return _same_object(value, partial(_write_stateful, value, path))
+            return _same_object(value, partial(write_stateful, value, path))
 
 
 def _same_object(expected: object, write: Callable[[Run], Node]) -> Refresh:
@@ -383,32 +386,6 @@ def _refresh_value(path: Path, value: Any, run: Run) -> Node:
         if kind_of(value) == "value":
             raise
         raise Stale from None
-
-
-def _write_stateful(value: Stateful, path: Path, run: Run) -> Node:
-    """Write an object with ``state_dict()``, whatever that returns."""
-    node = {TAG: "stateful", "value": run.encode(give_state(value), path)}
-    cls = scheduler_class(value)
-    return node if cls is None else {**node, "class": cls}
-
-
-def _write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
-    """Write what the readers of a loader share, and what this data-parallel rank's have, under its number.
-
-    So peers that read the same data write the same, and the union of all ranks' trees has every data-parallel rank once.
-    """
-    held, rank = loader.held(), str(loader.rank)
-    own = {rank: run.encode(held.own, (*path, "readers", rank))} if loader.saves else {}
-    shared = run.encode(held.shared, (*path, "shared"))
-    return {TAG: "loader", "form": held.form, "size": loader.size, "shared": shared, "readers": own}
-
-
-def _write_own(value: Any, path: Path, index: Index, run: Run) -> Node:
-    """Write what belongs to this rank: an object, or the value that `per_rank` wraps."""
-    held = of_this_rank(value, index)
-    is_object = kind_of(held) in ("stateful", "per_rank")
-    run.per_rank[join_name(path)] = run.encode_own(held.state_dict() if is_object else held, path)
-    return {TAG: "per_rank"}
 
 
 def _tie(

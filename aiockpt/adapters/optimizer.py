@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.leaves import Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
-from aiockpt.adapters.run import Run
 from aiockpt.adapters.tensors import bytes_of, is_spread
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words

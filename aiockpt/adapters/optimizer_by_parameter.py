@@ -104,7 +104,7 @@ class _ByParameter:
         first = self._sources[0]
         if first.found.path != self._at or first.misfit is not None or first.found.saved.rest is None:
             return None
-        return self._matcher.value((*self._target.path, "rest"), first.found.saved.rest, fresh=True)
+        return self._matcher.values.fresh((*self._target.path, "rest"), first.found.saved.rest)
 
     def _begin_anew(self, owner: Path, why: str) -> None:
         place = self._target.state_place(owner)
@@ -148,7 +148,7 @@ class _ByParameter:
         used = list({id(source): source for source in chosen.values()}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
             ids = [used[0].ids[owner] for owner in chosen]
-            return agreed_values(used[0].found.saved, ids, self._matcher.same_tensor)[0]
+            return agreed_values(used[0].found.saved, ids, self._matcher.stored.same_tensor)[0]
         said: dict[str, list[Node]] = {}
         for source in used:
             groups = [source.group_of[source.ids[owner]] for owner, one in chosen.items() if one is source]
@@ -159,7 +159,7 @@ class _ByParameter:
         for key, nodes in said.items():
             if key not in here or not self._matcher.selects((*place, key)):
                 continue
-            own = self._matcher.encode_facts(lambda encoder, key=key: {key: encoder.encode(here[key], (key,))})[key]  # type: ignore[misc]
+            own = self._matcher.values.encoder().encode(here[key], (key,))
             if all(node == own for node in nodes):
                 continue
             takes = all(node == nodes[0] for node in nodes) and not self._is_given(number, key)

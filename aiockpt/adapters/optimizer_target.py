@@ -57,13 +57,13 @@ from aiockpt.adapters.optimizer_forms import (
     tensor_names,
 )
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.adapters.tensors import facts_of, may_spread
-from aiockpt.format.dtypes import torch_name
+from aiockpt.adapters.tensors import facts_of, may_spread, torch_dtype
+from aiockpt.adapters.value_requests import Thunk
+from aiockpt.format.dtypes import same, torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.tree import TAG, Node, Path
 
-Thunk = Callable[[], Any]
 Thunks = dict[Any, Thunk]
 """What will give the values, by key, once all tensors are filled."""
 States = Sequence[tuple[torch.Tensor, Thunks]]
@@ -164,7 +164,7 @@ class OptimizerTarget:
         """Return what will set *values* of the group *number*, as far as they are chosen."""
         group, place = self.optimizer.param_groups[number], (*self.path, "groups", number)
         return {
-            key: self.matcher.value((*place, key), node, group.get(key))
+            key: self.matcher.values.request((*place, key), node, group.get(key))
             for key, node in values.items()
             if self.matcher.selects((*place, key))
         }
@@ -208,7 +208,7 @@ class OptimizerTarget:
             return None
         if here[1] != there[1]:
             return f"of a parameter of shape {here[1]} in the state, of {there[1]} in the checkpoint"
-        if self.matcher.selects(owner):
+        if self.matcher.selects(owner) and not same(here[0], there[0]):
             own, saved = torch_name(here[0]), torch_name(there[0])
             return f"of a parameter of torch.{own} in the state, torch.{saved} in the checkpoint"
         return None
@@ -256,7 +256,7 @@ class OptimizerTarget:
                 return matcher.fill(place, name, live, parameter.device)
         placements = dict(row.spread).get(key)
         if live is None and placements is not None and is_dtensor(parameter):
-            dtype = getattr(torch, torch_name(facts[0]))
+            dtype = torch_dtype(facts[0])
             live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.stored.axes_of(name))
         return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
@@ -354,7 +354,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
         return
     ids = target.pair(saved)
     groups, states = _want_groups(target, saved, ids), _want_states_of_all(target, saved, ids)
-    rest = None if saved.rest is None else matcher.value((*path, "rest"), saved.rest, fresh=True)
+    rest = None if saved.rest is None else matcher.values.fresh((*path, "rest"), saved.rest)
     target.apply_later(groups, states, rest)
 
 
@@ -376,7 +376,7 @@ def _load_own_form(optimizer: Optimizer, path: Path, node: Node, matcher: Matche
             matcher.mismatch(path, "an optimizer in the state, something else in the checkpoint")
             return
         template = optimizer.state_dict() if may_spread() else None
-        value = matcher.value(path, node.get("value") if node.get(TAG) == "stateful" else node, template, fresh=True)
+        value = matcher.values.fresh(path, node.get("value") if node.get(TAG) == "stateful" else node, template)
         matcher.later(lambda: optimizer.load_state_dict(value()))
 
 
@@ -390,7 +390,7 @@ def _want_groups(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Pa
     without_parameters = groups_without_parameters(saved)
     wanted: list[Thunks] = []
     for number, owners in enumerate(target.members):
-        values, refused = agreed_values(saved, [ids[one] for one in owners if one in ids], matcher.same_tensor)
+        values, refused = agreed_values(saved, [ids[one] for one in owners if one in ids], matcher.stored.same_tensor)
         if not owners:
             values = next(without_parameters, {})
         place = (*target.path, "groups", number)
@@ -464,7 +464,9 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
         matcher.mismatch(path, problem)
     groups = []
     for group, members in zip(own.groups, own.members, strict=True):
-        values, refused = agreed_values(saved, [pairs[one] for one in members if one in pairs], matcher.same_tensor)
+        values, refused = agreed_values(
+            saved, [pairs[one] for one in members if one in pairs], matcher.stored.same_tensor
+        )
         for problem in refused:
             matcher.mismatch(path, problem)
         # Where the checkpoint has no value, a group keeps how a step is computed, and plain values.

@@ -15,7 +15,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 
@@ -242,13 +241,14 @@ class ValueMatch:
         tensors: the tensors here that will be filled, by their places; arrays as tensors of the same memory.
     """
 
-    def __init__(self, load: Tensors, codecs: CodecRegistry, path: Path) -> None:
+    def __init__(self, load: Tensors, codecs: CodecRegistry, path: Path, *, makes_containers: bool = False) -> None:
         self.problems: list[str] = []
         self.told: list[str] = []
         self.tensors: dict[Path, torch.Tensor] = {}
         self._load = load
         self._codecs = codecs
-        self._root = path
+        # Inside a registered class, whose containers are made anew: none of them is held.
+        self._makes_containers = makes_containers
 
     def problem(self) -> str | None:
         """Return the first problems as one, or None."""
@@ -308,6 +308,8 @@ class ValueMatch:
             self._hold(here, node, path, where, by_key)
 
     def _hold(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+        if self._makes_containers:
+            return
         if (problem := self._load.hold(here, node, path, by_key=by_key)) is not None:
             self.problems.append(f"{where}: {problem}" if where else problem)
 
@@ -361,7 +363,7 @@ class ValueMatch:
         assert codec is not None, "its name said so"
         if isinstance(here, MUTABLE):
             self._hold(here, node, path, where, by_key)
-        inner = ValueMatch(_Inner(self._load), self._codecs, path)
+        inner = ValueMatch(self._load, self._codecs, path, makes_containers=True)
         inner.meet(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
         self.tensors |= inner.tensors
 
@@ -530,21 +532,6 @@ def _words(name: str) -> str:
     if name in ("bytes", "None") or (" " in name and name.split()[0] in ("a", "an", "the")):
         return name
     return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
-
-
-class _Inner(msgspec.Struct, frozen=True):
-    """What a match inside a registered class needs: its containers are made anew, so that `hold` does nothing."""
-
-    load: Tensors
-
-    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        return self.load.tensor_misfit(tensor, name, path)
-
-    def is_scalar(self, name: str) -> bool:
-        return self.load.is_scalar(name)
-
-    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        return None
 
 
 class _NoTensors:

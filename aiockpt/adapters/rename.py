@@ -13,7 +13,6 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal
 
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes, split_name
@@ -193,48 +192,3 @@ def near_key(name: str, names: Collection[str]) -> str:
             keys[last] = other
     close = difflib.get_close_matches(str(key), sorted(keys), n=3)
     return f" (near it: {', '.join(repr(keys[one]) for one in close)})" if close else ""
-
-
-# The ``strict=`` of a load, for parts of the state: the differences that it raises, and those that it only reports.
-
-
-Strict = bool | Mapping[str, bool]
-OptimizerState = Literal["by_optimizer", "by_parameter"]
-
-
-class Strictness:
-    """Decides for each name of the state whether a difference there is raised.
-
-    Args:
-        strict: for all of it, or for parts: the longest entry that a name begins with decides, and what has none is strict.
-
-    Raises:
-        UsageError: it is neither.
-    """
-
-    def __init__(self, strict: Strict) -> None:
-        self._parts = dict(strict) if isinstance(strict, Mapping) else {}
-        self._rest = True if isinstance(strict, Mapping) else strict
-        if not all(type(name) is str for name in self._parts) or not all(
-            type(one) is bool for one in (self._rest, *self._parts.values())
-        ):
-            raise UsageError(
-                f'strict= takes True, False, or which for parts of the state, {{"model": False}}: {strict!r}'
-            )
-
-    def __call__(self, name: str) -> bool:
-        """Return whether a difference at *name* is raised."""
-        return next((self._parts[part] for part in prefixes(name) if part in self._parts), self._rest)
-
-    def refuse_idle(self, met: Collection[str]) -> None:
-        """Refuse entries that are nothing here.
-
-        Args:
-            met: the name of every leaf of the state, or that only the checkpoint has in it, and of all that they are in.
-
-        Raises:
-            UsageError: says which.
-        """
-        if idle := sorted(set(self._parts) - set(met)):
-            told = ", ".join(f"{name!r}{near(name, met)}" for name in idle)
-            raise UsageError(f"strict={told} is nothing in the state; give keys of it, or prefixes of its names")

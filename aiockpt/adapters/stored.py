@@ -50,6 +50,10 @@ class Stored(msgspec.Struct, frozen=True):
         """Return (dtype code, global shape) of the tensor *name*, or None."""
         return self.tensors.get(self.alias.get(name, name))
 
+    def same_tensor(self, name: str) -> str:
+        """Return what all names of one tensor have in common."""
+        return self.alias.get(name, name)
+
     def axes_of(self, name: str) -> tuple[int, ...] | None:
         """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
         return self.axes.get(self.alias.get(name, name))

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from aiockpt.adapters.composite_target import load_composite
 from aiockpt.adapters.composites import is_composite, is_composite_node
+from aiockpt.adapters.differences import Strict
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import kind_of, members, reads_data
+from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module import is_saved_module, load_module, load_saved_module
+from aiockpt.adapters.objects import load_loader, load_own, load_stateful
 from aiockpt.adapters.optimizer_by_parameter import load_by_parameter, tell_left
-from aiockpt.adapters.optimizer_forms import find_optimizers, pairs_of, read_node
+from aiockpt.adapters.optimizer_forms import find_optimizers, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer, node_for
-from aiockpt.adapters.own_optimizer import OwnOptimizer, of_this_rank
 from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
-from aiockpt.adapters.rename import OptimizerState, Rename, Strict
-from aiockpt.adapters.rng import RNG, derive_state
-from aiockpt.adapters.schedulers import give_state, keep_lists, scheduler_misfit, take_state
+from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.stored import Stored, is_tensor_node, members_of, metadata_in
-from aiockpt.adapters.tensors import may_spread
-from aiockpt.data.data_source import warn_of_empty_loop
-from aiockpt.data.loader import Loader
+from aiockpt.adapters.tensors import ORDINARY
+from aiockpt.adapters.value_requests import Thunk
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.document import collector_paused
-from aiockpt.format.names import join_name
+from aiockpt.format.names import join_name, name_within
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
-from aiockpt.state.tree import TAG, Decoder, Path, damaged, set_metadata
+from aiockpt.state.tree import Decoder, Path, set_metadata
 
 # Dicts, lists and tuples that are loaded part by part.
 #
@@ -44,10 +41,10 @@ from aiockpt.state.tree import TAG, Decoder, Path, damaged, set_metadata
 # - The items of a tuple cannot be set: where one is another afterwards, another tuple takes its place.
 
 
-Value = Callable[[], Any]
+OptimizerState = Literal["by_optimizer", "by_parameter"]
 
 
-def set_part(container: Any, key: Any, value: Value) -> None:
+def set_part(container: Any, key: Any, value: Thunk) -> None:
     """Set one part of a container, unless what is there was filled."""
     new = value()
     if container[key] is not new:
@@ -78,17 +75,17 @@ def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path
     found = matcher.find(path)
     if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return
-    if (problem := matcher.hold(container, found.node, path)) is not None:
+    if (problem := matcher.values.hold(container, found.node, path)) is not None:
         matcher.problem(join_name(path), problem)
         return
     if gone:
         matcher.tell(removed(path, gone))
         matcher.later(lambda: [container.pop(key, None) for key in gone])
     if type(container) is OrderedDict and (told := metadata_in(found.node)) is not None:
-        metadata = matcher.value((*path, "_metadata"), told)
+        metadata = matcher.values.request((*path, "_metadata"), told)
         matcher.later(lambda: set_metadata(container, metadata()))
     order = list(members_of(found.node))
-    matcher.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
+    matcher.values.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
     matcher.later(lambda: _put_in_order(container, order), last=True)
 
 
@@ -141,14 +138,20 @@ def open_target(
     )
     with collector_paused():  # it would walk all of a big process several times, and finds nothing here
         _load_parts(state, (), Index(state), matcher)
-        if judge_unexpected and only is None:
+        if matcher.optimizers and judge_unexpected and only is None:
             tell_left(matcher)
         return matcher.finish()
 
 
 def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone: Collection[Any] = ()) -> None:
     """Request each part of a container; *gone* are keys of plain values that will be removed."""
+    found = matcher.find(path) if matcher.asks_for_all and isinstance(container, Mapping) else None
+    own = {} if found is None else members_of(found.node)
+    name = join_name(path)
     for key, value in members(container):
+        is_own = type(value) in ORDINARY and is_tensor_node(own.get(key))
+        if is_own and matcher.want_plain(name_within(name, key), value):
+            continue
         # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
         matcher.selects((*path, key))
         if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), matcher)):
@@ -175,11 +178,11 @@ def _load_part(container: Any, key: Any, path: Path, index: Index, matcher: Matc
         case "container":
             _load_container(container, key, path, index, matcher)
         case "loader":
-            _load_loader(value, path, matcher)
+            load_loader(value, path, matcher)
         case "per_rank":
-            _load_own(value, path, index, matcher)
+            load_own(value, path, index, matcher)
         case "stateful":
-            _load_stateful(value, path, matcher)
+            load_stateful(value, path, matcher)
         case "value":
             _load_value(container, key, path, matcher)
 
@@ -213,119 +216,6 @@ def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None
         _load_value(container, key, path, matcher)
 
 
-def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
-    """Load an object; the checkpoint may have what its ``state_dict()`` returned, saved as a plain dict."""
-    if not matcher.selects_whole(path, "it has its own load_state_dict()"):
-        return
-    found = matcher.find(path)
-    node: Any = None if found is None else found.node
-    saved_by = None
-    if type(node) is dict and node.get(TAG) == "stateful":
-        saved_by, node = node.get("class"), node.get("value")
-    elif pairs_of(node) is None:
-        matcher.miss(path)
-        return
-    misfit = scheduler_misfit(value, saved_by, pairs_of(node) or ())
-    if misfit is not None:
-        matcher.mismatch(path, misfit)
-        return
-    template = give_state(value) if may_spread() else None
-    state = matcher.value(path, node, template, fresh=True)
-    tell = partial(_tell_at, path, matcher)
-    matcher.hand_over(value, path, partial(take_state, value), lambda: keep_lists(value, state(), tell))
-
-
-def _tell_at(path: Path, matcher: Matcher, what: str) -> None:
-    matcher.tell(f"{join_name(path)}: {what}")
-
-
-def _find_object(path: Path, kind: str, why_whole: str, matcher: Matcher) -> dict[str, Any] | None:
-    """Return the node of an object of *kind* that is to be loaded; None, and a note, where there is none."""
-    if not matcher.selects_whole(path, why_whole):
-        return None
-    node = matcher.find_tagged(path, kind)
-    if node is None:
-        matcher.miss(path)
-    return node
-
-
-def _load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
-    """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
-    if not matcher.selects_whole(path, "it belongs to one rank"):
-        return
-    holder = of_this_rank(value, index)
-    if reads_data(holder) and matcher.stored.world_changed:
-        matcher.miss(
-            path,
-            f"{matcher.stored.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated",
-        )
-        return
-    found = matcher.find_own(path)
-    if found is None and isinstance(holder, RNG) and _derive_random(holder, path, matcher):
-        return
-    if found is None:
-        matcher.miss(path, _why_none(path, matcher))
-        return
-    if kind_of(holder) in ("stateful", "per_rank"):
-        state, may_refuse = matcher.value(path, found.node), isinstance(holder, OwnOptimizer)
-        if reads_data(holder):
-            matcher.later(lambda: warn_of_empty_loop(holder, state(), join_name(path)))
-        matcher.hand_over(
-            holder, path, holder.load_state_dict, state, last=isinstance(holder, RNG), may_refuse=may_refuse
-        )
-    elif (own := matcher.refill(path, holder, found.node)) is not None:
-        matcher.later(lambda: setattr(value, "value", own()))
-
-
-def _why_none(path: Path, matcher: Matcher) -> str | None:
-    """Return why the checkpoint has nothing for this rank at *path*, and a remedy; None if it has nothing for any rank."""
-    if matcher.find(path) is None:
-        return None
-    if matcher.find_tagged(path, "per_rank") is None:
-        return "one value for all ranks in the checkpoint; load it without aiockpt.per_rank(...)"
-    changed = f" ({matcher.stored.world_changed})" if matcher.stored.world_changed else ""
-    return f"this rank has none in the checkpoint{changed}; strict=False keeps what is here, only= leaves it out"
-
-
-def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
-    """Derive random numbers for a rank that is not in the checkpoint; return whether there is a state to derive from."""
-    found = matcher.find_of_another(path)
-    if found is None:
-        return False
-    state = matcher.value(path, found.node)
-    matcher.later(
-        lambda: rng.load_state_dict(derive_state(state(), matcher.stored.rank, matcher.stored.step)), last=True
-    )
-    return True
-
-
-def _load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
-    node = _find_object(path, "loader", "a loader goes on as a whole", matcher)
-    if node is None:
-        return
-    try:
-        form, size, readers, shared = (
-            node["form"],
-            field(node, "size", int),
-            field(node, "readers", dict),
-            node["shared"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"is not the state of a loader ({error!r})") from error
-    if (misfit := loader.misfit(form, size, readers)) is not None:
-        matcher.mismatch(path, misfit)
-        return
-    needed = [str(rank) for rank in loader.needed_ranks(size)]
-    value = matcher.value(path, {"shared": shared, "owns": [readers[rank] for rank in needed]})
-    matcher.pass_over(path)
-
-    def resume() -> None:
-        saved = value()
-        loader.resume(saved["shared"], saved["owns"])
-
-    matcher.later(resume)
-
-
 def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
     found = matcher.find(path)
     if found is not None:
@@ -355,7 +245,7 @@ def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher
         return
     if not isinstance(container, MutableMapping | list):
         raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
-    value = matcher.refill(path, container[key], node)
+    value = matcher.values.refill(path, container[key], node)
     if value is not None:
         matcher.later(lambda: set_part(container, key, value))
 

@@ -27,7 +27,7 @@ from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtens
 from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
 from aiockpt.adapters.sharded_tensors import empty_like_sharded_tensor, hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
-from aiockpt.format.dtypes import TORCH_NAMES, from_torch_name, torch_name
+from aiockpt.format.dtypes import TORCH_NAMES, from_torch_name, itemsize, same, torch_name
 from aiockpt.format.manifest import MAX_RANK
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
 from aiockpt.state.geometry import Box
@@ -118,10 +118,10 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 
 
 def plain_facts(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype code and shape of a tensor whose memory is its value; None where `hold` must look closer."""
-    if not is_plain(tensor) or is_lazy(tensor) or tensor.dtype in _PACKED:
+    """Return dtype code and shape of an ordinary tensor whose memory is its value; None where `hold` must look closer."""
+    if type(tensor) not in ORDINARY or tensor.is_conj() or tensor.is_neg() or _unsupported(tensor) is not None:
         return None
-    return dtype_code(tensor.dtype), tuple(tensor.shape)
+    return (_CODES[tensor.dtype], tensor.shape) if tensor.dtype in _COPIED else None
 
 
 def shards_of(
@@ -228,7 +228,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
         return "a meta tensor has no data; materialise it first (to_empty())"
     if tensor.dtype not in _CODES:
         try:
-            from_torch_name(str(tensor.dtype))
+            dtype_code(tensor.dtype)
         except UsageError as error:
             return str(error)
     if tensor.dim() > MAX_RANK:
@@ -251,11 +251,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor outside autograd, in the memory it is in; a lazily conjugated or negated one as a copy.
 
-    Packed dtypes that torch cannot copy are given as bytes of the same strides.
+    Dtypes that torch cannot copy, or may be unable to, are given as others of as many bytes, with the same strides.
     """
     plain = tensor.detach()
-    if plain.dtype in _PACKED:
-        return plain.view(torch.uint8)
+    if plain.dtype not in _COPIED:
+        return plain.view(_BITS[plain.dtype.itemsize])
     return plain.resolve_conj().resolve_neg() if is_lazy(plain) else plain
 
 
@@ -294,7 +294,21 @@ def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
 
 def dtype_code(dtype: torch.dtype) -> str:
     """Return the code of *dtype* in manifests."""
-    return _CODES.get(dtype) or from_torch_name(str(dtype))
+    return _CODES.get(dtype) or from_torch_name(str(dtype), dtype.itemsize)
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Return the dtype of torch that has this *code* in manifests.
+
+    Raises:
+        UsageError: this torch has none of that name and size.
+    """
+    dtype = getattr(torch, torch_name(code), None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize(code):
+        raise UsageError(
+            f"this torch has no torch.{torch_name(code)}: install the one that the checkpoint was saved with"
+        )
+    return dtype
 
 
 def tensor_name(path: Path, rank: int | None = None) -> str:
@@ -309,12 +323,9 @@ def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
     return (Box.whole(shape),)
 
 
-_PACKED = {
-    dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and re.fullmatch(r"u?int[1-7]|float4_e2m1fn_x2", name)
-}
 _CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
+_COPIED = {dtype for dtype in _CODES if not re.fullmatch(r"torch\.(u?int[1-7]|float4_e2m1fn_x2)", str(dtype))}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 # Whether a tensor or value that is here can become one of the checkpoint; else the tensor that is made.
@@ -331,7 +342,7 @@ def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[i
     """Return in words why a tensor of *own_dtype* cannot be filled from one of code *dtype* and *shape*, or None."""
     if held.shape != shape:
         return f"shape {held.shape} in the state, {shape} in the checkpoint"
-    if dtype_code(own_dtype) != dtype:
+    if not same(dtype_code(own_dtype), dtype):
         return f"{own_dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
     if any(is_lazy(piece.local) for piece in held.pieces):
         return "it is lazily conjugated or negated; give a plain copy (resolve_conj(), resolve_neg())"

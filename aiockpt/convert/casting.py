@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from aiockpt.errors import UsageError
-from aiockpt.format.dtypes import torch_name
 
 _FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CASTABLE = frozenset(_FLOATS.values())
@@ -36,12 +35,6 @@ def parse_dtype(name: str | torch.dtype | None) -> str | None:
 def cast_code(code: str, wanted: str | None) -> str:
     """Return what the dtype *code* becomes where *wanted* is requested."""
     return wanted if wanted is not None and code in _CASTABLE else code
-
-
-def torch_dtype(code: str) -> torch.dtype:
-    """Return torch's dtype of a code."""
-    dtype: torch.dtype = getattr(torch, torch_name(code))
-    return dtype
 
 
 class Cast(msgspec.Struct, frozen=True):

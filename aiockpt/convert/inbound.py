@@ -12,18 +12,18 @@ import msgspec
 import torch
 
 from aiockpt.adapters.rename import Rules
-from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
+from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.convert.casting import Cast, cast_all, cast_code
 from aiockpt.convert.choice import check_unique, parse_prefix
 from aiockpt.convert.publish import write_file
 from aiockpt.convert.source import Source, open_source
 from aiockpt.engine import maintenance
+from aiockpt.engine.alone import RoundAlone
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import RoundAlone
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import RoundName, SaveJob, SaveRequest
+from aiockpt.engine.job import Capture, RoundName, SaveJob, SaveRequest
 from aiockpt.engine.place import Place
 from aiockpt.engine.save import attempting, check_space, commit_votes, committed, vote
-from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize
@@ -228,12 +228,12 @@ class _WindowFiller:
 
     async def __call__(self, offset: int, view: memoryview) -> None:
         window = self._file.windows[offset // self._window_bytes]
-        scratch = await self._scratch.take()
+        scratch = await self._scratch.acquire()
         try:
             await self._fill(window, view, scratch.memory)
         finally:
             with anyio.CancelScope(shield=True):
-                await self._scratch.give(scratch)
+                await self._scratch.release(scratch)
 
     async def _fill(self, window: Window, view: memoryview, scratch: memoryview) -> None:
         batch = _Batch(scratch)

@@ -11,7 +11,8 @@ import msgspec
 import torch
 
 from aiockpt.adapters.rename import Rules
-from aiockpt.convert.casting import Cast, cast_all, torch_dtype
+from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.convert.casting import Cast, cast_all
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import FolderFile, Layout, plan_folder
 from aiockpt.convert.publish import check_target, open_target

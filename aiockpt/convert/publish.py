@@ -72,13 +72,13 @@ async def write_file(
             await upload.write(offset, [view], seen_from(offset) if seen_from else None)
         finally:
             with anyio.CancelScope(shield=True):
-                await windows.give(window)
+                await windows.release(window)
         on_written(len(view))
 
     try:
         async with open_tasks() as tasks:
             for offset in range(0, size, windows.window_bytes):
-                tasks.start_soon(move, await windows.take(), offset)
+                tasks.start_soon(move, await windows.acquire(), offset)
         await upload.finish()
     except BaseException:
         await _give_up(upload)

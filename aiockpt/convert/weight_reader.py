@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from aiockpt.convert.casting import torch_dtype
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import Weight
 from aiockpt.engine.destination import Destination

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -154,6 +154,96 @@ def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
                 "the step would lose one: wrap the loader in aiockpt.Loader, or save behind the loop",
                 where,
             )
+
+
+_DATA = "aiockpt_data"
+"""The member of the state of a ``StatefulDataLoader``, which it does not read, that has what its position refers to."""
+
+
+def with_data(source: Any, state: Any) -> Any:
+    """Return the *state* of a source and, of a ``StatefulDataLoader``, what the position in it refers to."""
+    data = _describe(source, state)
+    return state if data is None else {**state, _DATA: data}
+
+
+def without_data(source: Any, state: Any) -> Any:
+    """Return what *source* itself saved in a state of `with_data`.
+
+    Log what a ``StatefulDataLoader`` does without a word: its position means other samples than those that were trained.
+    """
+    now = _describe(source, state)
+    if now is None or _DATA not in state:
+        return state
+    with suppress(AttributeError, KeyError, TypeError):  # another version of torchdata
+        if what := _difference(state[_DATA], now, state):
+            logger.warning(
+                "%s: %s. To train each sample once, end this epoch with what it began with, or use a ShardedSampler; only= "
+                "leaves the loader out of load(), and a whole epoch begins",
+                *(type(source).__name__, what),
+            )
+    return {key: value for key, value in state.items() if key != _DATA}
+
+
+def _describe(source: Any, state: Any) -> dict[str, Any] | None:
+    """Return what the position of a ``StatefulDataLoader`` refers to; None for the states of other sources."""
+    if not (isinstance(source, DataLoader) and isinstance(state, Mapping) and "_iterator_finished" in state):
+        return None
+    cut = source.batch_sampler if source.batch_size is None else source
+    samples = None if isinstance(source.dataset, IterableDataset) else _length(source.dataset)
+    name = f"{type(source.sampler).__module__.partition('.')[0]}.{type(source.sampler).__name__}"
+    return {"samples": samples, "batch_size": getattr(cut, "batch_size", None), "sampler": name}
+
+
+_IN_ORDER = "torch.SequentialSampler"
+_ANEW = ("torch.RandomSampler", "torch.SubsetRandomSampler", "torch.WeightedRandomSampler")
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any], state: Any) -> str | None:
+    """Return why what comes next is not the rest of the epoch, in words; None where it is."""
+    inside = state.get("_snapshot") or {**state, "_snapshot_step": state["_num_yielded"], "_main_snapshot": state}
+    main, since = inside["_main_snapshot"], state.get("_steps_since_snapshot", 0)
+    given = inside["_snapshot_step"] + since
+    seen = (main["_sampler_iter_state"] or {}).get("samples_yielded", given)
+    differ = before["samples"] != now["samples"]
+    lengths = f"the data have {now['samples']} samples, and had {before['samples']} when the checkpoint was made"
+    if differ and now["samples"] is not None and now["samples"] < seen:
+        return f"{lengths}, of which {seen} were trained: it cannot go on there, and raises"
+    if state["_iterator_finished"] or not given:
+        return None
+    if before["sampler"] != now["sampler"]:
+        return (
+            f"its samples come from {now['sampler']}, and came from {before['sampler']} when the checkpoint was made: what "
+            "comes next is not the rest of this epoch"
+        )
+    other = "the rest of this epoch is drawn of another order, so that some of its samples come twice, and others not"
+    if now["sampler"] in _ANEW:
+        return (
+            f"a {now['sampler']} has no state: unless its generator is where it was when this epoch began, {other}; "
+            "shuffle=True in its place gives one that has a state"
+        )
+    if differ and now["sampler"] != _IN_ORDER:
+        return f"{lengths}: {other}"
+    if before["batch_size"] != now["batch_size"] and (since or _counts_batches(inside, main, state, now["sampler"])):
+        return (
+            f"batches have {now['batch_size']} samples, and had {before['batch_size']} when {given} of this epoch were "
+            "trained; this loader counts batches, so that samples come twice, or not at all"
+        )
+    return None
+
+
+def _counts_batches(inside: Any, main: Any, state: Any, sampler: str) -> bool:
+    """Return whether what gives the order has no state, so that as many batches are passed over as were given."""
+    if sampler != "torch._InfiniteConstantSampler":
+        return main["_sampler_iter_state"] is None and main["_index_sampler_state"] is None
+    reader = next(iter(inside.get("_worker_snapshots", {}).values()), state) or {}
+    return reader["dataset_state"] is None and reader["fetcher_state"]["dataset_iter_state"] is None
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def advise(source: Any) -> str:

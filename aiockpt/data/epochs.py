@@ -95,7 +95,8 @@ class Untrained:
         Raises:
             UsageError: it was before, or no such batch was handed out since the last load.
         """
-        one = self._waiting.pop(number, None)
+        # True would be batch 1: equal numbers are one key.
+        one = self._waiting.pop(number, None) if type(number) is int else None
         if one is None:
             if type(number) is not int or not 0 <= number < self._next:
                 why = f"trained(number={number!r}): give a number that numbered() gave; the next one is {self._next}"

@@ -34,6 +34,8 @@ from aiockpt.data.data_source import (
     data_ranks,
     find_reader,
     let_workers_outlive_signals,
+    with_data,
+    without_data,
     worker_count,
 )
 from aiockpt.data.epochs import EpochLeft, HandedOut, Untrained, add_untrained, deal_epochs, read_epochs, write_epochs
@@ -335,7 +337,7 @@ class Loader(Generic[Batch]):
         if self._reader is not None:
             return tuple(self._reader.parts())
         with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to report its position
-            state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
+            state = with_data(self._source, self._source.state_dict())  # type: ignore[attr-defined]  # it was checked
         if self._ahead_count or self._untrained is not None:
             state = copy.deepcopy(state)  # the source continues and may change what it returned
         return state
@@ -345,7 +347,7 @@ class Loader(Generic[Batch]):
         if self._reader is not None:
             self._reader.load_parts(after)
         else:
-            self._source.load_state_dict(after)  # type: ignore[attr-defined]  # checked when it was wrapped
+            self._source.load_state_dict(without_data(self._source, after))  # type: ignore[attr-defined]  # it was checked
 
     def _source_epoch(self) -> int | None:
         return getattr(self._source if self._reader is None else self._reader, "epoch", None)

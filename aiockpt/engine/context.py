@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from statistics import median
 from typing import TYPE_CHECKING
 
-from aiockpt.engine.outcomes import Failures
-from aiockpt.events import Event, Observer, Operation
+from aiockpt.errors import BackgroundSaveError
+from aiockpt.events import Committed, Event, Observer, Operation, SnapshotTaken
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.futures import SaveFuture
-from aiockpt.options import SHARED_BLOCK_BYTES, Options
+from aiockpt.options import SHARED_BLOCK_BYTES, OnError, Options
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.lineage import Lineage
-from aiockpt.pipeline.upload import FileScreen, FloatSpan, find_spans
+from aiockpt.pipeline.upload import FileScreen
 from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
@@ -30,10 +33,103 @@ from aiockpt.state.shards import ShardedState, TensorShard
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.pipeline.replica_samples import ReplicaSamples, Sampling
+    from aiockpt.pipeline.replica_samples import Sampling
     from aiockpt.pipeline.snapshot import CopyProgram  # a writer process copies no state, and need not load torch
 
 logger = logging.getLogger("aiockpt")
+
+REMEMBERED = 5
+"""Saves; of so many the median is what a save takes."""
+
+
+class DeviceBytes(dict["torch.device", int]):
+    """How many bytes of some tensors each device has."""
+
+    def __init__(
+        self, device_of: Callable[[torch.Tensor], torch.device | None], tensors: Iterable[TensorShard]
+    ) -> None:
+        for shard in tensors:
+            if (device := device_of(shard.data)) is not None:
+                self[device] = self.get(device, 0) + shard.data.nbytes
+
+
+# Failures: each is reported once, at the first request, in the way that was chosen; it never loses the save that reports it
+# (docs/decisions.md#a-failed-save-never-loses-the-next-one).
+
+
+class Failures:
+    """Failed saves, oldest first, until the caller has received them. Any thread.
+
+    Args:
+        limit: how many are kept at most; all for None.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._untold: deque[SaveFuture] = deque(maxlen=limit)
+
+    def add(self, failed: SaveFuture) -> None:
+        """Keep a save that has failed."""
+        self._untold.append(failed)
+
+    def report(self, policy: OnError, just_started: SaveFuture) -> None:
+        """Apply ``on_error`` to the failures not yet reported.
+
+        Raises:
+            BackgroundSaveError: the policy is "raise"; *just_started* was started all the same.
+        """
+        if policy == "raise":
+            self.raise_all(just_started)
+            return
+        for failure in self.take(just_started):
+            if callable(policy):
+                policy(failure)
+            else:
+                warnings.warn(
+                    f"the save of step {failure.step} failed: {failure.exception()!r}", RuntimeWarning, stacklevel=3
+                )
+
+    def raise_all(self, just_started: SaveFuture | None = None) -> None:
+        """Raise the failures not yet reported, whatever the policy.
+
+        Raises:
+            BackgroundSaveError: there are some.
+        """
+        failed = self.take(just_started)
+        if failed:
+            raise BackgroundSaveError(failed, just_started) from failed[0].exception()
+
+    def take(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
+        """Return the failed saves whose error was not retrieved from their future, each once.
+
+        One that this very call has started may have failed already: the next call reports it.
+        """
+        ended = [self._untold.popleft() for _ in range(len(self._untold))]
+        self._untold.extend(future for future in ended if future is just_started)
+        return [future for future in ended if future is not just_started and not future.delivered]
+
+
+class LastSaves:
+    """What the last saves of a checkpointer took: an observer of it. On the loop."""
+
+    def __init__(self) -> None:
+        self._durable_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._pause_s: deque[float] = deque(maxlen=REMEMBERED)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._durable_s.append(event.seconds)
+        elif isinstance(event, SnapshotTaken) and event.snapshot == "eager":
+            self._pause_s.append(event.pause_s)
+
+    @property
+    def durable_s(self) -> float | None:
+        """From the call to the commit; None before the first save."""
+        return median(self._durable_s) if self._durable_s else None
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long an eager save held its caller; None where none did."""
+        return median(self._pause_s) if self._pause_s else None
 
 
 class Engine:
@@ -51,6 +147,7 @@ class Engine:
         differing_buffers: those that ranks had differently when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
         failures: the saves that have failed, until the caller has received them.
+        last_saves: what they took.
         tell_given_up: called with a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
 
@@ -82,11 +179,8 @@ class Engine:
         self.failures = Failures()
         self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
         self.state_work = Limiter("state", 2)
-        self._observers = list(observers)
-        self._plan: tuple[str, SavePlan] | None = None
-        self._program: tuple[SavePlan, CopyProgram] | None = None
-        self._samples: ReplicaSamples | None = None
-        self._spans: tuple[SavePlan, list[list[FloatSpan]]] | None = None
+        self.last_saves = LastSaves()
+        self._observers = [*observers, self.last_saves]
 
     def _note_given_up(self, step: int, error: BaseException) -> None:
         promise = SavePromise(step)
@@ -94,16 +188,12 @@ class Engine:
         self.failures.add(SaveFuture(promise))
 
     def plan(self, state: ShardedState) -> SavePlan:
-        """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
-        cached = self._plan  # read once: several saves may be planned on several threads
-        if cached is not None and cached[0] == state.structure:
-            return cached[1]
-        plan = self.make_plan(state)
-        self._plan = (state.structure, plan)
-        return plan
+        """Return the plan for *state*: the known one while its structure is the same. Any thread."""
+        known = state.known
+        return known.find(SavePlan, state.structure) or known.keep(self.make_plan(state), state.structure)
 
     def make_plan(self, state: ShardedState) -> SavePlan:
-        """Return a plan for *state* that no save has asked for, and remember nothing. Any thread."""
+        """Return a plan for *state* that no save has asked for, and keep nothing. Any thread."""
         if self.world_size == 1:
             check_whole(state)
         io = self.options.io
@@ -115,27 +205,22 @@ class Engine:
         )
 
     def screens(self, plan: SavePlan) -> list[FileScreen]:
-        """Return what screens each file of *plan* while it is written; empty where that was not asked for. On the loop."""
-        if self.options.screen is None:
-            return []
-        if self._spans is None or self._spans[0] is not plan:
-            self._spans = (plan, find_spans(plan.tensors, len(plan.files)))
-        return [FileScreen(spans) for spans in self._spans[1]]
+        """Return what screens each file of *plan* while it is written; empty where that was not asked for."""
+        return [] if self.options.screen is None else list(map(FileScreen, plan.float_spans))
 
-    def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard], *, keep: bool = True) -> CopyProgram:
-        """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread.
+    def copy_program(self, plan: SavePlan, state: ShardedState, *, keep: bool = True) -> CopyProgram:
+        """Return the copies of *plan*: the known ones while the tensors are where they were. Any thread.
 
         Args:
             keep: whether the tensors will be there for the next save.
         """
         from aiockpt.pipeline.snapshot import CopyProgram
 
-        cached = self._program
-        if cached is not None and cached[0] is plan and cached[1].serves(shards):
-            return cached[1]
-        program = CopyProgram(plan, shards, self.accelerator)
-        if keep:
-            self._program = (plan, program) if program.serves(shards) else None
+        program = state.known.find(CopyProgram, state.tensors)
+        if program is None or program.plan is not plan:
+            program = CopyProgram(plan, state.tensors, self.accelerator)
+            if keep and program.in_place:
+                state.known.keep(program, state.tensors)
         return program
 
     def sample_replicas(
@@ -146,17 +231,35 @@ class Engine:
             return None
         from aiockpt.pipeline.replica_samples import ReplicaSamples
 
-        samples = self._samples
-        if samples is None or not samples.serves(state.replicas):
+        samples = state.known.find(ReplicaSamples, state.replicas)
+        if samples is None:
             samples = ReplicaSamples(state.replicas, self.accelerator, whole=self.options.debug == "digest")
-            self._samples = samples if keep else None
+            if keep:
+                state.known.keep(samples, state.replicas)
         return samples.begin(after, self.options.deadlines.slab_s)
 
+    def device_bytes(self, state: ShardedState) -> Mapping[torch.device, int]:
+        """Return the devices that tensors of *state* are on, and how many bytes of them are there; nothing of the host."""
+        found = state.known.find(DeviceBytes, state.tensors)
+        if found is None:
+            found = state.known.keep(DeviceBytes(self.accelerator.device_of, state.tensors), state.tensors)
+        return found
+
+    def pin(self, state: ShardedState) -> None:
+        """Have the slabs pinned for the devices of *state*, if they are not."""
+        for device in self.device_bytes(state):
+            self.pool.pin_with(self.accelerator.stream(device))
+
+    def compute_events(self, state: ShardedState) -> list[tuple[torch.device, DeviceEvent]]:
+        """Return the devices of *state*, each with the event behind all that the calling thread gave it so far.
+
+        A copy on a device begins behind that.
+        """
+        return [(device, self.accelerator.now(device)) for device in self.device_bytes(state)]
+
     def release_memory(self) -> None:
-        """Let go of the staging pool and of the state's tensors, at the end."""
+        """Release the staging pool, at the end."""
         self.pool.close()
-        self._program = self._samples = None
-        self._spans = None
 
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
         """Return a new attempt at a step for the save of that *number*; garbage collection skips it."""

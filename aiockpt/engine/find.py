@@ -31,11 +31,21 @@ from aiockpt.errors import (
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
-from aiockpt.pipeline import discover
 from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepEntry, Unfinished, look_at, look_for_hints, refuse_step, scan, tell_of_newer
+from aiockpt.pipeline.discover import (
+    Listed,
+    StepEntry,
+    Unfinished,
+    is_news,
+    log_newer,
+    look_at,
+    look_for_hints,
+    newest_first,
+    newness,
+    refuse_step,
+    scan,
+)
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
@@ -45,22 +55,16 @@ Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was skipped."""
 
 
-class ListedStep(msgspec.Struct, frozen=True):
+class ListedStep(Listed, frozen=True):
     """A step that a listing of one place shows."""
 
     place: Place
-    entry: StepEntry
-
-    @property
-    def backend(self) -> Backend:
-        """Where it is."""
-        return self.place.backend
 
     def without(self, entry: StepEntry) -> ListedStep:
         """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
         assert self.entry.head is not None
         self.place.heads.doubted.add(self.entry.head.attempt)
-        return ListedStep(self.place, entry)
+        return ListedStep(self.backend, entry, self.place)
 
 
 Look = Callable[[Place], Awaitable[list[StepEntry]]]
@@ -110,23 +114,23 @@ async def candidates(
     listed = await committed_steps(places, unfinished) if step is None else await find_step(places, step)
     if to_load:
         top = next((one.entry.step for one in listed if one.entry.head is not None), None)
-        await tell_of_newer(unfinished, top, places.engine.world.clock)
+        await log_newer(unfinished, top, places.engine.world.clock)
         if not listed and not unfinished:
-            await _tell_what_is_there_instead(places)
-    first: list[CorruptionError] = []
+            await _log_hints(places)
+    bad: list[CorruptionError] = []
 
     def pass_over(one: ListedStep, error: CorruptionError) -> None:
-        first.append(error)
-        is_known = one.entry.is_refused and not one.place.heads.is_news(f"{one.entry.id}: {error}")
+        bad.append(error)
+        is_known = one.entry.is_refused and not is_news(one.backend, f"{one.entry.id}: {error}")
         note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped, is_known=is_known)
 
     weights: list[Found] = []
     try:
-        async for found in newest_first(listed, pass_over):
-            if step is not None and has_weights_only(found.manifest):
-                weights.append(found)
+        async for one, manifest in newest_first(listed, pass_over):
+            if step is not None and has_weights_only(manifest):
+                weights.append(Found(one.place, manifest))
             else:
-                yield found
+                yield Found(one.place, manifest)
     except (NewerFormatError, StorageError) as error:
         if step is None:
             error.add_note(
@@ -135,21 +139,13 @@ async def candidates(
         raise
     for found in weights:
         yield found
-    if step is not None and first:
-        raise first[0]
+    if step is not None and bad:
+        raise bad[0]
     if listed and step is None:
         raise NoValidCheckpointError(places.places[0].backend.url, skipped)
 
 
-async def newest_first(
-    listed: Sequence[ListedStep], pass_over: Callable[[ListedStep, CorruptionError], object]
-) -> AsyncIterator[Found]:
-    """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.discover`."""
-    async for one, manifest in discover.newest_first(listed, pass_over):
-        yield Found(one.place, manifest)
-
-
-async def _tell_what_is_there_instead(places: StepPlaces) -> None:
+async def _log_hints(places: StepPlaces) -> None:
     """Log what another place may have been meant by: a load of nothing is no error, unless the place is a step's folder."""
     for place in places.places:
         await refuse_step(place.backend)
@@ -181,11 +177,7 @@ async def committed_steps(places: StepPlaces, unfinished: list[Unfinished] | Non
             unfinished.extend(Unfinished(place.backend, entry, busy) for entry in begun)
         return [entry for entry in entries if entry.committed]
 
-    return _sorted(await places.list_steps(look))
-
-
-def _sorted(listed: Sequence[ListedStep]) -> list[ListedStep]:
-    return sorted(listed, key=discover.newness)  # stable: the nearest stays first
+    return sorted(await places.list_steps(look), key=newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(place: Place) -> list[StepEntry]:
@@ -203,11 +195,9 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
         return []
     try:
         finished = await roll_forward(place.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
-    except (
-        CorruptionError,
-        StorageError,
-    ) as error:  # a place that can only be read, say: what is committed can be loaded
-        if place.heads.is_news(f"votes of {entry.id}"):
+    except (CorruptionError, StorageError) as error:
+        # A place that can only be read, say: what is committed can be loaded.
+        if is_news(place.backend, f"votes of {entry.id}"):
             logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
         return []
     for manifest in finished:
@@ -228,7 +218,7 @@ async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
             entry = await look_at(place.backend, step_id(step))
         return [entry] if entry.committed else []
 
-    listed = _sorted(await places.list_steps(look))
+    listed = sorted(await places.list_steps(look), key=newness)
     if not listed:
         have = sorted({one.entry.step for one in await committed_steps(places)}, reverse=True)
         shown = ", ".join(map(str, have[:10])) or "none"

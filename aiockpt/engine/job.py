@@ -1,8 +1,15 @@
-"""One save: what was asked for, its round among the ranks, and the job that is copied, written and ended."""
+"""One save: what was asked for, its round among the ranks, its state as captured, and the job that is copied and written.
+
+A `Capture` has the tensors to copy, whether that is done in the call or beside the program, behind which device events, and
+the `SaveGuard` that makes others wait for the copy and compares the state when it is over. Where the call copies, nothing
+can change meanwhile, and the guard is `Unguarded`. A `Snapshotter` (`aiockpt.lazy`) captures what is copied beside the
+program, or on its device.
+"""
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,12 +19,12 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.place import Place
-from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
+from aiockpt.pipeline.copy_guard import CopyGuard
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.accelerator import DeviceEvent
@@ -25,7 +32,9 @@ from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 
-if TYPE_CHECKING:  # a writer process walks no state, and need not load torch
+if TYPE_CHECKING:  # a writer process walks and copies no state, and need not load torch
+    import torch
+
     from aiockpt.adapters.selection import Selection
     from aiockpt.pipeline.replica_samples import Sampling
 
@@ -140,6 +149,97 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     begun_ns: int | None = None
 
 
+class SaveGuard(CopyGuard, Protocol):
+    """What guards the state of one save until it is copied."""
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether it may still turn out that the state changed while it is, or was, copied."""
+        ...
+
+    @property
+    def took_whole(self) -> bool:
+        """Whether the copy wanted slabs for all of the state."""
+        ...
+
+    def begin(self, job: SaveJob) -> None:
+        """Make each change of the state wait for the copy of *job*: its call returns before that."""
+
+    def check_addresses(self) -> None:
+        """Raise TornSnapshotError when a tensor is not where it was: nothing may be read from there."""
+
+    def recheck(self) -> TornSnapshotError | None:
+        """Compare once more, if the copy is over and not yet compared; return why it is torn, if it is. Any thread."""
+        ...
+
+    def hurry(self) -> None:
+        """Expedite the copy: it is waited for, or not wanted any more. Any thread; idempotent."""
+
+    def stopped(self, error: BaseException) -> None:
+        """End, as the save did, with *error*: no change needs to wait any more. Any thread."""
+
+
+class Unguarded:
+    """The guard of a state that is copied in the call, or that is never changed: nothing waits or is compared."""
+
+    throttle = None
+    compares_bytes = False
+    is_unsure = False
+    took_whole = True
+
+    def begin(self, job: SaveJob) -> None: ...
+    def check_addresses(self) -> None: ...
+    def compare(self) -> None: ...
+    def recheck(self) -> None: ...
+    def hurry(self) -> None: ...
+    def stopped(self, error: BaseException) -> None: ...
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """A state as its copy will find it.
+
+    Attributes:
+        state: its tensors do not change until they are copied, or are copies of their own.
+        snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
+        reason: why not as requested.
+        copied_at_call_bytes: bytes of the tensors that were copied in the call already.
+        beside: whether it is copied beside the program, after the call has returned.
+        is_temporary: whether all tensors were made for this save, and the next one will have others.
+        after: the devices, and what must have passed on each before its tensors are what they were at the call.
+        guard: of the state, until it is copied.
+    """
+
+    state: ShardedState
+    snapshot: Snapshot = "eager"
+    reason: str = ""
+    copied_at_call_bytes: int = 0
+    beside: bool = False
+    is_temporary: bool = False
+    after: Sequence[tuple[torch.device, DeviceEvent]] = ()
+    guard: SaveGuard = Unguarded()
+
+
+class Snapshotter(Protocol):
+    """Captures states that are not copied in the call alone. On the threads of the program, one at a time."""
+
+    def capture(
+        self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
+    ) -> Capture:
+        """Say how a state is copied; from here on it is as it was at the call, for the copy.
+
+        Args:
+            walked: its tensors, and its encoded values; *state* as the caller gave it.
+            snapshot: how it is to be copied.
+            busy: whether the last capture is still being copied.
+            waits: whether the copy must wait for other saves, or for other ranks.
+        """
+        ...
+
+    def guard_in_call(self, state: ShardedState) -> SaveGuard:
+        """Return what compares the digests of a state that the call copies."""
+        ...
+
+
 class SaveJob:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
@@ -170,7 +270,7 @@ class SaveJob:
         self.round = save_round
         self.state, self.guard = capture.state, capture.guard
         self.snapshot: Snapshot = capture.snapshot
-        self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
+        self._capture = msgspec.structs.replace(capture, state=capture.state.without_tensors())
         self._pause_s: float | None = None
         self.number = engine.lineage.next_number()
         self.nonce: str | None = None
@@ -183,7 +283,7 @@ class SaveJob:
         self.host_copied: Promise[Sequence[DeviceEvent]] = Promise(f"copy of step {step}, the host's part")
         self.promise.snapshotted.when_settled(lambda: self.host_copied.resolve(()))
         self.promise.when_settled(lambda: self.copied.resolve(None))
-        self.promise.snapshotted.on_told = self.recheck
+        self.promise.snapshotted.on_retrieve = self.recheck
         self.promise.cancel_work = self.cancel
         self.confirm: Callable[[], Awaitable[None]] = self._confirm
         self.hand_over: Callable[[Window, Slab], object] = self._hand_over
@@ -222,12 +322,14 @@ class SaveJob:
         try:
             self._run_program()
         except BaseException as error:
+            if self._capture.is_temporary:  # its frames hold a copy of the state, on the devices
+                traceback.clear_frames(error.__traceback__)
             self.stop(error)
             if not isinstance(error, Exception):
                 raise
             return
         finally:
-            self.state = _without_tensors(self.state)  # not ours to keep alive any longer
+            self.state = self.state.without_tensors()  # not ours to keep alive any longer
         if self._stopped_by is None:
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
             self.promise.snapshotted.resolve(None)
@@ -237,22 +339,18 @@ class SaveJob:
         capture = self._capture
         self.guard.check_addresses()  # before anything is read; from there on the program does that
         sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
-        program = self._engine.copy_program(self.plan, self.state.tensors, keep=not capture.is_temporary)
-        try:
-            program.run(
-                self._engine.pool,
-                self.hand_over,
-                wanted=lambda: self._stopped_by is None,
-                timeout_s=self._engine.options.deadlines.slab_s,
-                beside=capture.beside,
-                after=capture.after,
-                guard=self.guard,
-                begun={} if sampling is None else sampling.events,
-                host_copied=self.host_copied.resolve,
-            )
-        finally:
-            if capture.is_temporary:
-                program.forget()
+        program = self._engine.copy_program(self.plan, self.state, keep=not capture.is_temporary)
+        program.run(
+            self._engine.pool,
+            self.hand_over,
+            wanted=lambda: self._stopped_by is None,
+            timeout_s=self._engine.options.deadlines.slab_s,
+            beside=capture.beside,
+            after=capture.after,
+            guard=self.guard,
+            begun={} if sampling is None else sampling.events,
+            host_copied=self.host_copied.resolve,
+        )
         if sampling is not None and self._stopped_by is None:
             sampling.finish()
             self.hand_samples(sampling)
@@ -299,7 +397,7 @@ class SaveJob:
 
     def refuse(self, error: BaseException) -> None:
         """End a save that may never run."""
-        self.state = _without_tensors(self.state)
+        self.state = self.state.without_tensors()
         self.stop(error)
         self._engine.loop.call_soon(self._fail_unless_running, error)
 
@@ -364,7 +462,3 @@ class SaveJob:
             logger.error("the save of step %d failed: %r", self.step, error)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.promise.fail(error)
-
-
-def _without_tensors(state: ShardedState) -> ShardedState:
-    return msgspec.structs.replace(state, tensors=(), replicas=())

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
-from aiockpt.adapters.native import LoadTarget, OptimizerState, Rename, Stored, Strict, open_target
+from aiockpt.adapters.differences import Strict
+from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.plain_values import objects_in
-from aiockpt.adapters.stored import find_node
+from aiockpt.adapters.rename import Rename
+from aiockpt.adapters.stored import Stored, find_node
+from aiockpt.adapters.target import OptimizerState, open_target
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.engine.find import Skipped, StepPlaces, candidates, find_manifest, note_skipped
 from aiockpt.engine.place import Place
 from aiockpt.errors import (
@@ -27,7 +31,6 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Loaded, LoadFailed
 from aiockpt.format.configuration import config_changes
-from aiockpt.format.dtypes import torch_name
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names, prefixes, split_name
 from aiockpt.futures import LoadResult
@@ -38,6 +41,7 @@ from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Node
+from aiockpt.units import size
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
@@ -121,6 +125,16 @@ async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
             else:
                 return finish(place, manifest, target, traffic, begun_ns, skipped)
     return None
+
+
+class LoadAlone:
+    """A load of a process by itself; see `aiockpt.engine.coordinator.LoadRound`."""
+
+    load = staticmethod(load)
+
+    async def agree_applied(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
 
 
 @contextmanager
@@ -289,7 +303,7 @@ def emit_loaded(
     """Notify observers of a load that is whole, and return its result; *origin* has the fields that say what was loaded."""
     result = LoadResult(
         **origin,
-        bytes=sum(shard.nbytes for shard in target.wanted),
+        bytes=sum(shard.data.nbytes for shard in target.wanted),
         read_bytes=traffic.read_bytes,
         received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
@@ -405,7 +419,7 @@ async def read(places: StepPlaces, step: int | None, name: str, rows: slice | No
     stored = _stored_name(manifest, name)
     entry = manifest.tensors[stored]
     box = _rows(name, entry.shape, rows)
-    tensor = torch.empty(box.sizes, dtype=getattr(torch, torch_name(entry.dtype)))
+    tensor = torch.empty(box.sizes, dtype=torch_dtype(entry.dtype))
     shard = TensorShard(name=stored, dtype=entry.dtype, shape=entry.shape, boxes=(box,), data=tensor)
     async with place.reading(manifest.id):
         await fill_tensors(place, manifest, [shard])
@@ -485,3 +499,22 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
         raise UsageError(f"rows={rows}: give a slice without a step")
     start, stop, _ = rows.indices(shape[0])
     return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))
+
+
+def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
+    """Log a load whose tensors are filled, or one that found no checkpoint at all."""
+    if loaded is None:
+        logger.info("nothing to load: there is no checkpoint yet")
+        return
+    over = f", passed over: {list_names([name for name, _ in loaded.skipped])}" if loaded.skipped else ""
+    differing = f", {len(loaded.differences)} differences" if loaded.differences else ""
+    logger.info(
+        "%s %s: %s in %.2f s, from %s%s%s",
+        "forked from" if forked else "loaded",
+        "a foreign checkpoint" if loaded.step < 0 else f"step {loaded.step}",
+        size(loaded.bytes),
+        loaded.seconds,
+        loaded.url,
+        over,
+        differing,
+    )

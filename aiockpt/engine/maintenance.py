@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from aiockpt.engine.find import StepPlaces, committed_steps, find_manifest, find_step, finish_commits, newest_first
+from aiockpt.engine.find import StepPlaces, committed_steps, find_manifest, find_step, finish_commits
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, StorageError, StorageFullError
 from aiockpt.events import GarbageDeleted, StepDeleted
@@ -35,7 +35,19 @@ from aiockpt.pipeline.collect import (
     why_unread,
 )
 from aiockpt.pipeline.copy import Windows, copy_step, open_copy_source
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, look_into, read_generation, scan, tell
+from aiockpt.pipeline.discover import (
+    StepCopy,
+    StepEntry,
+    find_copy,
+    first_in_full,
+    info_of,
+    is_news,
+    look_at,
+    newest_first,
+    read_generation,
+    read_info,
+    scan,
+)
 from aiockpt.pipeline.discover import StepInfo as StepInfo
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.policies.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
@@ -138,14 +150,14 @@ async def steps(places: StepPlaces) -> tuple[StepInfo, ...]:
     for listed in await committed_steps(places):
         which = (listed.entry.id, listed.entry.age_order[0])
         if which not in nearest:
-            nearest[which] = await look_into(listed.place.backend, listed.entry)
+            nearest[which] = await read_info(listed.place.backend, listed.entry)
     return tuple(nearest.values())
 
 
 async def finish(place: Place) -> tuple[StepInfo, ...]:
     """Roll forward every attempt whose votes are complete; return what was committed by that."""
     entries = await scan(place.backend)
-    return tuple([tell(manifest, entry) for entry in entries for manifest in await finish_commits(place, entry)])
+    return tuple([info_of(manifest, entry) for entry in entries for manifest in await finish_commits(place, entry)])
 
 
 async def latest(places: StepPlaces) -> int | None:
@@ -156,12 +168,8 @@ async def latest(places: StepPlaces) -> int | None:
     Raises:
         NewerFormatError, StorageError: of a step that may be the newest.
     """
-    weights: int | None = None
-    async for found in newest_first(await committed_steps(places), lambda *_: None):
-        if not has_weights_only(found.manifest):
-            return found.manifest.step
-        weights = found.manifest.step if weights is None else weights
-    return weights
+    found = await first_in_full(newest_first(await committed_steps(places), lambda *_: None))
+    return None if found is None else found[1].step
 
 
 async def describe(places: StepPlaces, step: int | None) -> Description:
@@ -176,7 +184,7 @@ async def describe(places: StepPlaces, step: int | None) -> Description:
         paths = tuple(manifest.files[file].p for file in files)
         tensors.append(TensorInfo(name, stored.dtype, stored.shape, size, paths, stored.axes or None))
     return Description(
-        info=tell(manifest, entry),
+        info=info_of(manifest, entry),
         tensors=tuple(tensors),
         alias=dict(manifest.alias),
         values=manifest.state.get("global"),
@@ -285,7 +293,7 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                     logger.info("%s: %s", place.backend.url, pruned.note)
             elif saved.generation > 1:
                 entry = await look_at(place.backend, saved.id)
-                await _collect_all(place, [entry], Retention(), place.engine.busy_attempts, _Left(), dry_run=False)
+                await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
 
@@ -294,7 +302,7 @@ async def _move_hint(place: Place, saved: SaveResult) -> None:
     try:
         await place.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
     except CheckpointError as error:  # another user's, or a bucket where nothing may be written over
-        if place.heads.is_news(f"{LATEST_KEY}: {error}"):
+        if is_news(place.backend, f"{LATEST_KEY}: {error}"):
             logger.warning("%s in %s cannot be written, and stays as it is: %s", LATEST_KEY, place.backend.url, error)
 
 
@@ -335,143 +343,145 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     entries = await scan(place.backend, place.heads)
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
-    by_id = {entry.id: entry for entry in entries}
     now_ns = None
     if rules.newer_than is not None:
         with suppress(StorageError):  # where no probe can be written no age is known, and nothing goes by it
             now_ns = await storage_now_ns(place.backend, engine.token(6))
     facts = await step_facts(place.backend, committed, rules.best is not None, place.heads.doubted, now_ns)
     facts = await mark_unsound(place.backend, facts, engine.lineage.runs)
-    saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
-    protected = place.being_read | saving
-    doomed: list[Doomed] = []
-    left = _Left()
-    for step in plan_retention(facts, rules, protected):
-        entry = by_id[step.id]
-        with _leaving(place, entry.id, left):
-            if (reader := await find_reader(place.backend, step.id, engine.token(6))) is not None:
-                left.append((step.id, reader))
-                continue
-            if not dry_run:
-                del by_id[step.id]
-                await delete_step(place.backend, entry)
-                engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
-            doomed.append(step)
-    garbage = await _collect_all(place, list(by_id.values()), rules, busy, left, dry_run=dry_run)
-    kept = explain_kept(facts, rules, protected)
+    protected = place.being_read | {entry.id for entry in entries if busy.intersection(entry.attempts)}
     judged = {fact.id for fact in facts}
-    kept += [Kept(entry.id, entry.step, why_unread(entry)) for entry in committed if entry.id not in judged]
-    thinned = await _thin(
-        place,
-        rules,
-        may_be_thinned(facts, rules, protected, by_id.keys() - {step.id for step in doomed}),
-        left,
-        dry_run=dry_run,
-    )
-    swept = DeadUploads()
-    if with_uploads:
-        swept = await find_leftovers(place.backend, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
-        swept = swept if dry_run else await abort_leftovers(place.backend, swept)
-    keys = tuple(upload.key for upload in swept.uploads)
-    if not dry_run:
-        for key in keys:
-            engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=parse_step(key.partition("/")[0]) or 0, key=key))
+    unread = [Kept(entry.id, entry.step, why_unread(entry)) for entry in committed if entry.id not in judged]
+    work = _Pruning(place, rules, busy, dry_run=dry_run)
+    by_id = {entry.id: entry for entry in entries}
+    doomed = await work.delete(plan_retention(facts, rules, protected), by_id)
+    garbage = await work.collect(list(by_id.values()))
+    stay = by_id.keys() - {step.id for step in doomed}
+    thinned = await work.thin(may_be_thinned(facts, rules, protected, stay))
+    swept = await work.sweep() if with_uploads else DeadUploads()
     return Pruned(
-        tuple(doomed),
-        tuple(garbage),
-        tuple(left),
-        tuple(kept),
-        keys,
-        swept.problem,
-        tuple(thinned),
-        tuple(dict.fromkeys(left.failed)),
+        steps=tuple(doomed),
+        garbage=tuple(garbage),
+        left=tuple(work.left),
+        kept=(*explain_kept(facts, rules, protected), *unread),
+        uploads=tuple(upload.key for upload in swept.uploads),
+        note=swept.problem,
+        thinned=tuple(thinned),
+        failed=tuple(dict.fromkeys(work.failed)),
     )
 
 
-class _Left(list[tuple[str, str]]):
-    """What is left, with the reasons; *failed*: the steps that are not left for a reader."""
+class _Pruning:
+    """One pass over a place, which removes things or, in a dry run, says what it would; a bad step holds up no other.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Args:
+        busy: attempts of this process that are under way.
+
+    Attributes:
+        left: (step id, reason) of what could not be removed; *failed*: the steps that are not left for a reader.
+    """
+
+    def __init__(self, place: Place, rules: Retention, busy: Collection[str], *, dry_run: bool = False) -> None:
+        self.left: list[tuple[str, str]] = []
         self.failed: list[str] = []
+        self._place, self._backend, self._engine = place, place.backend, place.engine
+        self._rules, self._busy, self._dry_run = rules, busy, dry_run
 
+    async def delete(self, doomed: Sequence[Doomed], by_id: dict[str, StepEntry]) -> list[Doomed]:
+        """Delete steps; return which. What is deleted, perhaps only in part, goes from *by_id*."""
+        deleted: list[Doomed] = []
+        for step in doomed:
+            with self._leaving(step.id):
+                if await self._is_held(step.id):
+                    continue
+                if not self._dry_run:
+                    await delete_step(self._backend, by_id.pop(step.id))
+                    self._engine.emit(StepDeleted(at_ns=self._engine.now_ns(), step=step.step, reason=step.reason))
+                deleted.append(step)
+        return deleted
 
-async def _thin(place: Place, rules: Retention, steps: list[StepFacts], left: _Left, *, dry_run: bool) -> list[Thinned]:
-    """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
-    engine = place.engine
-    thinned: list[Thinned] = []
-    whole_count, verified = 0, False
-    for fact in steps:
-        with _leaving(place, fact.id, left):
-            entry = await look_at(place.backend, fact.id)
-            if not entry.generations or (fact.id, entry.generations[0]) in place.thin_steps:
+    async def collect(self, entries: Sequence[StepEntry]) -> list[Garbage]:
+        """Remove the garbage in steps; return it."""
+        engine, doubted = self._engine, self._place.heads.doubted
+        collected: list[Garbage] = []
+        for entry in entries:
+            if entry.id in self._place.being_read:
                 continue
-            manifest = await read_generation(place.backend, fact.id, entry.generations[0])
-            if has_weights_only(manifest):
-                place.thin_steps.add((fact.id, manifest.generation))
-                continue
-            whole_count += 1
-            stays = whole_count <= (rules.optimizer or 0) or (fact.verified and not verified)
-            verified = verified or fact.verified
-            if stays:
-                continue
-            if (reader := await find_reader(place.backend, fact.id, engine.token(6))) is not None:
-                left.append((fact.id, reader))
-                continue
-            if dry_run:
-                thinned.append(plan_thinning(manifest, entry.generations[0] + 1, "")[1])
-                continue
-            thinned.append(await thin(place.backend, manifest, entry.generations[0], engine.token(16)))
-            engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=fact.step, key=f"{fact.id}: all but its weights"))
-    return thinned
+            found: list[Garbage] = []
+            with self._leaving(entry.id):
+                nonce, grace_s = engine.token(6), self._rules.grace_s
+                found = await find_garbage(
+                    self._backend, entry, grace_s=grace_s, nonce=nonce, busy=self._busy, doubted=doubted
+                )
+                if found and not self._dry_run:
+                    reader = await find_reader(self._backend, entry.id, engine.token(6))
+                    found = found if reader is None else []
+            for garbage in found:
+                with self._leaving(entry.id):
+                    if self._dry_run or await collect(self._backend, garbage, engine.token(16)):
+                        collected.append(garbage)
+                        self._report(entry.step, f"{garbage.step_id}/a-{garbage.attempt}")
+        return collected
 
+    async def thin(self, steps: Sequence[StepFacts]) -> list[Thinned]:
+        """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
+        known, token = self._place.thin_steps, self._engine.token
+        thinned: list[Thinned] = []
+        whole_count, verified = 0, False
+        for fact in steps:
+            with self._leaving(fact.id):
+                entry = await look_at(self._backend, fact.id)
+                highest = max(entry.generations, default=0)
+                if not highest or (fact.id, highest) in known:
+                    continue
+                manifest = await read_generation(self._backend, fact.id, highest)
+                if has_weights_only(manifest):
+                    known.add((fact.id, highest))
+                    continue
+                whole_count += 1
+                stays = whole_count <= (self._rules.optimizer or 0) or (fact.verified and not verified)
+                verified = verified or fact.verified
+                if stays:
+                    continue
+                if await self._is_held(fact.id):
+                    continue
+                if self._dry_run:
+                    thinned.append(plan_thinning(manifest, highest + 1, "")[1])
+                else:
+                    thinned.append(await thin(self._backend, manifest, highest, token(16)))
+                self._report(fact.step, f"{fact.id}: all but its weights")
+        return thinned
 
-@contextmanager
-def _leaving(place: Place, step_id: str, left: _Left) -> Iterator[None]:
-    """Go on from what cannot be done to one step in the block: *left* gets the reason, the log once."""
-    try:
-        yield
-    except CheckpointError as error:
-        left.append((step_id, str(error)))
-        left.failed.append(step_id)
-        if place.heads.is_news(f"{step_id}: {error}"):
-            logger.warning("%s in %s is left as it is: %s", step_id, place.backend.url, error)
+    async def sweep(self) -> DeadUploads:
+        """Abort the uploads that dead saves left; return them."""
+        nonce = self._engine.token(6)
+        found = await find_leftovers(self._backend, grace_s=self._rules.grace_s, nonce=nonce, busy=self._busy)
+        swept = found if self._dry_run else await abort_leftovers(self._backend, found)
+        for upload in swept.uploads:
+            self._report(parse_step(upload.key.partition("/")[0]) or 0, upload.key)
+        return swept
 
+    async def _is_held(self, step_id: str) -> bool:
+        """Say whether another process reads a step, which is left for it."""
+        reader = await find_reader(self._backend, step_id, self._engine.token(6))
+        if reader is not None:
+            self.left.append((step_id, reader))
+        return reader is not None
 
-async def _collect_all(
-    place: Place,
-    entries: list[StepEntry],
-    rules: Retention,
-    busy: Collection[str],
-    left: _Left,
-    *,
-    dry_run: bool,
-) -> list[Garbage]:
-    engine = place.engine
-    collected: list[Garbage] = []
-    for entry in entries:
-        if entry.id in place.being_read:
-            continue
-        found: list[Garbage] = []
-        with _leaving(place, entry.id, left):
-            found = await find_garbage(
-                place.backend,
-                entry,
-                grace_s=rules.grace_s,
-                nonce=engine.token(6),
-                busy=busy,
-                doubted=place.heads.doubted,
-            )
-            if found and not dry_run and await find_reader(place.backend, entry.id, engine.token(6)) is not None:
-                found = []
-        for garbage in found:
-            with _leaving(place, entry.id, left):
-                if dry_run or await collect(place.backend, garbage, engine.token(16)):
-                    collected.append(garbage)
-                    if not dry_run:
-                        key = f"{garbage.step_id}/a-{garbage.attempt}"
-                        engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=entry.step, key=key))
-    return collected
+    def _report(self, step: int, key: str) -> None:
+        if not self._dry_run:
+            self._engine.emit(GarbageDeleted(at_ns=self._engine.now_ns(), step=step, key=key))
+
+    @contextmanager
+    def _leaving(self, step_id: str) -> Iterator[None]:
+        """Go on from what cannot be done to one step in the block; the log gets the reason once."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.left.append((step_id, str(error)))
+            self.failed.append(step_id)
+            if is_news(self._backend, f"{step_id}: {error}"):
+                logger.warning("%s in %s is left as it is: %s", step_id, self._backend.url, error)
 
 
 async def delete(places: StepPlaces, step: int) -> None:

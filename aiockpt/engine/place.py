@@ -11,8 +11,8 @@ import anyio
 from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import lease_key
 from aiockpt.options import Retention
-from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import Heads, StepCopy
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.runtime.limits import Pace

@@ -20,7 +20,7 @@ from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
-from aiockpt.format.manifest import FileEntry, Manifest, Receipt
+from aiockpt.format.manifest import FileEntry, Manifest, Receipt, required_for
 from aiockpt.format.names import list_names, step_id
 from aiockpt.format.replicas import find_differences
 from aiockpt.futures import SaveResult
@@ -37,6 +37,26 @@ _NAMES_TOLD = 5
 MOST_RECORDS_BYTES = 16 << 20
 RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
 """Room required beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
+RECORD_FILES = 8
+"""The folders of step, attempt, data and receipts, the receipt, decision and manifest, and one that is being written."""
+
+
+class OneAtATime:
+    """Lets one save of a step in at a time, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._locks: dict[int, anyio.Lock] = {}
+
+    @asynccontextmanager
+    async def saving(self, step: int) -> AsyncIterator[None]:
+        """Have no other save of *step* inside such a block."""
+        lock = self._locks.setdefault(step, anyio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._locks.pop(step, None)
 
 
 async def save_alone(place: Place, job: SaveJob) -> SaveResult:
@@ -77,41 +97,29 @@ async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
     await refuse_step(place.backend)
     entry = await look_at(place.backend, step_id(job.step))
-    existing = await _existing(place, entry)
+    existing = await existing_save(place, entry)
     if existing is not None:
         return left_alone(place.engine, job, existing)
     await check_space(place, job)
     return await place.engine.begin_attempt(entry, nonce, job.number)
 
 
-async def existing_save(place: Place, step: int) -> SaveResult | None:
-    """Return what is there of *step*, where the policy leaves it as it is; None means: save."""
-    return await _existing(place, await look_at(place.backend, step_id(step)))
-
-
-async def _existing(place: Place, entry: StepEntry) -> SaveResult | None:
-    found = await _find_existing(place, entry)
-    if found is None:
-        return None
-    size = sum(file.size for file in found.files)
-    return SaveResult(found.step, found.id, found.generation, size, seconds=0.0, existed=True)
-
-
-async def _find_existing(place: Place, entry: StepEntry) -> Manifest | None:
-    """Return the valid manifest that the policy leaves as it is; None means: save (a new generation)."""
+async def existing_save(place: Place, entry: StepEntry) -> SaveResult | None:
+    """Return what is there of a step, where the policy leaves it as it is; None means: save (a new generation)."""
     policy = place.engine.options.on_exists
     if policy == "new_generation" or not entry.committed:
         return None
     try:
-        manifest = await newest_manifest(place.backend, entry)
+        found = await newest_manifest(place.backend, entry)
     except CorruptionError:
         return None
     if policy == "raise":
         raise StepExistsError(
-            f"step {entry.step} is committed already (generation {manifest.generation}): delete it first, or use "
+            f"step {entry.step} is committed already (generation {found.generation}): delete it first, or use "
             'on_exists="new_generation"'
         )
-    return manifest
+    size = sum(file.size for file in found.files)
+    return SaveResult(found.step, found.id, found.generation, size, seconds=0.0, existed=True)
 
 
 def left_alone(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult:
@@ -127,17 +135,28 @@ def records_bytes(plan: SavePlan) -> int:
 
 async def check_space(place: Place, job: SaveJob) -> None:
     """Refuse a save that does not fit, before a byte is written; what retention does not keep goes first."""
-    reserve = records_bytes(job.plan)
-    needed = job.plan.file_bytes + reserve
-    free = (await place.backend.space()).free_bytes
-    if free is not None and free < needed:
-        await make_room(place)
-        free = (await place.backend.space()).free_bytes
-    if free is not None and free < needed:
-        raise StorageFullError(
+    if await _lack(place, job) is None:
+        return
+    await make_room(place)
+    if (lack := await _lack(place, job)) is not None:
+        raise StorageFullError(f"{lack}: free space, or keep fewer steps (Retention)")
+
+
+async def _lack(place: Place, job: SaveJob) -> str | None:
+    """Return what there is too little of for a save, in words; None where it fits, or the place does not say."""
+    reserve, files = records_bytes(job.plan), len(job.plan.files) + RECORD_FILES
+    space = await place.backend.space()
+    if space.free_bytes is not None and space.free_bytes < job.plan.file_bytes + reserve:
+        return (
             f"step {job.step} has {job.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
-            f"records, {place.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
+            f"records, {place.backend.url} has {space.free_bytes:,} free"
         )
+    if space.free_files is not None and space.free_files < files:
+        return (
+            f"step {job.step} makes {files} files and folders, and the file system of {place.backend.url} has "
+            f"{space.free_files:,} inodes free (df -i), whatever bytes it has"
+        )
+    return None
 
 
 @asynccontextmanager
@@ -202,6 +221,7 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
     state, tables = job.state, job.replica_tables()
     return Receipt(
         **msgspec.structs.asdict(attempt),
+        requires=required_for(job.plan.tensors, dict(state.left_out)),
         created_ns=place.engine.world.clock.time_ns(),
         plan_digest=job.plan.digest,
         scalars_digest=digest128(msgspec.json.encode(state.values)),
@@ -245,7 +265,7 @@ async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt])
 
 def _log_buffers(engine: Engine, votes: Sequence[Receipt]) -> None:
     """Log, once, how many buffers ranks have differently."""
-    if not engine.differing_buffers:
+    if len(votes) > 1 and not engine.differing_buffers:
         engine.differing_buffers = names = tuple(one.name for one in find_differences(votes, "buffers"))
         if names:
             logger.info(
@@ -265,6 +285,7 @@ def committed(engine: Engine, job: SaveJob, generation: int) -> SaveResult:
         bytes=job.plan.file_bytes,
         seconds=engine.since_s(job.begun_ns),
     )
+    engine.lineage.note_committed(result.id, generation, job.number)
     engine.emit(
         Committed(
             at_ns=engine.now_ns(),

@@ -28,22 +28,20 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Round, SaveJob, SaveRequest
-from aiockpt.engine.outcomes import log_saved
-from aiockpt.engine.snapshotter import Snapshotter
+from aiockpt.engine.job import Capture, Round, SaveJob, SaveRequest, Snapshotter, Unguarded
 from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.format.document import check_tree
-from aiockpt.futures import SaveFuture
+from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.loop import Mutex, made_for_the_loop, thread_id
+from aiockpt.runtime.loop import Mutex, made_for_the_loop, runs_event_loop, thread_id
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
-from aiockpt.units import count
+from aiockpt.units import count, size
 
 logger = logging.getLogger("aiockpt")
 
@@ -55,16 +53,16 @@ class Submitter:
         destination: where saves go.
         coordinator: how this process agrees with those that save with it.
         copies: which copies are made beside the program, and which changes of the state are made by hand.
-        snapshotter: says how states are copied.
+        beside: captures the states that are not copied in the call alone.
     """
 
     def __init__(
-        self, destination: Destination, coordinator: Coordinator, copies: PendingCopies, snapshotter: Snapshotter
+        self, destination: Destination, coordinator: Coordinator, copies: PendingCopies, beside: Snapshotter
     ) -> None:
         self._destination, self._coordinator = destination, coordinator
         self._engine = engine = destination.engine
         self._copies = copies
-        self._snapshotter = snapshotter
+        self._beside = beside
         self._walker = StateWalker(rank=engine.rank, alone=engine.world_size == 1)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._saving: set[int] = set()  # the threads that are inside `submit`
@@ -94,7 +92,13 @@ class Submitter:
                 return entered
             job, before = entered
             if before is not None:
-                self._copy_here(job, before)
+                try:
+                    for point in before:
+                        point.wait_anyway(self._engine.options.deadlines.close_s)
+                    self._start(job)
+                except BaseException as error:
+                    if not self._refuse_in_call(job, error):
+                        raise
             return job.future
         finally:
             self._saving.discard(thread)
@@ -134,8 +138,8 @@ class Submitter:
             walked = self._walker.walk(request.state, request.selection or ALL)
             walked_ns = engine.now_ns()
             waits = bool(before) or engine.world_size > 1
-            capture = self._snapshotter.capture(walked, request.state, snapshot, busy=copying is not None, waits=waits)
-            request = msgspec.structs.replace(request, metrics=metrics, user=user, config=engine.options.config)
+            capture = self._capture(walked, request.state, snapshot, busy=copying is not None, waits=waits)
+            request = msgspec.structs.replace(request, metrics=metrics, user=user)
             job = SaveJob(engine, save_round, request, capture)
             job.stages.note("walk", walked_from_ns, walked_ns)
         except BaseException as error:
@@ -146,6 +150,17 @@ class Submitter:
             return job, before
         self._register(job, before)
         return job, None
+
+    def _capture(
+        self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
+    ) -> Capture:
+        """Leave the state where it is for a copy in the call; have all else captured that is copied beside the program."""
+        engine = self._engine
+        engine.pin(walked)
+        if snapshot != "eager" or runs_event_loop():
+            return self._beside.capture(walked, state, snapshot, busy=busy, waits=waits)
+        guard = self._beside.guard_in_call(walked) if engine.options.debug == "digest" else Unguarded()
+        return Capture(state=walked, after=engine.compute_events(walked), guard=guard)
 
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
         """Begin a copy beside the program, and make later saves, and each change of the state, wait for it."""
@@ -161,23 +176,6 @@ class Submitter:
             self._refuse(job, error)
             raise
 
-    def _copy_here(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
-        """Copy the state on the caller's thread, after what comes *before*."""
-        try:
-            for point in before:
-                point.wait_anyway(self._engine.options.deadlines.close_s)
-            self._begin(job)
-            job.copy()
-        except BaseException as error:
-            if self._engine.options.on_error != "raise" and _was_done_by_others(error):
-                self._refuse(job, error)
-                return
-            if job.begun:
-                job.refuse(error)
-            else:  # known to the caller only
-                job.round.abort(error)
-            raise
-
     async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
         for point in before:
@@ -186,11 +184,9 @@ class Submitter:
 
     def _copy_elsewhere(self, job: SaveJob) -> None:
         try:
-            self._begin(job)
+            self._start(job)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             self._refuse(job, error)
-        else:
-            job.copy()
 
     def _refuse(self, job: SaveJob, error: BaseException) -> None:
         """End a save that may not have begun; if so, it cannot notify the other ranks."""
@@ -198,8 +194,17 @@ class Submitter:
             job.round.abort(error)
         job.refuse(error)
 
-    def _begin(self, job: SaveJob) -> None:
-        """Plan this save and have it run; from here on it notifies the other ranks itself of failures."""
+    def _refuse_in_call(self, job: SaveJob, error: BaseException) -> bool:
+        """End a save that its caller was to copy; return whether *error* is left to its future, by ``on_error``."""
+        left_to_future = self._engine.options.on_error != "raise" and _was_done_by_others(error)
+        if left_to_future or job.begun:
+            self._refuse(job, error)
+        else:  # known to the caller only
+            job.round.abort(error)
+        return left_to_future
+
+    def _start(self, job: SaveJob) -> None:
+        """Plan this save, have it run (from there on it notifies the other ranks itself of failures), and copy its state."""
         with made_for_the_loop():
             job.prepare()
         self._destination.announce(job)
@@ -209,6 +214,7 @@ class Submitter:
         with self._calls:
             if job.promise not in self._saves:
                 self._saves.append(job.promise)
+        job.copy()
 
     async def _run(self, job: SaveJob) -> None:
         async with open_tasks() as tasks:
@@ -217,7 +223,7 @@ class Submitter:
                 job.promise.resolve(await self._destination.save(job))
             if job.promise.error is None and self._engine.rank == 0:
                 result = job.promise.value
-                log_saved(result, self._engine.world_size)
+                _log_saved(result, self._engine.world_size)
                 if not result.existed:
                     await self._destination.clean_up(result)
         if not self._engine.pool.is_settled:
@@ -282,15 +288,14 @@ class Submitter:
             raise
         warm_up_round.leave()
         plan, pool = self._engine.plan(share), self._engine.pool
-        self._snapshotter.warm_up(share)
+        self._engine.pin(share)
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
         pool.settle()
 
-    def forget(self) -> None:
-        """Let go of the last state."""
-        self._walker.forget()
-        self._snapshotter.forget()
+    def release(self) -> None:
+        """Release the last states, and all that is known of them."""
+        self._walker.release()
 
 
 def check_step(step: object) -> int:
@@ -308,6 +313,23 @@ def check_step(step: object) -> int:
     else:
         given = repr(step) if isinstance(step, int | float | str | np.generic) else f"a {type(step).__name__}"
     raise UsageError(f"step={given}: give an int of 0 or more, below 2**63")
+
+
+def _log_saved(saved: SaveResult, world_size: int) -> None:
+    """Log a save that is committed, at level INFO, on rank 0 alone: the step, its size, the seconds, and where."""
+    if saved.existed:
+        logger.info("step %d is committed already, and left as it is, in %s", saved.step, saved.url)
+        return
+    whose = f" of rank 0 of {world_size}" if world_size > 1 else ""
+    logger.info(
+        "saved step %d%s: %s%s in %.2f s, to %s",
+        saved.step,
+        f" (generation {saved.generation})" if saved.generation > 1 else "",
+        size(saved.bytes),
+        whose,
+        saved.seconds,
+        saved.url,
+    )
 
 
 def _was_done_by_others(error: BaseException) -> bool:

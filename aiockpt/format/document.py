@@ -33,7 +33,6 @@ MAX_TREE_DEPTH = 256
 
 _SEAL = b',"digest":"'
 _SEAL_BYTES = len(_SEAL) + len("xxh3_128:") + 32 + len(b'"}\n')
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rb'[{}]|"(?:[^"\\]++|\\.)*+"[ \t\r\n]*+:?', re.DOTALL)
 _NOT_STRUCTURE = bytes(sorted(set(range(256)) - set(b"[]{},")))
 _LEVELS = np.zeros(256, np.int8)
@@ -162,7 +161,9 @@ def check_tree(raw: bytes, what: str) -> int:
     nodes = _count_nodes(raw)
     if nodes <= MAX_TREE_DEPTH:  # also bounds the depth
         return nodes
-    bare = _STRING.sub(b"", raw) if b"\\" in raw else b"".join(raw.split(b'"')[::2])  # the second way is 10 × faster
+    # What is escaped goes first, backslashes in pairs from the left: then each quote begins or ends a string.
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
+    bare = b"".join(unescaped.split(b'"')[::2])
     structure = bare.translate(None, delete=_NOT_STRUCTURE)
     nodes = _count_nodes(structure)
     if nodes > MAX_TREE_NODES:

@@ -4,11 +4,16 @@ Guarantees:
 
 - Every dtype of torch 2.13 that a dense tensor can have is here; its elements are whole bytes (packed types such as
   ``float4_e2m1fn_x2`` count as their bytes). Quantised dtypes are refused: they carry scales outside the tensor.
+- A dtype that is newer than this table is carried as its bytes. Its code says how many they are and what torch calls it, as
+  ``X2.float16_new``, and stays a code of it where a later table has another one: `same` compares them.
 - A code, once released, keeps its meaning: checkpoints name their dtypes by it.
 - *native* means that every safetensors of today writes and reads it under that code; the others become U8 entries.
 """
 
 from __future__ import annotations
+
+import re
+from functools import lru_cache
 
 import msgspec
 
@@ -59,9 +64,11 @@ _TABLE = (
 _BY_CODE = {row.code: row for row in _TABLE}
 _BY_TORCH_NAME = {row.torch_name: row for row in _TABLE}
 
+_UNLISTED = re.compile(r"X(1|2|4|8|16)\.([a-z][a-z0-9_]{0,62})")
+
 CODES = frozenset(_BY_CODE)
 ITEMSIZES = {row.code: row.itemsize for row in _TABLE}
-"""Bytes an element, by code."""
+"""Bytes an element, by code of the table."""
 TORCH_NAMES = {row.code: row.torch_name for row in _TABLE}
 """The attribute of ``torch``, by code; an older torch lacks some."""
 
@@ -69,6 +76,17 @@ TORCH_NAMES = {row.code: row.torch_name for row in _TABLE}
 def itemsize(code: str) -> int:
     """Return the bytes of one element."""
     return _row(code).itemsize
+
+
+def itemsize_if_known(code: str) -> int | None:
+    """Return the bytes of one element; None where nothing is such a code."""
+    row = _BY_CODE.get(code) or _unlisted(code)
+    return None if row is None else row.itemsize
+
+
+def same(code: str, other: str) -> bool:
+    """Return whether two codes are those of one dtype."""
+    return code == other or torch_name(code) == torch_name(other)
 
 
 def is_native(code: str) -> bool:
@@ -81,24 +99,34 @@ def torch_name(code: str) -> str:
     return _row(code).torch_name
 
 
-def from_torch_name(name: str) -> str:
-    """Return the code of a torch dtype, given as ``"torch.bfloat16"`` or ``"bfloat16"``.
+def from_torch_name(name: str, itemsize: int) -> str:
+    """Return the code of a torch dtype, given as ``"torch.bfloat16"`` or ``"bfloat16"``, with elements of *itemsize* bytes.
 
     Raises:
-        UsageError: no dense tensor of whole bytes has this dtype (quantised ones), or it is newer than this table.
+        UsageError: no dense tensor of whole bytes has this dtype (quantised ones).
     """
-    row = _BY_TORCH_NAME.get(name.removeprefix("torch."))
-    if row is None:
+    own = name.removeprefix("torch.")
+    code = row.code if (row := _BY_TORCH_NAME.get(own)) else f"X{itemsize}.{own}"
+    if "qint" in own or "quint" in own or itemsize_if_known(code) is None:
         raise UsageError(
             f"dtype {name} cannot be stored: save its integer representation (`int_repr()`) and its scales instead"
-            if "qint" in name or "quint" in name
-            else f"dtype {name} is unknown to this version of aiockpt: convert the tensor or view it as torch.uint8"
         )
-    return row.code
+    return code
 
 
 def _row(code: str) -> DType:
-    row = _BY_CODE.get(code)
+    row = _BY_CODE.get(code) or _unlisted(code)
     if row is None:
         raise UsageError(f"{code!r} is not a dtype code of aiockpt/1: one of {', '.join(sorted(CODES))}")
     return row
+
+
+@lru_cache(maxsize=64)
+def _unlisted(code: str) -> DType | None:
+    """Return the row of a dtype that is carried as its bytes; None for what is no such code, or contradicts the table."""
+    match = _UNLISTED.fullmatch(code)
+    if match is None:
+        return None
+    row = DType(code, int(match[1]), match[2])
+    listed = _BY_TORCH_NAME.get(row.torch_name)
+    return row if listed is None or listed.itemsize == row.itemsize else None

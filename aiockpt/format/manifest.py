@@ -14,6 +14,7 @@ Guarantees:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -24,20 +25,22 @@ from msgspec import Meta, Raw
 from aiockpt.errors import ManifestError, NewerFormatError, UsageError
 from aiockpt.format.checksum import SUM_BYTES, digest128
 from aiockpt.format.document import MAX_TREE_NODES, check_tree, check_unique_keys, parse, seal, unseal
+from aiockpt.format.dtypes import CODES
 
 VERSION = 1
-KNOWN_REQUIRES = frozenset({"parts"})
-"""What a reader must know of to read a document, and this version does: *parts*, `aiockpt.format.parts`."""
+KNOWN_REQUIRES = frozenset({"parts", "dtypes"})
+"""What a reader must know of to read a document, and this version does: `aiockpt.format.parts`, `aiockpt.format.dtypes`."""
 HEAD_BYTES = 4096
 """The head of a manifest, and the digest after it, lie within so many bytes from its start."""
 _HEAD_SEAL = b',"head":"'
 _AFTER_HEAD = b',"write_id":"'
 _AXES = b'"axes":'
 MAX_RANK = 32
+MAX_DIM = 2**48
 MAX_TREES_NODES = 4 * MAX_TREE_NODES
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Dim = Annotated[int, Meta(ge=0, lt=2**48)]
+Dim = Annotated[int, Meta(ge=0, lt=MAX_DIM)]
 Dims = Annotated[tuple[Dim, ...], Meta(max_length=MAX_RANK)]
 Axis = Annotated[int, Meta(ge=0, lt=MAX_RANK)]
 Axes = Annotated[tuple[Axis, ...], Meta(max_length=MAX_RANK)]
@@ -53,9 +56,21 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sizes: Dims
 
 
+class PieceView(Sequence[Piece]):
+    """The pieces of one tensor in a table of all (`aiockpt.format.pieces`)."""
+
+    @abstractmethod
+    def listed(self) -> list[Piece]:
+        """Return them as they are written in JSON."""
+
+    @abstractmethod
+    def is_writable(self) -> bool:
+        """Say whether a reader accepts the numbers in the table."""
+
+
 if TYPE_CHECKING:
     Pieces: TypeAlias = Sequence[Piece]
-else:  # what is decoded; in memory they may be the rows of a table, too (`aiockpt.format.parts`)
+else:  # what is decoded; in memory they may be a `PieceView`, too
     Pieces = tuple[Piece, ...]
 
 
@@ -73,8 +88,19 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     axes: Axes | msgspec.UnsetType = msgspec.UNSET
 
 
+def has_table(tensors: Mapping[str, TensorEntry]) -> bool:
+    """Say whether the pieces of *tensors* are in a table, not each in their own place."""
+    return isinstance(next((entry.pieces for entry in tensors.values()), ()), PieceView)
+
+
 LeftOut = dict[str, tuple[str, Dims] | None]
 """Names that were chosen not to be saved: of tensors, with dtype code and global shape, and of other things, with null."""
+
+
+def required_for(tensors: Mapping[str, TensorEntry], left_out: LeftOut | msgspec.UnsetType) -> tuple[str, ...]:
+    """Return what a reader must know of for the dtypes of a document, as it announces it."""
+    codes = {entry.dtype for entry in tensors.values()} | {facts[0] for facts in (left_out or {}).values() if facts}
+    return () if codes <= CODES else ("dtypes",)
 
 
 class FileEntry(msgspec.Struct, frozen=True, gc=False):
@@ -186,7 +212,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         state: ``{"global": tree, "per_rank": {"0": tree, …}}``, encoded by `state.tree`.
         metrics: what retention may choose by; None where the value was not finite.
         config: the configuration of the program, where it gave one.
-        older: steps that were there when its run began to save, the newest first, at most `MAX_OLDER`: this save is newer.
+        older: steps that were there when its run began to save, or were committed by it since, before this one began; the
+            newest first, at most `MAX_OLDER`: this save is newer.
     """
 
     format: Literal["aiockpt"] = "aiockpt"
@@ -344,12 +371,26 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
 
 def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
     try:
-        body = finish(msgspec.json.encode(document))
+        body = finish(msgspec.json.encode(document, enc_hook=_list_pieces))
+        proof = body if (read := _without_table(document)) is document else msgspec.json.encode(read)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
-    _check_trees(parse(body, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
-    parse(body, type(document), what)
+    _check_trees(parse(proof, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
+    parse(proof, type(document), what)
     return seal(body)
+
+
+def _list_pieces(value: object) -> object:
+    return value.listed() if isinstance(value, PieceView) else msgspec.to_builtins(value)  # which refuses it
+
+
+def _without_table(document: Manifest | Receipt) -> Manifest | Receipt:
+    """Return *document* without the pieces of a table, whose numbers a reader accepts; else as it is."""
+    some = next((entry.pieces for entry in document.tensors.values()), ())
+    if not isinstance(some, PieceView) or not some.is_writable():
+        return document
+    tensors = {name: msgspec.structs.replace(entry, pieces=()) for name, entry in document.tensors.items()}
+    return msgspec.structs.replace(document, tensors=tensors)
 
 
 def _check_body(body: bytes, expected_format: str, what: str) -> _Envelope:

@@ -12,7 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any
@@ -22,12 +22,20 @@ from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.document import collector_paused
-from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Piece, Receipt, TensorEntry, are_finite
+from aiockpt.format.manifest import (
+    FileEntry,
+    LeftOut,
+    Manifest,
+    Receipt,
+    TensorEntry,
+    are_finite,
+    has_table,
+    required_for,
+)
 from aiockpt.format.memo import Memo
-from aiockpt.format.merge_parts import make_table
-from aiockpt.format.parts import REQUIRED, table_of
+from aiockpt.format.parts import REQUIRED
+from aiockpt.format.pieces import PieceMerge, lay_out
 from aiockpt.format.replicas import check_replicas
-from aiockpt.format.tiling import Extent
 from aiockpt.format.validate import MAX_PIECES, check_manifest
 from aiockpt.format.values import unite
 
@@ -35,7 +43,7 @@ _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "
 _SHOWN = 5
 _DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
 _MEMO_PIECES = 100_000
-"""Pieces of votes that may be kept in memory for the next ones to be compared with."""
+"""Pieces of votes that may be kept in memory for the next ones to be compared with, and are made at once."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
 
 
@@ -61,6 +69,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
     first = votes[0]
     tensors = _merge_tensors(votes)
     alias = _merge_alias(votes, tensors)
+    left_out = _merge_left_out(votes, {*tensors, *alias})
     files = _merge_files(votes)
     values = _merge_values(votes)
     check_replicas(votes)
@@ -79,11 +88,12 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         write_id=write_id,
         created_ns=created_ns,
         world_size=first.world_size,
-        requires=(REQUIRED,) if table_of(tensors) else (),
+        requires=((REQUIRED,) if has_table(tensors) and _count_pieces([tensors], MAX_PIECES) > MAX_PIECES else ())
+        + required_for(tensors, left_out),
         files=files,
         tensors=tensors,
         alias=alias,
-        left_out=_merge_left_out(votes, {*tensors, *alias}),
+        left_out=left_out,
         state={
             "global": values,
             "per_rank": {str(vote.rank): vote.per_rank for vote in votes if vote.per_rank is not None},
@@ -148,37 +158,55 @@ def _merge_files(votes: Sequence[Receipt]) -> tuple[FileEntry, ...]:
 
 
 def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """Collect the pieces of each tensor, by their offsets, so that a load finds its own by bisection."""
-    count = _count_pieces(votes, MAX_PIECES)
-    if count <= min(MAX_PIECES, _MEMO_PIECES):
-        return _merge_as_before(votes)
-    described = _Described(votes)
-    if count <= MAX_PIECES:
-        return _merge_pieces(votes, described)
-    tensors = described.settle(make_table(votes, described.entries, described.alike, described.check))
-    if sum(len(entry.pieces) for entry in tensors.values()) > MAX_PIECES:
-        return tensors
-    return {name: replace(one, pieces=tuple(one.pieces)) for name, one in tensors.items()}
+    """Collect the pieces of each tensor, unless there are few and the votes before said the same of their tensors."""
+    few = min(_MEMO_PIECES, MAX_PIECES)
+    if _count_pieces((vote.tensors for vote in votes), few) > few:
+        return _merge_pieces(votes)
+    asked = [(vote.rank, len(vote.files), vote.tensors) for vote in votes]
+    merged = _merged.recall(asked)
+    if merged is None:
+        merged = _merge_pieces(votes)
+        _merged.remember([(rank, files, dict(tensors)) for rank, files, tensors in asked], merged)
+    return dict(merged)
 
 
-def _count_pieces(votes: Sequence[Receipt], most: int) -> int:
+def _count_pieces(holders: Iterable[Mapping[str, TensorEntry]], most: int) -> int:
     """Return how many there are, or some number above *most*: to visit each of ten million costs half a second."""
-    pieces_of, count = attrgetter("pieces"), 0
-    for vote in votes:
-        count += sum(map(len, map(pieces_of, vote.tensors.values())))
+    count = 0
+    for tensors in holders:
+        count += sum([len(entry.pieces) for entry in tensors.values()])
         if count > most:
             break
     return count
 
 
-def _merge_as_before(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """Merge piece by piece, unless the votes before said the same of their tensors."""
-    asked = [(vote.rank, len(vote.files), vote.tensors) for vote in votes]
-    merged = _merged.recall(asked)
-    if merged is None:
-        merged = _merge_pieces(votes, _Described(votes))
-        _merged.remember([(rank, files, dict(tensors)) for rank, files, tensors in asked], merged)
-    return dict(merged)
+def _merge_pieces(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
+    """Collect the pieces of each tensor, by their offsets, so that a load finds its own by bisection."""
+    described = _Described(votes)
+    merging = PieceMerge(described.entries, len(votes[0].tensors), described.alike)
+    for vote in votes:
+        try:
+            described.check(vote)
+        except CommitError:
+            merging.read()
+            raise
+        merging.add(vote)
+    if (table := merging.merge(MAX_PIECES)) is None:
+        return described.settle(_put_together(votes, described.entries))
+    return described.settle(lay_out(described.entries, table, made=len(table) <= min(_MEMO_PIECES, MAX_PIECES)))
+
+
+def _put_together(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors with pieces that cannot be in a table, some of which `check_manifest` refuses by name."""
+    pieces: dict[str, dict[Any, Any]] = {name: {} for name in entries}
+    base = 0
+    for vote in votes:
+        for name, entry in vote.tensors.items():
+            for piece in entry.pieces:
+                pieces[name].setdefault((piece.offsets, piece.sizes), replace(piece, file=piece.file + base))
+        base += len(vote.files)
+    by_offsets = {name: tuple(sorted(some.values(), key=attrgetter("offsets"))) for name, some in pieces.items()}
+    return {name: replace(entry, pieces=by_offsets[name]) for name, entry in entries.items()}
 
 
 class _Described:
@@ -229,32 +257,6 @@ class _Described:
     @staticmethod
     def _facts(entries: Mapping[str, TensorEntry]) -> tuple[list[Any], ...]:
         return tuple(list(map(fact, entries.values())) for fact in (_DTYPE, _SHAPE, _AXES))
-
-
-def _merge_pieces(votes: Sequence[Receipt], described: _Described) -> dict[str, TensorEntry]:
-    """Merge piece by piece. Hot: 10⁶ pieces in about 1 s."""
-    entries = described.entries
-    merged: dict[str, dict[Extent, Piece]] = {name: {} for name in entries}
-    base = 0
-    for vote in votes:
-        described.check(vote)
-        file_count = len(vote.files)
-        for name, entry in vote.tensors.items():
-            pieces = merged[name]
-            for piece in entry.pieces:
-                if not 0 <= piece.file < file_count:
-                    raise CommitError(f"{vote.id}: rank {vote.rank} places {name!r} in a file that it does not have")
-                box = piece.offsets, piece.sizes
-                if box not in pieces:
-                    pieces[box] = Piece(piece.file + base, piece.start, piece.end, *box)
-        base += file_count
-    by_offsets = attrgetter("offsets")
-    return described.settle(
-        {
-            name: replace(entries[name], pieces=tuple(sorted(pieces.values(), key=by_offsets)))
-            for name, pieces in merged.items()
-        }
-    )
 
 
 def _merge_alias(votes: Sequence[Receipt], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:

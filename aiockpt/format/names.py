@@ -29,6 +29,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{12}")
 _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
 _DATA = re.compile(rf"({_STEP_ID.pattern})/a-([0-9a-f]{{12}})/d/r([0-9]{{5,9}})-[0-9]{{4,}}\.safetensors")
+LEASE_PREFIX = "lease-"
 _COPIED = re.compile(r"f([0-9]{6,})\.json")
 _OF_A_RANK = re.compile(r"(.+)(@rank[0-9]+)", re.DOTALL)
 """The name of a tensor that belongs to one rank. Behind a position, or an empty key, that is no way to write a key."""
@@ -98,6 +99,11 @@ def parse_damaged(name: str) -> int | None:
     return _parse_number(_DAMAGED, name)
 
 
+def lease_key(step_id: str, nonce: str) -> str:
+    """Return the key of a reader's lease on a step."""
+    return f"{step_id}/{LEASE_PREFIX}{nonce}"
+
+
 def attempt_prefix(attempt: str) -> str:
     """Return the folder of an attempt relative to its step, as paths in manifests begin: ``a-3f9c21d07b44``.
 
@@ -123,11 +129,6 @@ def parse_attempt(folder_name: str) -> str | None:
 def data_path(attempt: str, rank: int, index: int) -> str:
     """Return data file number *index* of *rank* relative to its step, as manifests and receipts say it."""
     return f"{attempt_prefix(attempt)}/d/r{_check_rank(rank):05d}-{index:04d}.safetensors"
-
-
-def data_key(step_id: str, attempt: str, rank: int, index: int) -> str:
-    """Return the key of data file number *index* of *rank*."""
-    return f"{check_step_id(step_id)}/{data_path(attempt, rank, index)}"
 
 
 def parse_data(key: str) -> tuple[str, str, int] | None:

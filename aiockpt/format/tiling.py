@@ -1,64 +1,117 @@
-"""The tiling check: whether every element of a shape is in exactly one of some boxes.
+"""The tiling check: whether every element of a shape is in exactly one of some boxes; of many tensors at once.
 
 Guarantees:
 
-- Linear in the number of boxes, whatever their form, but for one sort where a single axis is cut: no pair is ever
-  compared.
-- A tiling is always accepted. Anything else is refused, except with probability below 2⁻⁵⁵.
+- Linear in the number of boxes, whatever their form, but for sorting where a single axis is cut: no pair is ever compared.
+- A tiling is always accepted. Anything else is refused, except with probability below 2⁻⁷⁰. No arithmetic wraps.
 
 The idea: give each cut of each axis a random number; a box weighs the product over the axes of (number at its end −
-number at its start), modulo the prime 2⁶¹ − 1. Weight is additive, so boxes that tile weigh together what the whole
+number at its start), modulo the prime 2³¹ − 1. Weight is additive, so boxes that tile weigh together what the whole
 weighs. If some element is covered twice or never, the difference is a polynomial in the random numbers that is not zero
-and has at most 32 axes as degree: it vanishes by chance only (Schwartz–Zippel; coverage counts stay below the prime).
-The numbers come from a cryptographic digest of the boxes themselves, so they are the same everywhere and boxes
-cannot be chosen to fit them.
+and has at most 32 axes as degree: it vanishes by chance only (Schwartz–Zippel; coverage counts stay below the prime), in
+each of three rounds. The numbers follow from a cryptographic digest of the boxes themselves, so they are the same
+everywhere and boxes cannot be chosen to fit them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections import defaultdict
-from collections.abc import Sequence
+from typing import Any
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-_PRIME = 2**61 - 1
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""A box as (offsets, sizes)."""
-
-
-def tiles(shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
-    """Return whether *boxes*, which lie inside *shape*, cover each of its elements exactly once."""
-    if 0 in shape:
-        return True
-    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes) or not boxes]
-    if len(cut) == 1:
-        return _follow_one_another(cut[0], shape, boxes)
-    seed = hashlib.blake2b(msgspec.json.encode((shape, boxes))).digest()
-    source = random.Random(int.from_bytes(seed, "little"))
-    cut_axes: list[tuple[int, defaultdict[int, int]]] = [
-        (axis, defaultdict(lambda: source.randrange(_PRIME))) for axis in cut
-    ]
-    covered = 0
-    for offsets, sizes in boxes:
-        weight = 1
-        for axis, numbers in cut_axes:
-            start = offsets[axis]
-            weight = weight * (numbers[start + sizes[axis]] - numbers[start]) % _PRIME
-        covered += weight
-    whole = 1
-    for axis, numbers in cut_axes:
-        whole = whole * (numbers[shape[axis]] - numbers[0]) % _PRIME
-    return covered % _PRIME == whole
+_PRIME = 2**31 - 1
+_ROUNDS = 3
 
 
-def _follow_one_another(axis: int, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
-    """Say whether boxes that are cut on one axis only tile: each begins where another ended. Exact, and quicker."""
-    cursor = 0
-    for offset, size in sorted((offsets[axis], sizes[axis]) for offsets, sizes in boxes if 0 not in sizes):
-        if offset != cursor:
-            return False
-        cursor += size
-    return cursor == shape[axis]
+def are_tiled(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
+    """Return which of some tensors are covered by their boxes, which lie inside them: each element exactly once.
+
+    Args:
+        shapes: (tensors, dimensions); a tensor of fewer dimensions has 1 in the others, as its boxes have 0 and 1.
+        counts: boxes of each tensor.
+        offsets, sizes: (boxes, dimensions), those of the first tensor first; numbers below 2⁴⁸.
+    """
+    tiled: Flags = (shapes == 0).any(axis=1)
+    chosen = ~tiled & (counts > 0)
+    if not chosen.any():
+        return tiled
+    if not chosen.all():
+        own = np.repeat(chosen, counts)
+        shapes, offsets, sizes, counts = shapes[chosen], offsets[own], sizes[own], counts[chosen]
+    starts = np.cumsum(counts) - counts
+    cut = np.logical_or.reduceat(sizes != np.repeat(shapes, counts, axis=0), starts, axis=0)
+    axes = cut.sum(axis=1)
+    found = counts == 1
+    if (one := axes == 1).any():
+        own = np.repeat(one, counts)
+        axis, places = cut[one].argmax(axis=1), np.arange(int(own.sum()))
+        column = np.repeat(axis, counts[one])
+        lines = offsets[own][places, column], sizes[own][places, column]
+        found[one] = _follow_one_another(shapes[one][np.arange(len(axis)), axis], counts[one], *lines)
+    if (several := axes > 1).any():
+        own = np.repeat(several, counts)
+        found[several] = _weigh_as_much(shapes[several], counts[several], offsets[own], sizes[own])
+    tiled[chosen] = found
+    return tiled
+
+
+def _follow_one_another(whole: Ints, counts: Ints, starts: Ints, lengths: Ints) -> Flags:
+    """Say where boxes that are cut on one axis only tile: each begins where another ended. Exact, and quicker."""
+    filled = lengths > 0
+    owner = np.repeat(np.arange(len(counts)), counts)[filled]
+    starts, stops = starts[filled], (starts + lengths)[filled]
+    first = np.ones(len(owner), bool)
+    first[1:] = owner[1:] != owner[:-1]
+    if ((starts[1:] < starts[:-1]) & ~first[1:]).any():
+        order = np.lexsort((starts, owner))
+        starts, stops = starts[order], stops[order]
+    wrong = starts != np.where(first, 0, np.roll(stops, 1))
+    wrong |= np.roll(first, -1) & (stops != whole[owner])
+    found: Flags = np.bincount(owner, minlength=len(counts)) > 0
+    found &= np.bincount(owner[wrong], minlength=len(counts)) == 0
+    return found
+
+
+def _weigh_as_much(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
+    """Say where boxes weigh as much as the whole, in several rounds."""
+    seed = hashlib.blake2b(np.ascontiguousarray(offsets).tobytes())
+    seed.update(np.concatenate([np.ravel(sizes), np.ravel(shapes), counts]).tobytes())
+    keys = np.random.default_rng(int.from_bytes(seed.digest(), "little")).integers(
+        2**64, size=(_ROUNDS, shapes.shape[1]), dtype=np.uint64
+    )
+    starts = np.cumsum(counts) - counts
+    tiled: Flags = np.ones(len(counts), bool)
+    for key in keys:
+        found = np.add.reduceat(_weigh(offsets, offsets + sizes, key), starts) % _PRIME
+        tiled &= found == _weigh(np.zeros_like(shapes), shapes, key)
+    return tiled
+
+
+def _weigh(starts: Ints, stops: Ints, keys: NDArray[np.uint64]) -> Ints:
+    weights = np.ones(len(starts), np.int64)
+    for axis, key in enumerate(keys):
+        weights *= (_number(stops[:, axis], key) - _number(starts[:, axis], key)) % _PRIME
+        weights %= _PRIME
+    return weights
+
+
+def _number(places: Ints, key: Any) -> Ints:
+    """Return the number at each of some places of one axis (the mixing of splitmix64)."""
+    mixed = places.astype(np.uint64) + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers: Ints = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(2)).astype(np.int64)
+    return numbers % _PRIME
+
+
+def add_up(volumes: Ints, counts: Ints) -> list[int]:
+    """Return the sums of so many of the *volumes* each, which may not fit into 8 bytes."""
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    halves = (np.concatenate([[0], np.cumsum(half)])[ends] for half in (volumes >> 32, volumes & 0xFFFFFFFF))
+    high, low = (np.diff(sums).tolist() for sums in halves)
+    return [(some << 32) + rest for some, rest in zip(high, low, strict=True)]

@@ -27,12 +27,12 @@ from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, list_names, split_name
 from aiockpt.lazy.guards import COPIED, KINDS, KindKey
-from aiockpt.lazy.optimizer_owned import OptimizerOwned
+from aiockpt.lazy.optimizer_owned import OptimizerFinder, OptimizerOwned
 from aiockpt.lazy.version_check import VersionCheck, VersionSources
 from aiockpt.pipeline.device_copy import is_row_major
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.cuda import Cuda
-from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.shards import KnownState, ShardedState, TensorShard
 from aiockpt.state.tree import Path
 
 logger = logging.getLogger("aiockpt")
@@ -44,18 +44,13 @@ PACKED_BYTES, ALIGNED_BYTES = 1 << 10, 16
 
 
 class Mutability:
-    """Copies what may change of walked states, and remembers what that was of the last one.
+    """Copies what may change of walked states.
 
     Args:
         mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
         immutable: the same of tensors that change only in optimizer steps although no optimizer owns them, such as the
             frozen weights under an adapter. The longer name wins.
         accelerator: copies what is on a device; None for CUDA's.
-
-    Attributes:
-        kinds: of the tensors of the last call, by name; of one with several parts here, that of the last part.
-        in_place: what was not copied at the last call.
-        copied_bytes: of what was.
     """
 
     def __init__(
@@ -63,25 +58,35 @@ class Mutability:
     ) -> None:
         self._accelerator = accelerator or Cuda()
         self._rules = {_path(name): False for name in immutable} | {_path(name): True for name in mutable}
-        self._owned = OptimizerOwned()
+        self._finder = OptimizerFinder()
         self._torn: frozenset[str] = frozenset()
         self._newly_torn: list[str] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Release the last state."""
-        self.kinds: dict[str, KindKey] = {}
-        self.in_place: tuple[TensorShard, ...] = ()
-        self.copied_bytes = 0
-        self._sources: VersionSources | None = None
-        self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
-        self._copied: Sequence[int] = ()
-        self._copies: _Copies | None = None
-        self._owned.forget()
+        self._known = KnownState()
 
     def distrust(self, names: Iterable[str]) -> None:
         """Have tensors copied at the call from now on: they changed while they were being copied. Any thread."""
         self._newly_torn += names
+
+    def split(self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool) -> SplitState:
+        """Return what is copied in the call of *walked* and what is left in place: as for its last save, while that holds.
+
+        Args:
+            trusting: also leave parameters in place that no optimizer is known to own.
+        """
+        tensors = walked.tensors
+        if self._newly_torn:
+            self._note_torn(tensors)
+        if walked.known is not self._known:  # copies of one state at a time are kept
+            self._known.drop(SplitState)
+            self._known = walked.known
+        asked = trusting, self._torn
+        split = walked.known.find(SplitState, asked)
+        if split is None or not split.fits(tensors):
+            owned = OptimizerOwned(self._finder)
+            owned.find(state, tensors, trusting=trusting)
+            kinds = self._find_kinds(tensors, owned)
+            split = walked.known.keep(SplitState(tensors, kinds, owned, self._accelerator), asked)
+        return split
 
     def copy_mutable(
         self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool
@@ -89,33 +94,10 @@ class Mutability:
         """Return *walked* with a copy of every tensor that something else than an optimizer step may change.
 
         Args:
-            trusting: also leave parameters in place that no optimizer is known to own.
+            trusting: see `split`.
             reuse: whether the copies of the last call are read no more and may be overwritten.
         """
-        tensors = walked.tensors
-        if self._newly_torn:
-            self._note_torn(tensors)
-        if not self._knows(tensors, trusting):
-            self._owned.find(state, tensors, trusting=trusting)
-            self._copied = self._find_mutable(tensors)
-            # Once for each structure: in each call it would be a tenth of a millisecond of 1,000 tensors.
-            self.copied_bytes = sum(tensors[index].data.nbytes for index in self._copied)
-            copied = frozenset(self._copied)
-            self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in copied)
-            self._sources = VersionSources(self.in_place, self._accelerator) if self.in_place else None
-            self._copies = None
-        self._seen = (tensors, trusting)
-        if not self._copied:
-            return walked
-        if self._copies is None or not reuse:
-            self._copies = _Copies(tensors, self._copied, self._accelerator)
-        else:
-            self._copies.make_again(tensors)
-        return msgspec.structs.replace(walked, tensors=self._copies.shards)
-
-    def note_versions(self) -> VersionCheck | None:
-        """Return a check of what the last call left in place against what it is now; None where that was nothing."""
-        return None if self._sources is None else VersionCheck(self._sources)
+        return self.split(walked, state, trusting=trusting).copy(walked, reuse=reuse)
 
     def _note_torn(self, tensors: Sequence[TensorShard]) -> None:
         """Distrust what was torn, and log once how the program can declare it."""
@@ -123,7 +105,6 @@ class Mutability:
         torn = self._torn.union(newly_torn)
         if torn != self._torn:
             self._torn = torn
-            self._seen = ((), False)
             logger.warning(
                 "%s changed while a snapshot was being copied, not in the step of an optimizer: from now on the call of a "
                 "save copies what did. Say so from the start: Checkpointer(lazy=Lazy(mutable=%s))",
@@ -131,32 +112,21 @@ class Mutability:
                 _in_short(torn, [shard.name for shard in tensors]),
             )
 
-    def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
-        """Return whether *tensors* are the last ones, but that some that are copied may be in other memory."""
-        known, with_trust = self._seen
-        if with_trust != trusting or len(known) != len(tensors) or not self._owned.is_current():
-            return False
-        # The walk's own sequence: no tensor has changed places, so nothing needs to be compared one by one.
-        if tensors is known:
-            return True
-        others, copied = compress(range(len(known)), map(is_not, tensors, known)), frozenset(self._copied)
-        return all(index in copied and _alike(tensors[index], known[index]) for index in others)
-
-    def _find_mutable(self, tensors: Sequence[TensorShard]) -> list[int]:
+    def _find_kinds(self, tensors: Sequence[TensorShard], owned: OptimizerOwned) -> list[KindKey]:
+        """Return the kind of each of *tensors*."""
         rules = self._rules_for(tensors)
-        kinds: list[KindKey] = [self._kind_of(shard, rule) for shard, rule in zip(tensors, rules, strict=True)]
+        kinds: list[KindKey] = [self._kind_of(shard, rule, owned) for shard, rule in zip(tensors, rules, strict=True)]
         copied = TensorMemory(
             (shard.data for shard, kind in zip(tensors, kinds, strict=True) if kind in COPIED), around=True
         )
         for index, shard in enumerate(tensors):
             if kinds[index] not in COPIED and copied.touches(shard.data):
                 kinds[index] = "near"
-        self.kinds = {shard.name: kind for shard, kind in zip(tensors, kinds, strict=True)}
-        return [index for index, kind in enumerate(kinds) if kind in COPIED]
+        return kinds
 
-    def _kind_of(self, shard: TensorShard, rule: bool | None) -> KindKey:
+    def _kind_of(self, shard: TensorShard, rule: bool | None, owned: OptimizerOwned) -> KindKey:
         """Return the kind of a tensor by itself; *rule* is the user's rule for it."""
-        owner = self._owned.kind_of
+        owner = owned.kind_of
         fits: dict[KindKey, Callable[[], bool]] = {
             "named": lambda: rule is True,
             "torn": lambda: shard.name in self._torn,
@@ -184,6 +154,59 @@ class Mutability:
         """Return the user's rule for the tensor at *path*: that it may change, that it does not, or none."""
         fitting = [parts for parts in self._rules if path[: len(parts)] == parts]
         return self._rules[max(fitting, key=len)] if fitting else None
+
+
+class SplitState:
+    """The tensors of one state, by what is copied of them in the call and what is left in place.
+
+    Attributes:
+        kinds: by name; of a tensor with several parts here, that of the last part.
+        in_place: what is not copied.
+        copied_bytes: of what is.
+        copies: those of the last call; None before the first one, and where nothing is copied.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[TensorShard, ...],
+        kinds: Sequence[KindKey],
+        owned: OptimizerOwned,
+        accelerator: Accelerator,
+    ) -> None:
+        self._tensors, self._owned, self._accelerator = tensors, owned, accelerator
+        self.kinds = {shard.name: kind for shard, kind in zip(tensors, kinds, strict=True)}
+        self._copied = {number: None for number, kind in enumerate(kinds) if kind in COPIED}
+        self.copied_bytes = sum(tensors[number].data.nbytes for number in self._copied)
+        self.in_place = tuple(shard for number, shard in enumerate(tensors) if number not in self._copied)
+        self._sources = VersionSources(self.in_place, accelerator) if self.in_place else None
+        self.copies: _Copies | None = None
+
+    def fits(self, tensors: tuple[TensorShard, ...]) -> bool:
+        """Return whether *tensors* are those of the last call, but that some that are copied may be in other memory."""
+        known = self._tensors
+        if len(known) != len(tensors) or not self._owned.is_current():
+            return False
+        # The walk's own sequence: no tensor has changed places, so nothing needs to be compared one by one.
+        if tensors is not known:
+            others = compress(range(len(known)), map(is_not, tensors, known))
+            if not all(number in self._copied and _alike(tensors[number], known[number]) for number in others):
+                return False
+            self._tensors = tensors
+        return True
+
+    def copy(self, walked: ShardedState, *, reuse: bool) -> ShardedState:
+        """Return *walked*, whose tensors fit, with copies of some; *reuse*: as for `Mutability.copy_mutable`."""
+        if not self._copied:
+            return walked
+        if self.copies is None or not reuse:
+            self.copies = _Copies(walked.tensors, list(self._copied), self._accelerator)
+        else:
+            self.copies.make_again(walked.tensors)
+        return msgspec.structs.replace(walked, tensors=self.copies.shards)
+
+    def note_versions(self) -> VersionCheck | None:
+        """Return a check of what is left in place against what it is now; None where that is nothing."""
+        return None if self._sources is None else VersionCheck(self._sources)
 
 
 class _Copies:

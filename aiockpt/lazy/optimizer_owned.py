@@ -44,9 +44,14 @@ _LEARNED_RANGE = "torch.ao.quantization._learnable_fake_quantize"
 
 
 class OptimizerFinder:
-    """Finds them, and remembers the result, without keeping any of them alive."""
+    """Finds them, and remembers the result, without keeping any of them alive.
+
+    Attributes:
+        warned: classes of optimizers of which the log says already that they step without hooks.
+    """
 
     def __init__(self) -> None:
+        self.warned: set[type] = set()
         self._counts: list[tuple[int, int]] = []
         self._found: list[weakref.ref[object]] = []
 
@@ -161,14 +166,10 @@ logger = logging.getLogger("aiockpt")
 
 
 class OptimizerOwned:
-    """The owners that were found for the last state."""
+    """The owners that were found for one state; `find` comes first."""
 
-    def __init__(self) -> None:
-        self._finder = OptimizerFinder()
-        self._warned: set[type] = set()
-        self.forget()
-
-    def forget(self) -> None:
+    def __init__(self, finder: OptimizerFinder) -> None:
+        self._finder = finder
         self._facts: list[object] | None = None
         self._watched: frozenset[int] = frozenset()
         self._limited: list[nn.Module] = []
@@ -236,11 +237,11 @@ class OptimizerOwned:
 
     def _warn(self, silent: Sequence[Optimizer], tensors: Sequence[TensorShard]) -> None:
         for one in silent:
-            if type(one) in self._warned:
+            if type(one) in self._finder.warned:
                 continue
             memory = TensorMemory(_plain(_tensors_of(one)))
             if any(memory.touches(shard.data) for shard in tensors):
-                self._warned.add(type(one))
+                self._finder.warned.add(type(one))
                 logger.warning(
                     "%s steps without torch's hooks, so what it owns is copied in each lazy save. If it calls another "
                     "optimizer's step() before it changes anything, name its parameters in "

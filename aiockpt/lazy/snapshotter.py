@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from aiockpt.engine.snapshotter import Capture
+from aiockpt.engine.context import Engine
+from aiockpt.engine.job import Capture, SaveJob
+from aiockpt.errors import TornSnapshotError
+from aiockpt.format.names import list_names
 from aiockpt.lazy.mutability import Mutability
-from aiockpt.lazy.state_guard import DigestCheck, StateGuard
 from aiockpt.lazy.throttle import Pacing, Throttle
-from aiockpt.options import MIB, Options, Snapshot
-from aiockpt.pipeline.device_copy import StateDevices
-from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.lazy.version_check import VersionCheck
+from aiockpt.options import MIB, Snapshot
+from aiockpt.pipeline.device_copy import on_host
+from aiockpt.pipeline.scatter import byte_view
 from aiockpt.runtime.loop import Mutex, refuse_on_loop_thread, runs_event_loop
-from aiockpt.runtime.pending_copies import PendingCopies, pending_copies
-from aiockpt.runtime.slabs import SlabPool
-from aiockpt.state.shards import ShardedState
+from aiockpt.runtime.pending_copies import PendingCopies, PendingCopy, pending_copies
+from aiockpt.state.shards import ShardedState, TensorShard
 
 # The hook: while a snapshot is copied on another thread, every optimizer of the process waits until the *whole* state is
 # copied. What devices copy by themselves blocks no thread: the compute stream waits for them instead. The hook stays for the
@@ -81,56 +84,6 @@ def in_optimizer_step() -> bool:
 logger = logging.getLogger("aiockpt")
 
 
-class Taken(msgspec.Struct, frozen=True):
-    """A snapshot as it can be had: of which state, how, and why not as it was asked for."""
-
-    state: ShardedState
-    snapshot: Snapshot
-    reason: str = ""
-
-
-class DeviceCloner:
-    """Copies whole states on their devices, in the call, in the order of the compute streams; no optimizer waits."""
-
-    # There is one such copy at a time, and none where the device has no room beside the peak of training: training keeps the
-    # memory that it needs. Then the snapshot is lazy, and the log says why. What is in host memory is copied in the call as
-    # well; a state that lies entirely there is copied eagerly.
-
-    def __init__(self, accelerator: Accelerator, devices: StateDevices) -> None:
-        self._accelerator = accelerator
-        self._devices = devices
-
-    def clone(self, walked: ShardedState, *, busy: bool) -> Taken:
-        """Copy *walked* on its devices, if that is possible.
-
-        Args:
-            busy: whether the last such copy is still needed.
-        """
-        sizes = self._devices.sizes(walked.tensors)
-        if not sizes:
-            return Taken(walked, "eager", "no tensor is on a device")
-        reason = "the last copy on the device is still on its way to the host" if busy else self._why_not(sizes)
-        if not reason:
-            try:
-                return Taken(self._clone(walked), "device")
-            except torch.OutOfMemoryError as error:
-                reason = f"the device has no memory for a copy: {str(error).partition('.')[0]}"
-        logger.warning("the snapshot is lazy: %s", reason)
-        return Taken(walked, "lazy", reason)
-
-    def _why_not(self, sizes: Mapping[torch.device, int]) -> str:
-        for device, size_bytes in sizes.items():
-            missing_bytes = self._accelerator.lend(device, size_bytes)
-            if missing_bytes:
-                return f"{device} lacks {missing_bytes:,} of {size_bytes:,} bytes for a copy beside what training needs"
-        return ""
-
-    def _clone(self, walked: ShardedState) -> ShardedState:
-        clone = self._accelerator.clone
-        tensors = tuple(msgspec.structs.replace(shard, data=clone(shard.data)) for shard in walked.tensors)
-        return msgspec.structs.replace(walked, tensors=tensors)
-
-
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
 _NBYTES = attrgetter("data.nbytes")
@@ -142,91 +95,91 @@ class LazySnapshotter:
     Made with the checkpointer, not with its first lazy save: torch's hooks may be walked by another thread by then.
 
     Args:
-        options: what is ``mutable`` and ``immutable``, and whether digests are compared.
-        accelerator: the devices of the process.
-        devices: which of them states are on.
         copies: the copies that a thread about to change the state waits for.
-        pool: the slabs that copies go to, and *busy_slabs* how many of them keep all writers busy.
-        now_ns: the monotonic time.
+        busy_slabs: how many slabs keep all writers busy.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        accelerator: Accelerator,
-        devices: StateDevices,
-        copies: PendingCopies,
-        pool: SlabPool,
-        busy_slabs: int,
-        now_ns: Callable[[], int],
-    ) -> None:
+    def __init__(self, engine: Engine, copies: PendingCopies, busy_slabs: int) -> None:
         install_hook()
-        self._digests = options.debug == "digest"
-        self._devices = devices
+        self._engine = engine
         self._copies = copies
-        self._pool = pool
         self._busy_slabs = busy_slabs
-        self._cloner = DeviceCloner(accelerator, devices)
-        self._mutability = Mutability(options.mutable, options.immutable, accelerator)
-        self._pacing = Pacing(now_ns)
+        self._mutability = Mutability(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        self._pacing = Pacing(engine.now_ns)
 
     def capture(
-        self,
-        walked: ShardedState,
-        state: Mapping[str, Any],
-        snapshot: Snapshot,
-        *,
-        busy: bool = False,
-        waits: bool = False,
+        self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
     ) -> Capture:
         """Copy what may change before the copy of the rest is made, and guard the rest."""
-        taken = self._cloner.clone(walked, busy=busy) if snapshot == "device" else Taken(walked, snapshot)
-        stepping = taken.snapshot != "device" and in_optimizer_step()
+        engine, captured, reason = self._engine, walked, ""
+        if snapshot == "device":
+            captured, snapshot, reason = self._clone(walked, busy=busy)
+        stepping = snapshot != "device" and in_optimizer_step()
         if stepping:
-            taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
-        captured, snapshot, versions = taken.state, taken.snapshot, None
+            snapshot, reason = "eager", "inside the step of an optimizer, which no longer waits for a copy"
         beside = snapshot != "eager" or (not stepping and _holds_loop_up(walked, waits=waits))
-        copied_bytes = 0
+        copied_bytes, versions, throttle = 0, None, None
         if snapshot == "device":
             copied_bytes = _sum_bytes(captured)
         elif beside:
-            captured = self._mutability.copy_mutable(captured, state, trusting=snapshot == "eager", reuse=not busy)
-            versions, copied_bytes = self._mutability.note_versions(), self._mutability.copied_bytes
-        self._devices.pin(walked.tensors)
-        after = self._devices.events(walked.tensors)
+            split = self._mutability.split(walked, state, trusting=snapshot == "eager")
+            captured = split.copy(walked, reuse=not busy)
+            versions, copied_bytes = split.note_versions(), split.copied_bytes
+        if snapshot == "lazy":
+            throttle = self._pacing.begin(engine.pool, self._busy_slabs)
         return Capture(
             state=captured,
             snapshot=snapshot,
-            reason=taken.reason,
+            reason=reason,
             copied_at_call_bytes=copied_bytes,
             beside=beside,
             is_temporary=snapshot == "device",
-            after=after,
-            guard=StateGuard(
-                self._copies,
-                self._mutability.distrust,
-                versions=versions,
-                digests=self._digest(captured),
-                throttle=self._throttle() if snapshot == "lazy" else None,
-            ),
+            after=engine.compute_events(walked),
+            guard=self._guard(captured, versions, throttle),
         )
 
     def guard_in_call(self, state: ShardedState) -> StateGuard:
         """Return what compares the digests of a state that the call copies."""
-        return StateGuard(self._copies, self._mutability.distrust, digests=self._digest(state))
+        return self._guard(state)
 
-    def _digest(self, state: ShardedState) -> DigestCheck | None:
-        return DigestCheck(state.tensors) if self._digests else None
+    def _guard(
+        self, state: ShardedState, versions: VersionCheck | None = None, throttle: Throttle | None = None
+    ) -> StateGuard:
+        digests = DigestCheck(state.tensors) if self._engine.options.debug == "digest" else None
+        return StateGuard(
+            self._copies, self._mutability.distrust, versions=versions, digests=digests, throttle=throttle
+        )
 
-    def _throttle(self) -> Throttle:
-        return self._pacing.begin(self._pool, self._busy_slabs)
+    # A snapshot on the devices copies whole states there, in the call, in the order of the compute streams; no optimizer
+    # waits. There is one such copy at a time, and none where the device has no room beside the peak of training: training
+    # keeps the memory that it needs. Then the snapshot is lazy, and the log says why. What is in host memory is copied in
+    # the call as well; a state that lies entirely there is copied eagerly.
 
-    def warm_up(self, walked: ShardedState) -> None:
-        self._devices.pin(walked.tensors)
+    def _clone(self, walked: ShardedState, *, busy: bool) -> tuple[ShardedState, Snapshot, str]:
+        """Copy *walked* on its devices, if that is possible; return it, how it is to be copied, and why not from there.
 
-    def forget(self) -> None:
-        self._devices.forget()
-        self._mutability.forget()
+        Args:
+            busy: whether the last such copy is still needed.
+        """
+        sizes, clone = self._engine.device_bytes(walked), self._engine.accelerator.clone
+        if not sizes:
+            return walked, "eager", "no tensor is on a device"
+        reason = "the last copy on the device is still on its way to the host" if busy else self._why_not(sizes)
+        if not reason:
+            try:
+                tensors = tuple(msgspec.structs.replace(shard, data=clone(shard.data)) for shard in walked.tensors)
+                return msgspec.structs.replace(walked, tensors=tensors), "device", ""
+            except torch.OutOfMemoryError as error:
+                reason = f"the device has no memory for a copy: {str(error).partition('.')[0]}"
+        logger.warning("the snapshot is lazy: %s", reason)
+        return walked, "lazy", reason
+
+    def _why_not(self, sizes: Mapping[torch.device, int]) -> str:
+        for device, size_bytes in sizes.items():
+            missing_bytes = self._engine.accelerator.lend(device, size_bytes)
+            if missing_bytes:
+                return f"{device} lacks {missing_bytes:,} of {size_bytes:,} bytes for a copy beside what training needs"
+        return ""
 
 
 def _holds_loop_up(walked: ShardedState, *, waits: bool) -> bool:
@@ -236,3 +189,158 @@ def _holds_loop_up(walked: ShardedState, *, waits: bool) -> bool:
 
 def _sum_bytes(state: ShardedState) -> int:
     return sum(map(_NBYTES, state.tensors))
+
+
+# Guard of the state of one save until it is copied: changes wait for the copy, and the state is compared when it is over.
+#
+# It is compared twice. Torch counts a change *after* its operation, which may have been under way at the first comparison,
+# on the thread that copies; so there is a second one on a thread of the program, whose operations are over when it comes
+# here. Once the second comparison is made the state may change.
+
+
+class StateGuard:
+    """The guard of one save.
+
+    Args:
+        copies: the copies that a thread about to change the state waits for.
+        note_torn: called with the names of tensors that changed while they were being copied.
+        versions: counters and samples to compare; None where no tensor was left in place.
+        digests: all bytes to compare, where ``debug="digest"`` asks for that.
+        throttle: holds the copy back while nothing waits for it; None for one that goes as fast as it can.
+
+    Attributes:
+        compared: whether the first comparison found no difference.
+    """
+
+    def __init__(
+        self,
+        copies: PendingCopies,
+        note_torn: Callable[[Sequence[str]], object],
+        *,
+        versions: VersionCheck | None = None,
+        digests: DigestCheck | None = None,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self._copies = copies
+        self._note_torn = note_torn
+        self._versions = versions
+        self._digests = digests
+        self.throttle = throttle
+        self.compares_bytes = digests is not None
+        self.compared = False
+        self._torn: TornSnapshotError | None = None
+        self._rechecking = Mutex()
+
+    @property
+    def is_unsure(self) -> bool:
+        return self._versions is not None
+
+    @property
+    def took_whole(self) -> bool:
+        return self.throttle is None or self.throttle.whole
+
+    def begin(self, job: SaveJob) -> None:
+        """Have each change of the state wait for the copy of *job*; a copy on the device needs no wait."""
+        throttle = self.throttle
+        if throttle is not None:
+            for point in (job.promise.snapshotted, job.copied, job.host_copied):
+                point.on_wait = throttle.end  # before another thread can find them
+        if job.snapshot == "device":
+            job.promise.snapshotted.resolve(None)
+        else:
+            copy = PendingCopy(job.promise, job.stop, job.host_copied, job.recheck)
+            self._copies.add(copy, None if throttle is None else throttle.stepped)
+
+    def check_addresses(self) -> None:
+        """Raise TornSnapshotError when a tensor that was left in place is not where it was."""
+        if (versions := self._versions) is not None:
+            versions.check_addresses()
+
+    def compare(self) -> None:
+        """Compare for the first time, when all is copied that the host copies, and no step may begin.
+
+        Raises:
+            TornSnapshotError: the state has changed; the tensors are named.
+        """
+        digests, self._digests = self._digests, None
+        if digests is not None:
+            digests.check()
+        if (versions := self._versions) is not None:
+            versions.check()
+        self.compared = True
+
+    def recheck(self) -> TornSnapshotError | None:
+        """Compare for the second time, if the first was made and this was not; return why the copy is torn, if it is.
+
+        Of a copy that is known to be torn, this finds what else has changed by now.
+        """
+        with self._rechecking:
+            if self.compared or self._torn is not None:
+                self._compare_last()
+        return self._torn
+
+    def hurry(self) -> None:
+        if self.throttle is not None:
+            self.throttle.end()
+
+    def stopped(self, error: BaseException) -> None:
+        """Release the tensors, unless the second comparison can still find what else has changed.
+
+        What has changed when something else ends the save is noted, too: where the copies of many ranks are torn, each of
+        them ends the save of all, and each rank would tear the next one again.
+        """
+        self._digests = None
+        if isinstance(error, TornSnapshotError):
+            self._tear(error)
+        else:
+            self._compare_last()
+
+    def _compare_last(self) -> None:
+        """Note what has changed by now, and release the tensors."""
+        versions, self._versions = self._versions, None
+        try:
+            if versions is not None:
+                versions.recheck()
+        except TornSnapshotError as error:
+            self._tear(error)
+
+    def _tear(self, error: TornSnapshotError) -> None:
+        if error is not self._torn:
+            self._note_torn(error.tensors)
+        self._torn = self._torn or error
+
+
+class DigestCheck:
+    """The digests of live tensors before their copy, compared with those after it, for ``debug="digest"``.
+
+    What was changed and changed back in between is not noticed; everything else is. Costs two passes over the state.
+    """
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._shards = shards
+        self._digests = [_digest(shard.data) for shard in shards]
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            TornSnapshotError: tensors have changed; they are named.
+        """
+        torn = [
+            shard.name
+            for shard, digest in zip(self._shards, self._digests, strict=True)
+            if _digest(shard.data) != digest
+        ]
+        if torn:
+            raise TornSnapshotError(
+                f"{list_names(torn)} changed while the snapshot was copied: nothing was published. Change the state inside "
+                "`with ckpt.mutating():`, or name what other things than optimizers change in "
+                "Checkpointer(lazy=Lazy(mutable=[…])).",
+                torn,
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Return the digest of what *tensor* holds; by address, for ``numpy()`` would forbid resizing its storage for good."""
+    dense = on_host(tensor)  # a copy must live as long as the view
+    return xxhash.xxh3_64_intdigest(byte_view(dense))

@@ -9,7 +9,7 @@ read from the table in `aiockpt.lazy.guards`. Guarantees:
 - Nothing is read from where a tensor is no more.
 - A note costs about 0.1 µs a tensor, a check at an optimizer's step the same: all loops are C code.
 
-When the checks are made is in `aiockpt.lazy.state_guard`.
+When the checks are made is in `aiockpt.lazy.snapshotter`.
 """
 
 from __future__ import annotations

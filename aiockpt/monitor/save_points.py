@@ -121,6 +121,11 @@ def save_points(run: RunLog) -> list[SavePoint]:
 
 
 def usual_interval_s(points: Sequence[SavePoint]) -> float | None:
-    """Return the median time from one save of a start to its next; None where no two follow each other."""
-    gaps = [after.begun_s - before.begun_s for before, after in pairwise(points) if after.start == before.start]
+    """Return the median time from one save of a start to its next step; None where no two follow each other."""
+    starts: dict[int, list[SavePoint]] = defaultdict(list)
+    for point in points:
+        # Two jobs in one place save in turns: those of one moment are told apart by nothing but that a step comes twice.
+        if not starts[point.start] or starts[point.start][-1].step != point.step:
+            starts[point.start].append(point)
+    gaps = [after.begun_s - before.begun_s for own in starts.values() for before, after in pairwise(own)]
     return median(gaps) if gaps else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,9 +127,9 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
 _ROWS = ("save", "load", "copy", BLOCKS)
 
 
-def write_chrome_trace(found: Iterable[TimeSpan], path: str | os.PathLike[str]) -> None:
-    """Write spans to *path*, for ui.perfetto.dev or chrome://tracing."""
-    Path(path).write_bytes(msgspec.json.encode({"traceEvents": list(_events(list(found))), "displayTimeUnit": "ms"}))
+def chrome_trace(found: Iterable[TimeSpan]) -> bytes:
+    """Return spans as a file for ui.perfetto.dev or chrome://tracing."""
+    return msgspec.json.encode({"traceEvents": list(_events(list(found))), "displayTimeUnit": "ms"})
 
 
 def _events(found: list[TimeSpan]) -> Iterator[dict[str, Any]]:

@@ -30,6 +30,7 @@ from aiockpt.errors import (
 from aiockpt.format.manifest import Decision, Manifest
 from aiockpt.format.names import (
     LATEST_KEY,
+    LEASE_PREFIX,
     attempt_folder,
     damaged_key,
     decision_key,
@@ -110,7 +111,6 @@ async def remove_overtaken(backend: Backend, older: Manifest, newer: Manifest) -
 LEASE_S = 6 * 3600.0
 LEASE_BYTES = 4096
 """The most that is read of a lease, which names its holder."""
-_LEASE_PREFIX = "lease-"
 
 
 class Garbage(msgspec.Struct, frozen=True):
@@ -333,15 +333,10 @@ async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:
     await backend.delete([decision])
 
 
-def lease_key(step_id: str, nonce: str) -> str:
-    """Return the key of a reader's lease on a step."""
-    return f"{step_id}/{_LEASE_PREFIX}{nonce}"
-
-
 async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
     """Return the holder of a live lease on the step, by the storage's clock, in words; None where there is none."""
     leases = [
-        stat for stat in (await backend.list(step_id)).objects if stat.key.rpartition("/")[2].startswith(_LEASE_PREFIX)
+        stat for stat in (await backend.list(step_id)).objects if stat.key.rpartition("/")[2].startswith(LEASE_PREFIX)
     ]
     if not leases:
         return None

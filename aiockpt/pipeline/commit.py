@@ -1,4 +1,4 @@
-"""The commit of written data: an attempt begins, ranks vote with receipts, one exclusive create decides.
+"""The commit of written data: ranks vote with receipts for an attempt, and one exclusive create decides.
 
 Guarantees (docs/format.md#the-commit; power-cut in tests/crash):
 
@@ -28,7 +28,6 @@ from aiockpt.errors import (
     StorageFullError,
 )
 from aiockpt.format.manifest import (
-    MAX_ANCESTORS,
     RECEIPT_START,
     Ancestors,
     Decision,
@@ -45,7 +44,6 @@ from aiockpt.format.names import LATEST_KEY, attempt_folder, decision_key, manif
 from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
 from aiockpt.pipeline.receipts import ReceiptReader, read_manifest
-from aiockpt.redaction import redact
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, works_when_full
@@ -72,7 +70,7 @@ class Attempt(msgspec.Struct, frozen=True):
         sequence: one more than the highest logical clock seen when it began.
         run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None; *ancestors*:
             which save of it, and what that came from. Together they are the lineage (docs/decisions.md#lineage).
-        older: steps that were there when the run began to save.
+        older: steps that were there when the run began to save, and what its process has committed since.
     """
 
     id: str
@@ -87,45 +85,6 @@ class Attempt(msgspec.Struct, frozen=True):
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
     forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
     older: Older | msgspec.UnsetType = msgspec.UNSET
-
-
-class Parent(msgspec.Struct, frozen=True):
-    """The step that a run had loaded; which save of it that was, and what that came from, the newest first.
-
-    A foreign checkpoint has neither id nor ancestors.
-    """
-
-    id: str | None
-    ancestors: Ancestors
-    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
-
-    @classmethod
-    def of(cls, loaded: Manifest, elsewhere: str | None = None) -> Parent:
-        """Return what descends from *loaded* says of it; *elsewhere* is the place, where that is not the own one."""
-        before = () if loaded.ancestors is msgspec.UNSET else loaded.ancestors
-        fork = loaded.forked_from if elsewhere is None else (redact(elsewhere), loaded.id, loaded.run)
-        return cls(loaded.id, ((loaded.run, loaded.sequence), *before)[:MAX_ANCESTORS], fork)
-
-
-def begin(
-    entry: StepEntry,
-    *,
-    nonce: str,
-    run: str,
-    sequence: int,
-    parent: Parent | None,
-    rank: int,
-    world_size: int,
-    older: Older | msgspec.UnsetType = msgspec.UNSET,
-) -> Attempt:
-    """Return a new attempt at the step that *entry* describes; its generation is fixed here, once."""
-    generation = max(entry.generations, default=0) + 1
-    attempt = Attempt(entry.id, entry.step, nonce, generation, sequence, run, None, rank, world_size, older=older)
-    if parent is None:
-        return attempt
-    ancestors = parent.ancestors or msgspec.UNSET
-    changed = {"parent": parent.id, "ancestors": ancestors, "forked_from": parent.forked_from}
-    return msgspec.structs.replace(attempt, **changed)
 
 
 async def cast_vote(backend: Backend, receipt: Receipt) -> None:
@@ -193,17 +152,22 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
     """
     await _decide(backend, manifest)
     await check_sizes(backend, manifest)  # after the decision: a collector of the attempt removed the data first
-    written, parts = detach(manifest)
-    for path, blob in parts.items():  # they are not read before the manifest names them; two committers write the same
-        if not await put_once(backend, f"{manifest.id}/{path}", blob):
-            raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
-    data = encode_manifest(written)
+    data = encode_manifest(await _put_parts(backend, manifest))
     key = manifest_key(manifest.id, manifest.generation)
     try:
         await backend.put_new(key, data)
     except ObjectExistsError:
         return await _settle(backend, manifest)
     return manifest
+
+
+async def _put_parts(backend: Backend, manifest: Manifest) -> Manifest:
+    """Write the tables of *manifest* that lie beside it, if it has some; return it as it is written."""
+    written, parts = detach(manifest)
+    for path, blob in parts.items():  # they are not read before the manifest names them; two committers write the same
+        if not await put_once(backend, f"{manifest.id}/{path}", blob):
+            raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
+    return written
 
 
 async def check_sizes(backend: Backend, manifest: Manifest) -> None:

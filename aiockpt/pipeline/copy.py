@@ -56,7 +56,7 @@ class Windows:
         self._free = Limiter("copy windows", count)
         self._allocating = Limiter("copy memory", 2)
 
-    async def take(self) -> Slab:
+    async def acquire(self) -> Slab:
         """Wait for a free window."""
         await self._free.__aenter__()
         try:
@@ -65,7 +65,7 @@ class Windows:
             await self._free.__aexit__()
             raise
 
-    async def give(self, window: Slab) -> None:
+    async def release(self, window: Slab) -> None:
         """Take *window* back."""
         self._pool.give(window)
         await self._free.__aexit__()
@@ -169,15 +169,18 @@ async def rewrite_files(
     return files
 
 
-async def remove_strays(target: Backend, committed: Manifest) -> None:
-    """Remove data files of its attempt that a committed step does not name: what copies that died have left."""
-    await target.delete(await _find_strays(target, committed))
+async def remove_strays(target: Backend, committed: Manifest, *, marks: bool = False) -> None:
+    """Remove data files of its attempt that a committed step does not name: what copies that died, or lost, have left.
 
-
-async def _find_strays(target: Backend, committed: Manifest) -> list[str]:
+    Args:
+        marks: those of files that were copied, too.
+    """
     named = {f"{committed.id}/{file.p}" for file in committed.files}
-    folder = attempt_folder(committed.id, committed.attempt)
-    return [stat.key async for stat in walk(target, f"{folder}/d") if stat.key not in named]
+    data = f"{attempt_folder(committed.id, committed.attempt)}/d"
+    left = [stat.key async for stat in walk(target, data) if stat.key not in named]
+    if marks:
+        left += [stat.key async for stat in walk(target, copied_folder(committed.id, committed.attempt))]
+    await target.delete(left)
 
 
 async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
@@ -187,13 +190,13 @@ async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: B
     """
     entry = await look_at(target, source.id)
     if (there := await find_copy_in(target, entry, source.attempt)) is not None:
-        await _clean_up(target, there)
+        await remove_strays(target, there, marks=True)
         return there
     generation, write_id = max(entry.generations, default=0) + 1, world.token(16).hex()
     in_order = [files[index] for index in range(len(source.files))]
     new = await run_blocking(Limiter("copied manifest", 1), source.manifest, in_order, generation, write_id)
     committed = await publish(target, new)
-    await _clean_up(target, committed)
+    await remove_strays(target, committed, marks=True)
     return committed
 
 
@@ -229,20 +232,13 @@ def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
     return msgspec.structs.replace(wanted, p=file.p, sums=file.sums, digest=file.digest) if whole else None
 
 
-async def _clean_up(target: Backend, committed: Manifest) -> None:
-    """Remove the marks, and what copies that died or lost have left in the attempt."""
-    left = await _find_strays(target, committed)
-    marks = [stat.key async for stat in walk(target, copied_folder(committed.id, committed.attempt))]
-    await target.delete([*left, *marks])
-
-
 class _FileMover:
     """Moves one data file: number *index* of *source*."""
 
     def __init__(
         self, source: CopySource, index: int, windows: Windows, pace: Pace, on_copied: Callable[[int], object]
     ) -> None:
-        self._cargo = source
+        self._source = source
         self._index = index
         self._file = source.files[index]
         self._windows = windows
@@ -254,11 +250,11 @@ class _FileMover:
     async def move(self, target: Backend, token: str) -> FileEntry:
         """Write the file; return what it is at *target*, where it is durable now."""
         path, upload = await self._create(target, token)
-        window_bytes = self._cargo.window_bytes
+        window_bytes = self._source.window_bytes
         try:
             async with open_tasks() as tasks:
                 for offset in range(0, self._file.size, window_bytes):
-                    window = await self._windows.take()
+                    window = await self._windows.acquire()
                     size = min(window_bytes, self._file.size - offset)
                     tasks.start_soon(self._move_window, window, upload, offset, size)
             note_progress(self._file.size / FLUSHED_BYTES_PER_S)
@@ -279,20 +275,20 @@ class _FileMover:
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
         """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""
         try:
-            return self._file.p, await target.create(f"{self._cargo.id}/{self._file.p}", self._file.size)
+            return self._file.p, await target.create(f"{self._source.id}/{self._file.p}", self._file.size)
         except ObjectExistsError:
             path = f"{self._file.p.removesuffix('.safetensors')}-{token}.safetensors"
-            return path, await target.create(f"{self._cargo.id}/{path}", self._file.size)
+            return path, await target.create(f"{self._source.id}/{path}", self._file.size)
 
     async def _move_window(self, window: Slab, upload: Upload, offset: int, size: int) -> None:
         try:
             view = window.memory[:size]
-            await self._cargo.read(self._blocks, self._index, offset, view)
+            await self._source.read(self._blocks, self._index, offset, view)
             await self._pace.let_through(size)
             await upload.write(offset, [view], None if self._file.digest else self._sums.seen_from(offset))
         finally:
             with anyio.CancelScope(shield=True):
-                await self._windows.give(window)
+                await self._windows.release(window)
         self._on_copied(size)
         note_progress()
 

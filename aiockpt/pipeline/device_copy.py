@@ -18,52 +18,7 @@ import torch
 
 from aiockpt.planning.write_plan import Copy, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
-from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.state.shards import TensorShard, are_same
-
-# The devices that a state is on, and how far they were when it was saved; looked up again when the tensors are others.
-#
-# A copy on a device begins behind all that the device's compute stream had been given at the call.
-
-
-class StateDevices:
-    """The devices of the states of one checkpointer.
-
-    Args:
-        accelerator: knows which tensors are on a device.
-        pool: the slabs that copies go to; pinned for every device that a state is on.
-    """
-
-    def __init__(self, accelerator: Accelerator, pool: SlabPool) -> None:
-        self._accelerator = accelerator
-        self._pool = pool
-        self._seen: tuple[TensorShard, ...] = ()
-        self._sizes: dict[torch.device, int] = {}
-
-    def sizes(self, tensors: tuple[TensorShard, ...]) -> Mapping[torch.device, int]:
-        """Return the devices that *tensors* are on, and how many bytes of them are there; nothing of host memory."""
-        if not are_same(tensors, self._seen):
-            sizes: dict[torch.device, int] = {}
-            for shard in tensors:
-                device = self._accelerator.device_of(shard.data)
-                if device is not None:
-                    sizes[device] = sizes.get(device, 0) + shard.data.nbytes
-            self._seen, self._sizes = tensors, sizes
-        return self._sizes
-
-    def pin(self, tensors: tuple[TensorShard, ...]) -> None:
-        """Have the slabs pinned for the devices of *tensors*."""
-        for device in self.sizes(tensors):
-            self._pool.pin_with(self._accelerator.stream(device))
-
-    def events(self, tensors: tuple[TensorShard, ...]) -> Sequence[tuple[torch.device, DeviceEvent]]:
-        """Return the devices of *tensors*, each with the event behind all that the calling thread gave it so far."""
-        return [(device, self._accelerator.now(device)) for device in self.sizes(tensors)]
-
-    def forget(self) -> None:
-        """Release the last state."""
-        self._seen, self._sizes = (), {}
-
+from aiockpt.runtime.slabs import Slab
 
 SMALL_BYTES = 64 << 10
 """What takes no longer on its way than to start it. Not measured here; on PCIe 4 and 5 that is at 40 to 100 KiB."""
@@ -107,7 +62,7 @@ class DeviceCopies:
         tensors: Sequence[torch.Tensor],
         devices: Sequence[torch.device | None],
     ) -> None:
-        self.tensors: Sequence[torch.Tensor] = tensors
+        self.tensors = tensors
         self.streams = {device: accelerator.stream(device) for device in dict.fromkeys(devices) if device is not None}
         flat = {
             number: _bytes(tensor)
@@ -126,10 +81,6 @@ class DeviceCopies:
             if device in self.streams:
                 self.streams[device].follow(event)
         return DeviceRun(self)
-
-    def forget(self) -> None:
-        """Release the tensors."""
-        self.tensors, self.windows = (), []
 
 
 class DeviceRun:

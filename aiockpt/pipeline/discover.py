@@ -1,23 +1,25 @@
-"""Discovery of committed steps: which are there, and which is the newest.
+"""Discovery of steps: `scan` lists them and judges the heads of their manifests, `newest_first` reads them in order.
 
-Guarantees:
+After that: votes that are not committed yet, the facts of a step for people, unfinished newer steps, and places that were
+given by mistake. Guarantees:
 
 - "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
   going back to an earlier step and saving on, the new branch is the newest.
 - Only what was proven counts (`aiockpt.pipeline.receipts`). A generation that is bad is passed over, with the reason, and
   the one before it stands at *its own* place in the order: a bad manifest makes no step newer than it is.
 - An outage is not damage: a step that does not say now how new it is may be the newest, and is marked as that.
-- ``LATEST`` is never read. What does not look like a step of ours is ignored.
+- ``LATEST`` is never read. What does not look like a step of ours is ignored. No torch is imported.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from bisect import insort
-from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import unquote
 
 import anyio
@@ -46,16 +48,17 @@ from aiockpt.format.names import (
     parse_step,
     parse_verified,
 )
-from aiockpt.pipeline.receipts import READS_AT_ONCE, any_receipt, read_head, read_manifest
+from aiockpt.pipeline.receipts import any_receipt, do_all, read_head, read_manifest
 from aiockpt.pipeline.receipts import read_receipts as read_receipts
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
 from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
 
 if TYPE_CHECKING:
     from aiockpt.runtime.world import Files
+
+logger = logging.getLogger("aiockpt")
 
 LOOKS = 3
 """How often a step with something bad in it is listed, at most: what is being deleted meanwhile is not damaged."""
@@ -141,7 +144,7 @@ class StepCopy(msgspec.Struct, frozen=True):
 
 
 class Heads:
-    """What the manifests of one place say of themselves, for readers that list them after every save.
+    """The heads of the manifests of one place, for readers that list them after every save.
 
     A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
 
@@ -152,7 +155,6 @@ class Heads:
     def __init__(self) -> None:
         self.doubted: set[str] = set()
         self._known: dict[str, tuple[Stat, Head | PassedOver]] = {}
-        self._told: set[str] = set()
 
     def recall(self, entry: StepEntry, found: Stat | None) -> Head | PassedOver | None:
         """Return the head, or what is bad about it, of the manifest that is *found* now, if it is the one that was read."""
@@ -165,16 +167,21 @@ class Heads:
         if found is not None:
             self._known[found.key] = (found, said)
 
-    def forget_all_but(self, step_ids: Container[str]) -> None:
-        """Drop the steps that are gone."""
-        for gone in [key for key in self._known if key.partition("/")[0] not in step_ids]:
-            del self._known[gone]
+    def retain(self, step_ids: Container[str]) -> None:
+        """Drop all steps but these."""
+        self._known = {key: known for key, known in self._known.items() if key.partition("/")[0] in step_ids}
 
-    def is_news(self, text: str) -> bool:
-        """Say whether *text*, which does not change from save to save, has not been logged yet; from now on it has."""
-        is_news = text not in self._told
-        self._told.add(text)
-        return is_news
+
+told: set[tuple[str, str]] = set()
+"""(place, text) of what this process has logged once."""
+
+
+def is_news(backend: Backend, text: str) -> bool:
+    """Say whether this process has not logged *text* of a place yet, which does not change from call to call; now it has."""
+    news = (backend.url, text)
+    is_new = news not in told
+    told.add(news)
+    return is_new
 
 
 async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
@@ -186,21 +193,21 @@ async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
     heads = Heads() if heads is None else heads
     listing = await backend.list("")
     found: dict[str, StepEntry] = {}
-    slots = anyio.Semaphore(READS_AT_ONCE)
 
     async def look(folder: str) -> None:
-        async with slots:
-            found[folder] = await _look_if_possible(backend, folder, heads)
+        try:
+            found[folder] = await look_at(backend, folder, heads)
+        except StorageError as error:
+            unlisted = _entry(folder, Listing((), ()))
+            bad = {"passed": (PassedOver(0, str(error), unread=True),)} if error.damaged else {"trouble": error}
+            found[folder] = msgspec.structs.replace(unlisted, **bad)
 
-    async with open_tasks() as tasks:
-        for folder in listing.folders:
-            if _is_step_id(folder):
-                tasks.start_soon(look, folder)
+    await do_all(look, [folder for folder in listing.folders if _is_step_id(folder)])
     for name in (*listing.others, *(stat.key for stat in listing.objects)):
         step = parse_step(name)
         if step is not None and name not in found:
-            found[name] = StepEntry(name, step, (), passed=(await _describe(backend, name),))
-    heads.forget_all_but(found)
+            found[name] = StepEntry(name, step, (), passed=(await _what_is_no_folder(backend, name),))
+    heads.retain(found)
     return sorted(found.values(), key=lambda entry: entry.age_order, reverse=True)
 
 
@@ -211,17 +218,7 @@ def _is_step_id(folder: str) -> bool:
         return False
 
 
-async def _look_if_possible(backend: Backend, step_id: str, heads: Heads) -> StepEntry:
-    try:
-        return await look_at(backend, step_id, heads)
-    except StorageError as error:
-        entry = StepEntry(step_id, _number(step_id), ())
-        if error.damaged:
-            return msgspec.structs.replace(entry, passed=(PassedOver(0, str(error), unread=True),))
-        return msgspec.structs.replace(entry, trouble=error)
-
-
-async def _describe(backend: Backend, name: str) -> PassedOver:
+async def _what_is_no_folder(backend: Backend, name: str) -> PassedOver:
     """Say what it is that has the name of a step and is no folder."""
     try:
         await backend.stat(name)
@@ -237,33 +234,42 @@ async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) ->
         StorageError: it cannot be listed. What is wrong with a manifest is in the entry.
     """
     heads = Heads() if heads is None else heads
-    entry = await _look_once(backend, step_id, heads)
-    for _ in range(LOOKS - 1):
-        if not entry.passed:
-            break
-        before, entry = entry, await _look_once(backend, step_id, heads)
-        if entry.passed == before.passed:
+    entry = StepEntry(step_id, -1, ())
+    for _ in range(LOOKS):
+        before, listing = entry.passed, await backend.list(step_id)
+        stats = {stat.key: stat for stat in listing.objects}
+        entry = await _judge(backend, _entry(step_id, listing), stats, heads)
+        if entry.passed in ((), before):
             break
     return entry
 
 
-async def _look_once(backend: Backend, step_id: str, heads: Heads) -> StepEntry:
-    listing = await backend.list(step_id)
-    return await _judge(backend, _entry(step_id, listing), {stat.key: stat for stat in listing.objects}, heads)
+def _entry(step_id: str, listing: Listing) -> StepEntry:
+    """Return what the *listing* of a step says, before a manifest is read."""
+    names = [stat.key.rpartition("/")[2] for stat in listing.objects]
+    others = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
+    step, attempts = parse_step(step_id), [parse_attempt(key.rpartition("/")[2]) for key in listing.folders]
+    generations = {n for name in (*names, *others) if (n := parse_manifest(name)) is not None}
+    return StepEntry(
+        id=step_id,
+        step=-1 if step is None else step,
+        generations=tuple(sorted(generations, reverse=True)),
+        verified=frozenset(n for name in names if (n := parse_verified(name)) is not None),
+        damaged=frozenset(n for name in names if (n := parse_damaged(name)) is not None),
+        attempts=tuple(attempt for attempt in attempts if attempt is not None),
+    )
 
 
 async def fall_back(backend: Backend, entry: StepEntry) -> StepEntry:
     """Return *entry* as it is without the generation that counts in it, and all above."""
     assert entry.head is not None
     lower = tuple(generation for generation in entry.generations if generation < entry.head.generation)
-    left = msgspec.structs.replace(entry, generations=lower, head=None, passed=())
-    return await _judge(backend, left, {}, Heads())
+    return await _judge(backend, msgspec.structs.replace(entry, generations=lower), {}, Heads())
 
 
 async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], heads: Heads) -> StepEntry:
     """Find the highest generation that may be believed, and what is bad above it."""
-    gone: set[int] = set()
-    passed: list[PassedOver] = []
+    there, passed = list(entry.generations), list[PassedOver]()
     head: Head | None = None
     trouble: CheckpointError | None = None
     dated_ns = 0
@@ -272,7 +278,7 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
         try:
             said = heads.recall(entry, found) or await _read_head(backend, entry, generation, found)
         except ObjectNotFoundError:  # deleted since it was listed
-            gone.add(generation)
+            there.remove(generation)
             continue
         except (NewerFormatError, StorageError) as error:
             trouble = error
@@ -284,9 +290,8 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
             head, dated_ns = said, 0 if found is None else found.modified_ns
             break
         passed.append(said)
-    generations = tuple(generation for generation in entry.generations if generation not in gone)
     return msgspec.structs.replace(
-        entry, generations=generations, head=head, passed=tuple(passed), trouble=trouble, dated_ns=dated_ns
+        entry, generations=tuple(there), head=head, passed=tuple(passed), trouble=trouble, dated_ns=dated_ns
     )
 
 
@@ -300,24 +305,90 @@ async def _read_head(backend: Backend, entry: StepEntry, generation: int, found:
     return head
 
 
-def _entry(step_id: str, listing: Listing) -> StepEntry:
-    names = [stat.key.rpartition("/")[2] for stat in listing.objects]
-    attempts = [parse_attempt(folder.rpartition("/")[2]) for folder in listing.folders]
-    everything = {*names, *(key.rpartition("/")[2] for key in (*listing.folders, *listing.others))}
-    generations = {n for name in everything if (n := parse_manifest(name)) is not None}
-    return StepEntry(
-        id=step_id,
-        step=_number(step_id),
-        generations=tuple(sorted(generations, reverse=True)),
-        verified=frozenset(n for name in names if (n := parse_verified(name)) is not None),
-        damaged=frozenset(n for name in names if (n := parse_damaged(name)) is not None),
-        attempts=tuple(attempt for attempt in attempts if attempt is not None),
-    )
+# The order in which steps are read, and what is passed over on the way: one rule for loads and listings.
+#
+# - The newest comes first, by the logical clock. A generation that is bad falls back to the one before it, which stands at
+#   its own place in the order.
+# - Whatever is bad is reported. What may be readable in a minute, and may be the newest, is raised.
+# - What is refused for good is passed over, and reported, where the next one in the order proves that it is older.
 
 
-def _number(step_id: str) -> int:
-    step = parse_step(step_id)
-    return -1 if step is None else step
+DAY_NS = 86_400 * 10**9
+"""Between the dates of two steps that prove which is older: far more than clocks differ, and than a save takes."""
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A step that a listing shows, and where."""
+
+    backend: Backend
+    entry: StepEntry
+
+    def without(self, entry: StepEntry) -> Self:
+        """Return the same step with *entry* in place of what turned out bad in it."""
+        return msgspec.structs.replace(self, entry=entry)
+
+
+L = TypeVar("L", bound=Listed)
+
+
+def newness(listed: Listed) -> tuple[int, int]:
+    """Sorts what is listed from the newest to the oldest."""
+    sequence, step = listed.entry.age_order
+    return (-sequence, -step)
+
+
+async def newest_first(
+    listed: Sequence[L], pass_over: Callable[[L, CorruptionError], object]
+) -> AsyncGenerator[tuple[L, Manifest], None]:
+    """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
+
+    Args:
+        listed: sorted by `newness`.
+        pass_over: called with each one that is bad.
+
+    Raises:
+        NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
+    """
+    left: list[L] = []
+
+    def enter(one: L) -> None:
+        for passed in one.entry.passed:
+            pass_over(one, ManifestError(passed.reason, key=one.entry.id))
+        if one.entry.head is not None or one.entry.trouble is not None:
+            insort(left, one, key=newness)
+
+    for one in listed:
+        enter(one)
+    reported: set[str] = set()
+    while left:
+        one = left.pop(0)
+        if await _put_behind_newer(one, left):
+            if one.entry.id not in reported:
+                pass_over(one, ManifestError(str(one.entry.trouble), key=one.entry.id))
+            reported.add(one.entry.id)
+            continue
+        try:
+            manifest = await _read(one)
+        except NewerFormatError:
+            raise
+        except CorruptionError as error:
+            pass_over(one, error)
+        else:
+            yield one, manifest
+            if has_weights_only(manifest):
+                continue
+        # A caller that wants more has found the data damaged.
+        enter(one.without(await fall_back(one.backend, one.entry)))
+
+
+async def first_in_full(found: AsyncIterator[tuple[L, Manifest]]) -> tuple[L, Manifest] | None:
+    """Return the first that is not the weights alone; where there are weights alone, the first of these."""
+    weights: tuple[L, Manifest] | None = None
+    async for one, manifest in found:
+        if not has_weights_only(manifest):
+            return one, manifest
+        weights = weights or (one, manifest)
+    return weights
 
 
 async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
@@ -327,23 +398,20 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
         ManifestError: none of its generations is valid; the reason is that of the highest.
         NewerFormatError, StorageError: of the highest that is not bad.
     """
-    first: CorruptionError | None = None
-    for passed in entry.passed[:1]:
-        first = ManifestError(passed.reason, key=entry.id)
-    if entry.trouble is not None:
+    bad: list[CorruptionError] = []
+    async with aclosing(newest_first([Listed(backend, entry)], lambda _, error: bad.append(error))) as valid:
+        async for _, manifest in valid:
+            return manifest
+    raise bad[0] if bad else ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
+
+
+async def _read(listed: Listed) -> Manifest:
+    """Return the manifest of a step that is listed."""
+    entry = listed.entry
+    if entry.head is None:
+        assert entry.trouble is not None
         raise entry.trouble
-    left = entry
-    while left.head is not None:
-        try:
-            return await read_generation(backend, left.id, left.head.generation)
-        except NewerFormatError:
-            raise
-        except CorruptionError as error:
-            first = first or error
-        left = await fall_back(backend, left)
-        if left.trouble is not None:
-            raise left.trouble
-    raise first or ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
+    return await read_generation(listed.backend, entry.id, entry.head.generation)
 
 
 async def read_generation(backend: Backend, step_id: str, generation: int) -> Manifest:
@@ -352,6 +420,53 @@ async def read_generation(backend: Backend, step_id: str, generation: int) -> Ma
         return await read_manifest(backend, step_id, generation)
     except ObjectNotFoundError as error:
         raise ManifestError(f"{step_id}: generation {generation} was deleted meanwhile", key=error.key) from error
+
+
+async def _put_behind_newer(one: L, left: list[L]) -> bool:
+    """Put a step that is refused for good behind the next one that can be read, if that proves to be newer; say whether.
+
+    There it is the next again: when that newer one turns out damaged, this one may be the newest.
+    """
+    if not one.entry.is_refused:
+        return False
+    for at, other in enumerate(left):
+        if other.entry.head is not None:
+            proven = await _is_older(one, other)
+            left[at + 1 : at + 1] = [one] * proven
+            return proven
+    return False
+
+
+async def _is_older(refused: Listed, newer: Listed) -> bool:
+    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates show it.
+
+    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
+    before all objects of the newer save and, since a copy of that may be late, before its creation. Of a step that may
+    not be listed any name in its folder may be that of the manifest: the last of them is the date.
+    """
+    generation = max(refused.entry.generations, default=0)
+    try:
+        manifest = await _read(newer)
+        at_ns = await dated_ns(refused.backend, refused.entry.id, generation)
+        folder = attempt_folder(manifest.id, manifest.attempt)
+        first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
+    except CheckpointError:  # nothing is proven: it is raised where its turn comes
+        return False
+    is_named = dict(manifest.older or ()).get(refused.entry.id, -1) >= generation
+    return 0 < at_ns < first_ns - (0 if is_named else DAY_NS)
+
+
+async def dated_ns(backend: Backend, step_id: str, generation: int) -> int:
+    """Return when the manifest of *generation* was written; of a step that cannot be listed (0), its last name of all.
+
+    Raises:
+        StorageError: the storage does not say.
+    """
+    if generation:
+        return (await backend.stat(manifest_key(step_id, generation))).modified_ns
+    if (dates := works_when_full(backend)) is None:
+        raise StorageError(f"{step_id}: its folder has no date here", key=step_id)
+    return await dates.folder_ns(step_id)
 
 
 async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
@@ -371,6 +486,14 @@ async def find_copy_in(target: Backend, entry: StepEntry, attempt: str) -> Manif
         if manifest.attempt == attempt:
             return manifest
     return None
+
+
+async def find_same_files(target: Backend, manifest: Manifest) -> StepCopy | None:
+    """Return the copy of a save at *target* that has the same files; a thinned one has others under the same attempt."""
+    found = await find_copy(target, manifest.id, manifest.attempt)
+    if found is None or [file.digest for file in found.files] != [file.digest for file in manifest.files]:
+        return None
+    return StepCopy(target, found)
 
 
 async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:
@@ -396,16 +519,13 @@ async def newest_vote(backend: Backend, entry: StepEntry) -> int:
     return clock
 
 
-# Newer steps that were begun and not committed: what a load logs of them.
+# Newer steps that were begun and not committed, which a load logs.
 #
 # A writer process outlives its trainer, and the next trainer may load before it is done. From the storage alone that cannot
 # be distinguished from a save whose job died, so what is known is logged: the votes, and when something was last written.
-#
-# Guarantees: nothing is decided here, no writer is waited for, and no load fails of it. What an object store does not show
-# (an upload that is not complete) is not seen.
+# Nothing is decided here, no writer is waited for, and no load fails of it. What an object store does not show (an upload
+# that is not complete) is not seen.
 
-
-logger = logging.getLogger("aiockpt")
 
 LOOK_S = 3.0
 """How long a load may be held up by that."""
@@ -421,7 +541,7 @@ class Unfinished(msgspec.Struct, frozen=True):
     busy: Collection[str]
 
 
-async def tell_of_newer(unfinished: Sequence[Unfinished], newest: int | None, clock: Clock) -> None:
+async def log_newer(unfinished: Sequence[Unfinished], newest: int | None, clock: Clock) -> None:
     """Log what there is of the newest step above *newest* that was begun and not committed.
 
     Args:
@@ -431,24 +551,36 @@ async def tell_of_newer(unfinished: Sequence[Unfinished], newest: int | None, cl
     if not newer:
         return
     top = max(newer, key=lambda one: one.entry.step)
+    step_id, url = top.entry.id, top.backend.url
     with anyio.move_on_after(LOOK_S):
         for attempt in top.entry.attempts:
             if attempt in top.busy:
                 continue
             try:
-                await _tell(top.backend, top.entry.id, attempt, clock, alone=newest is None)
+                level, said = await _describe_attempt(top.backend, step_id, attempt, clock, alone=newest is None)
             except CheckpointError as error:
-                logger.info("%s in %s was begun and not committed: %s", top.entry.id, top.backend.url, error)
+                level, said = logging.INFO, f"was begun and not committed: {error}"
+            if said:
+                logger.log(level, "%s in %s %s", step_id, url, said)
 
 
-async def _tell(backend: Backend, step_id: str, attempt: str, clock: Clock, *, alone: bool) -> None:
-    """Log one attempt: a warning where its writer may live, or where it is all that there is of a run (*alone*)."""
-    left = [stat async for stat in walk(backend, attempt_folder(step_id, attempt))]
+async def _describe_attempt(
+    backend: Backend, step_id: str, attempt: str, clock: Clock, *, alone: bool
+) -> tuple[int, str]:
+    """Return how loud, and what, to log of an attempt ("": nothing).
+
+    A warning where its writer may live, or where it is all that there is of a run (*alone*).
+    """
+    folder = attempt_folder(step_id, attempt)
+    left = [stat async for stat in walk(backend, folder)]
     if any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
-        return  # given up: it can no longer be committed
-    if not left:
-        await _tell_of_remains(backend, step_id, attempt)
-        return
+        return logging.INFO, ""  # given up: it can no longer be committed
+    if not left:  # what else has the name of a record was damaged
+        listing = await backend.list(folder)
+        names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
+        remains = ", ".join(name for name in names if name not in ("d", "r"))
+        said = f"was begun and cannot be loaded: of attempt {attempt} there is no file, but {remains}"
+        return logging.WARNING, said if remains else ""
     said = "it was not written completely"
     votes = [
         stat.key
@@ -460,36 +592,15 @@ async def _tell(backend: Backend, step_id: str, attempt: str, clock: Clock, *, a
         if vote.world_size > 1:
             said = f"{len(votes)} of {vote.world_size} ranks have voted"
     ago_s = max(0.0, (clock.time_ns() - max(stat.modified_ns for stat in left)) / 1e9)
-    logger.log(
+    return (
         logging.WARNING if alone or ago_s < LIVELY_S else logging.INFO,
-        "%s in %s was begun and is not committed, so it is not loaded: %s, last written %.0f s ago (attempt %s). Its job has"
-        " died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and load again",
-        step_id,
-        backend.url,
-        said,
-        ago_s,
-        attempt,
+        f"was begun and is not committed, so it is not loaded: {said}, last written {ago_s:.0f} s ago (attempt {attempt}). "
+        "Its job has died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and "
+        "load again",
     )
 
 
-async def _tell_of_remains(backend: Backend, step_id: str, attempt: str) -> None:
-    """Log an attempt without a file, if there is something else in it that has the name of a record: it was damaged."""
-    listing = await backend.list(attempt_folder(step_id, attempt))
-    names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
-    remains = [name for name in names if name not in ("d", "r")]
-    if remains:
-        logger.warning(
-            "%s in %s was begun and cannot be loaded: of attempt %s there is no file, but %s",
-            step_id,
-            backend.url,
-            attempt,
-            ", ".join(remains),
-        )
-
-
 # The facts of a committed step: those of its newest valid manifest, or why no reader may believe it.
-#
-# No torch is imported: `aiockpt ls` starts at once.
 
 
 FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
@@ -541,10 +652,10 @@ def origin_in_words(fork: ForkedFrom) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in said)
 
 
-async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
+async def read_info(backend: Backend, entry: StepEntry) -> StepInfo:
     """Return the facts of a committed step; one that is damaged, or cannot be read now, has a *problem*."""
     try:
-        return tell(await newest_manifest(backend, entry), entry)
+        return info_of(await newest_manifest(backend, entry), entry)
     except (CorruptionError, StorageError) as error:
         newest = max(entry.generations, default=0)
         return StepInfo(
@@ -558,7 +669,7 @@ async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
         )
 
 
-def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
+def info_of(manifest: Manifest, entry: StepEntry) -> StepInfo:
     """Return what the *manifest* says of its step, and the listing of it."""
     return StepInfo(
         step=manifest.step,
@@ -580,149 +691,6 @@ def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
     )
 
 
-# The order in which steps are tried, and what is passed over on the way: one rule for loads and listings.
-#
-# Guarantees:
-#
-# - The newest comes first, by the logical clock. A generation that is bad falls back to the one before it, which stands at
-#   its own place in the order.
-# - Whatever is bad is reported. What may be readable in a minute, and may be the newest, is raised.
-# - What is refused for good is passed over, and reported, where the next one in the order proves that it is older.
-
-
-DAY_NS = 86_400 * 10**9
-"""Between the dates of two steps that prove which is older: far more than clocks differ, and than a save takes."""
-
-
-class Listed(Protocol):
-    """A step that a listing shows, and where."""
-
-    @property
-    def backend(self) -> Backend:
-        """Where it is."""
-        ...
-
-    @property
-    def entry(self) -> StepEntry:
-        """What its listing and its heads say."""
-        ...
-
-    def without(self: L, entry: StepEntry) -> L:
-        """Return the same step with *entry* in place of what turned out bad in it."""
-        ...
-
-
-L = TypeVar("L", bound=Listed)
-
-
-async def newest_first(
-    listed: Sequence[L], pass_over: Callable[[L, CorruptionError], object]
-) -> AsyncIterator[tuple[L, Manifest]]:
-    """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
-
-    Args:
-        listed: sorted by `newness`.
-        pass_over: called with each one that is bad.
-
-    Raises:
-        NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
-    """
-
-    def tell_passed(one: L) -> None:
-        for passed in one.entry.passed:
-            pass_over(one, ManifestError(passed.reason, key=one.entry.id))
-
-    for one in listed:
-        tell_passed(one)
-    left = [one for one in listed if one.entry.head is not None or one.entry.trouble is not None]
-    told: set[str] = set()
-    while left:
-        one = left.pop(0)
-        if await _put_behind_newer(one, left):
-            if one.entry.id not in told:
-                pass_over(one, ManifestError(str(one.entry.trouble), key=one.entry.id))
-            told.add(one.entry.id)
-            continue
-        try:
-            manifest = await _read(one)
-        except NewerFormatError:
-            raise
-        except CorruptionError as error:
-            pass_over(one, error)
-        else:
-            yield one, manifest
-            if has_weights_only(manifest):
-                continue
-        older = one.without(
-            await fall_back(one.backend, one.entry)
-        )  # a caller that wants more has found its data damaged
-        tell_passed(older)
-        if older.entry.head is not None or older.entry.trouble is not None:
-            insort(left, older, key=newness)
-
-
-async def _read(listed: Listed) -> Manifest:
-    """Return the manifest of a step that is listed."""
-    entry = listed.entry
-    if entry.head is None:
-        assert entry.trouble is not None
-        raise entry.trouble
-    return await read_generation(listed.backend, entry.id, entry.head.generation)
-
-
-async def _put_behind_newer(one: L, left: list[L]) -> bool:
-    """Put a step that is refused for good behind the next one that can be read, if that proves to be newer; say whether.
-
-    There it is the next again: when that newer one turns out damaged, this one may be the newest.
-    """
-    if not one.entry.is_refused:
-        return False
-    for at, other in enumerate(left):
-        if other.entry.head is not None:
-            proven = await _is_older(one, other)
-            left[at + 1 : at + 1] = [one] * proven
-            return proven
-    return False
-
-
-async def _is_older(refused: Listed, newer: Listed) -> bool:
-    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates show it.
-
-    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
-    before all objects of the newer save and, since a copy of that may be late, before its creation. Of a step that may
-    not be listed any name in its folder may be that of the manifest: the last of them is the date.
-    """
-    generation = max(refused.entry.generations, default=0)
-    try:
-        manifest = await _read(newer)
-        at_ns = await dated_ns(refused.backend, refused.entry.id, generation)
-        folder = attempt_folder(manifest.id, manifest.attempt)
-        first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
-    except CheckpointError:  # nothing is proven: it is raised where its turn comes
-        return False
-    is_named = dict(manifest.older or ()).get(refused.entry.id, -1) >= generation
-    return 0 < at_ns < first_ns - (0 if is_named else DAY_NS)
-
-
-async def dated_ns(backend: Backend, step_id: str, generation: int) -> int:
-    """Return when the manifest of *generation* was written; of a step that cannot be listed (0), its last name of all.
-
-    Raises:
-        StorageError: the storage does not say.
-    """
-    if generation:
-        return (await backend.stat(manifest_key(step_id, generation))).modified_ns
-    if (dates := works_when_full(backend)) is None:
-        raise StorageError(f"{step_id}: its folder has no date here", key=step_id)
-    return await dates.folder_ns(step_id)
-
-
-def newness(listed: Listed) -> tuple[int, int]:
-    """Sorts what is listed from the newest to the oldest."""
-    sequence, step = listed.entry.age_order
-    return (-sequence, -step)
-
-
 # Places that are given by mistake: the folder of one step, a folder above runs, weights of another program.
 #
 # Training would begin from nothing there. The folder of a step is refused, by its name alone where that is free of doubt.
@@ -730,6 +698,79 @@ def newness(listed: Listed) -> tuple[int, int]:
 
 FOLDERS_LOOKED_INTO, RUNS_SHOWN = 20, 5
 WEIGHTS = ".safetensors"
+
+
+class _StepFolder(msgspec.Struct, frozen=True):
+    """The last folder of a step that a URL names, what it names inside of it, and the refusal of that."""
+
+    path: str
+    inside: list[str]
+    refusal: UsageError
+
+
+def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
+    url = unquote(url.removeprefix("file://")) if url.startswith("file://") else url
+    parts = url.split("/")
+    for at in range(len(parts) - 1, -1, -1):
+        if (step := parse_step(parts[at])) is not None:
+            inside, above = parts[at + 1 :], "/".join(parts[:at]) or "/"
+            what = "is in the folder of one step" if inside else "is one step"
+            refusal = UsageError(f"{given}{url} {what}; give the folder above it, and the step: {above} {step}")
+            return _StepFolder("/".join(parts[: at + 1]), inside, refusal)
+    return None
+
+
+def refuse_step_folder(url: str, files: Files | None) -> None:
+    """Raise UsageError where *url* is the folder of a step, lies in it, leads there by links, or is a checkpoint of DCP.
+
+    That is judged by its name and, of ``file://``, by the file system.
+
+    Args:
+        files: the file system of ``file://``; None asks no file system.
+    """
+    files = files if url.startswith("file://") else None
+    found = _find_step_folder(url)
+    if files is not None:
+        path = unquote(url.removeprefix("file://"))
+        _refuse_dcp(path, files)
+        if found is None and (real := os.path.realpath(path)) != path:
+            found = _find_step_folder(real, f"{path} leads to ")
+    if found is None:
+        return
+    names = found.inside[:1] + _names_in(found.path, files)
+    if any(parse_attempt(name) is not None or parse_manifest(name) is not None for name in names):
+        raise found.refusal
+
+
+def _names_in(path: str, files: Files | None) -> list[str]:
+    with suppress(OSError):
+        return [] if files is None else files.listdir(path)
+    return []
+
+
+def _refuse_dcp(path: str, files: Files) -> None:
+    with suppress(OSError):
+        files.lstat(f"{path.rstrip('/')}/.metadata")  # long before a long listing
+        if any(parse_step(name) is not None for name in files.listdir(path)):
+            return
+        raise UsageError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint, and no place for steps: give another folder. A run "
+            f"begins from it by resume(state, fork='dcp://{path}'); aiockpt convert dcp://{path} RUN makes a step of it"
+        )
+
+
+async def refuse_step(backend: Backend) -> None:
+    """Raise UsageError where the place of *backend* is the folder of a step. Free of requests unless it is called like one.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    found = _find_step_folder(backend.url)
+    if found is None or found.inside:
+        return
+    listing = await backend.list("")
+    if any(parse_manifest(stat.key) is not None for stat in listing.objects):
+        raise found.refusal
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -756,75 +797,22 @@ class Hints(msgspec.Struct, frozen=True):
         return hints
 
 
-class _StepFolder:
-    """A place whose URL has a part that is called like a step; *step* is its number, None where there is no such part."""
-
-    def __init__(self, url: str) -> None:
-        self.url = unquote(url.removeprefix("file://")) if url.startswith("file://") else url
-        parts = self.url.split("/")
-        steps = [number for number, part in enumerate(parts) if parse_step(part) is not None]
-        at = steps[-1] if steps else 0
-        self.step = parse_step(parts[at])
-        self.above, self.folder, self.inside = "/".join(parts[:at]), "/".join(parts[: at + 1]), parts[at + 1 :]
-
-    def refusal(self) -> UsageError:
-        what = "is in the folder of one step" if self.inside else "is one step"
-        return UsageError(f"{self.url} {what}; give the folder above it, and the step: {self.above or '/'} {self.step}")
-
-
-def refuse_step_folder(url: str, files: Files | None) -> None:
-    """Raise UsageError where *url* is the folder of a step, or lies in it, as its name and the file system show.
-
-    Args:
-        files: the file system of ``file://``; None asks no file system.
-    """
-    found = _StepFolder(url)
-    if found.step is None:
-        return
-    names = found.inside[:1]
-    if files is not None and url.startswith("file://"):
-        with suppress(OSError):
-            names += files.listdir(found.folder)
-    if any(parse_attempt(name) is not None or parse_manifest(name) is not None for name in names):
-        raise found.refusal()
-
-
-async def refuse_step(backend: Backend) -> None:
-    """Raise UsageError where the place of *backend* is the folder of a step. Free of requests unless it is called like one.
-
-    Raises:
-        StorageError: it cannot be listed.
-    """
-    found = _StepFolder(backend.url)
-    if found.step is not None and not found.inside:
-        names = [stat.key for stat in (await backend.list("")).objects]
-        if any(parse_manifest(name) is not None for name in names):
-            raise found.refusal()
-
-
 async def look_for_hints(backend: Backend) -> Hints:
     """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
-    found = Hints()
+    runs: list[str] = []
+    weights = hint = ""
     with anyio.move_on_after(LOOK_S), suppress(CheckpointError):
         listing = await backend.list("")
         names = [stat.key for stat in listing.objects]
-        found = Hints(weights=next((name for name in names if name.endswith(WEIGHTS)), ""))
+        weights = next((name for name in names if name.endswith(WEIGHTS)), "")
         if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
-            found = msgspec.structs.replace(found, hint=await _read_hint(backend))
+            with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and says nothing
+                hint = check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
         for folder in listing.folders[:FOLDERS_LOOKED_INTO]:
-            if len(found.runs) < RUNS_SHOWN and await _holds_steps(backend, folder):
-                found = msgspec.structs.replace(found, runs=(*found.runs, folder))
-    return found
-
-
-async def _read_hint(backend: Backend) -> str:
-    with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and says nothing
-        return check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
-    return ""
-
-
-async def _holds_steps(backend: Backend, folder: str) -> bool:
-    with suppress(CheckpointError):  # one that may not be read was not meant
-        inside = await backend.list(folder)
-        return any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders)
-    return False
+            with suppress(CheckpointError):  # one that may not be read was not meant
+                inside = await backend.list(folder)
+                if any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders):
+                    runs.append(folder)
+            if len(runs) == RUNS_SHOWN:
+                break
+    return Hints(tuple(runs), weights, hint)

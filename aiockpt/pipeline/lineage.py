@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from aiockpt.errors import StorageError
-from aiockpt.format.manifest import MAX_OLDER, Manifest, Older
-from aiockpt.pipeline.commit import Attempt, Parent, begin
+from aiockpt.format.manifest import MAX_ANCESTORS, MAX_OLDER, Ancestors, ForkedFrom, Manifest, Older
+from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry, newest_vote, origin_in_words, scan
 from aiockpt.redaction import redact
 from aiockpt.runtime.tasks import open_tasks
@@ -34,6 +34,17 @@ ROOM = 2**32
 """Left in the logical clock where a step does not say now how new it is: more than any run saves between two of them."""
 LAST_CLOCK = 2**63 - 1
 """What a manifest can hold."""
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """The step that a run had loaded; which save of it that was, and what that came from, the newest first.
+
+    A foreign checkpoint has neither id nor ancestors.
+    """
+
+    id: str | None = None
+    ancestors: Ancestors = ()
+    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -70,6 +81,8 @@ class Lineage:
         self._clock: int | None = None
         self._first_clock: int | None = None
         self._older: Older = ()
+        # What was committed here, the newest last: its generation, and the number of the save.
+        self._committed: dict[str, tuple[int, int]] = {}
         self._numbers = itertools.count(1)
         self._beginning = anyio.Lock()
 
@@ -85,16 +98,33 @@ class Lineage:
         async with self._beginning:
             if self._clock is None:
                 self._clock = self._first_clock = max(await self._newest(entry.step), self._seen)
-            return begin(
-                entry,
-                nonce=nonce,
-                run=self._run,
+            parent = self._parent or Parent()
+            return Attempt(
+                id=entry.id,
+                step=entry.step,
+                attempt=nonce,
+                generation=max(entry.generations, default=0) + 1,  # fixed here, once
                 sequence=min(self._clock + number, LAST_CLOCK),
-                parent=self._parent,
+                run=self._run,
+                parent=parent.id,
                 rank=self._rank,
                 world_size=self._world_size,
-                older=self._older or msgspec.UNSET,
+                ancestors=parent.ancestors or msgspec.UNSET,
+                forked_from=parent.forked_from,
+                older=self._older_than(number) or msgspec.UNSET,
             )
+
+    def note_committed(self, step_id: str, generation: int, number: int) -> None:
+        """Note that the save of that *number* was committed: those that are called later, and begin later, are newer."""
+        self._committed.pop(step_id, None)
+        self._committed[step_id] = generation, number
+        if len(self._committed) > MAX_OLDER:
+            del self._committed[next(iter(self._committed))]
+
+    def _older_than(self, number: int) -> Older:
+        """Return what the manifest of the save of that *number* names."""
+        own = {id: done for id, (done, earlier) in reversed(self._committed.items()) if earlier < number}
+        return tuple({**own, **{id: there for id, there in self._older if id not in own}}.items())[:MAX_OLDER]
 
     async def _newest(self, step: int) -> int:
         """Return the highest logical clock anywhere; a farther tier that is away, or stalled, is not waited for.
@@ -206,14 +236,18 @@ class Lineage:
 
     def descend_from(self, loaded: Manifest, place: Backend | None = None) -> None:
         """Begin a new line of saves at a step that was loaded from *place*: what was saved before is another branch."""
-        self._parent = Parent.of(loaded, None if place is None or place in self.places else place.url)
+        before = () if loaded.ancestors is msgspec.UNSET else loaded.ancestors
+        fork = loaded.forked_from
+        if place is not None and place not in self.places:
+            fork = (redact(place.url), loaded.id, loaded.run)
+        self._parent = Parent(loaded.id, ((loaded.run, loaded.sequence), *before)[:MAX_ANCESTORS], fork)
         self._passed_by |= self._listed  # the newest of them was chosen
         self._enter(self._make_run())
         self._catch_up(loaded.sequence)
 
     def begin_from_foreign(self, url: str) -> None:
         """Begin a line of saves at a checkpoint of another program, at *url*, which has neither step nor run."""
-        self._parent = Parent(None, (), (redact(url), "", ""))
+        self._parent = Parent(forked_from=(redact(url), "", ""))
         self._enter(self._make_run())
 
     @property

@@ -28,7 +28,7 @@ from aiockpt.pipeline.device_copy import is_row_major, on_host
 from aiockpt.pipeline.scatter import byte_view
 from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent, DeviceStream
-from aiockpt.state.shards import TensorShard, are_same
+from aiockpt.state.shards import TensorShard
 
 SAMPLES, SAMPLE_BYTES = 8, 32
 """It is the places that cost, each a miss of the caches: 16 of 16 bytes took 1.8 ms for 1,172 tensors, these 1.1."""
@@ -72,7 +72,6 @@ class ReplicaSamples:
     """
 
     def __init__(self, shards: Sequence[TensorShard], accelerator: Accelerator, *, whole: bool) -> None:
-        self._shards: Sequence[TensorShard] = shards
         self._accelerator = accelerator
         self._addresses = AddressCheck(shards)
         self._boxes = list(_boxes_of(shards))
@@ -83,10 +82,6 @@ class ReplicaSamples:
         self._readers: list[tuple[torch.device | None, _HostReader | _TorchReader]] = []
         if not whole:
             self._readers = list(_make_readers(self._boxes, accelerator))
-
-    def serves(self, shards: Sequence[TensorShard]) -> bool:
-        """Say whether *shards* are the very same."""
-        return are_same(shards, self._shards)
 
     def begin(self, after: Sequence[tuple[torch.device, DeviceEvent]], timeout_s: float) -> Sampling:
         """Read what is in host memory, and have each device read what it has, behind the events *after*.
@@ -111,11 +106,6 @@ class ReplicaSamples:
                 home = self._accelerator.device_of(box.data)
                 sampling.digests[box.row] = _digest_all(box, None if home is None else streams[home], timeout_s)
         return sampling
-
-    def forget(self) -> None:
-        """Release the tensors."""
-        self._shards, self._boxes, self._readers = (), [], []
-        self._addresses.forget()
 
 
 class Sampling:

@@ -31,12 +31,19 @@ class Places:
     def __init__(
         self, manifest: Manifest, shards: Sequence[TensorShard], scratch_limit_bytes: int | None = None
     ) -> None:
-        self._live = [shard.data for shard in shards]
-        self._dense = [tensor if is_fillable(tensor) else _staging(tensor) for tensor in self._live]
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wanted: list[Wanted] = []
         self._parts: list[torch.Tensor] = []  # a dense tensor for each wanted box
-        for shard, dense in zip(shards, self._dense, strict=True):
-            self._add(shard, dense)
+        for shard in shards:
+            dense: torch.Tensor = shard.data
+            if not is_fillable(dense):
+                dense = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
+                self._staged.append((shard.data, dense))
+            if len(shard.boxes) == 1:
+                self._wanted.append(Wanted(shard.name, shard.boxes[0]))
+                self._parts.append(dense)
+            else:
+                self._add_boxes(shard, dense)
         with collector_paused():
             self.plan: LoadPlan = plan_load(manifest, self._wanted, scratch_limit_bytes)
         memory = torch.empty(self.plan.scratch_bytes, dtype=torch.uint8)
@@ -46,11 +53,7 @@ class Places:
             self._unplaced.setdefault(piece.pass_number, []).append(piece)
         self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
 
-    def _add(self, shard: TensorShard, dense: torch.Tensor) -> None:
-        if len(shard.boxes) == 1:
-            self._wanted.append(Wanted(shard.name, shard.boxes[0]))
-            self._parts.append(dense)
-            return
+    def _add_boxes(self, shard: TensorShard, dense: torch.Tensor) -> None:
         flat = dense.view(-1)
         start = 0
         for box in shard.boxes:
@@ -70,11 +73,7 @@ class Places:
                 while pieces:
                     self._place(pieces.pop())
         if all_read:
-            self._copy_staged()
-
-    def _copy_staged(self) -> None:
-        for live, dense in zip(self._live, self._dense, strict=True):
-            if live is not dense:
+            for live, dense in self._staged:
                 live.copy_(dense)
 
     def _place(self, piece: Scattered) -> None:
@@ -94,12 +93,7 @@ def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
 
 def is_fillable(tensor: torch.Tensor) -> bool:
     """Say whether bytes can be read straight into *tensor*."""
-    plain = not tensor.is_conj() and not tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
-
-
-def _staging(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

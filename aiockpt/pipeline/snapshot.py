@@ -36,7 +36,7 @@ from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
 from aiockpt.planning.write_plan import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.state.shards import TensorShard, are_same
+from aiockpt.state.shards import TensorShard
 
 # The slabs that are being filled: delivered in order when their devices have copied, lost when a device never does.
 #
@@ -193,10 +193,6 @@ class AddressCheck:
             names,
         )
 
-    def forget(self) -> None:
-        """Release the tensors."""
-        self._names, self._tensors, self._pointers = [], [], []
-
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is released in each of the first windows, so that writing starts, and in every eighth from there on. Measured
@@ -217,13 +213,15 @@ class CopyProgram:
 
     Args:
         plan: what goes where.
-        shards: the tensors, in the plan's order. One in host memory that is not row-major is copied there now; such a
-            program serves one save only.
+        shards: the tensors, in the plan's order. One in host memory that is not row-major is copied there now.
         accelerator: knows which tensors are on a device.
+
+    Attributes:
+        in_place: whether nothing was copied aside, so that the next save of the very same shards may use it, too.
     """
 
     def __init__(self, plan: SavePlan, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
-        self._shards: Sequence[TensorShard] = shards
+        self.plan = plan
         devices = [accelerator.device_of(shard.data) for shard in shards]
         self._dense = [
             _dense(shard.data) if device is None else shard.data for shard, device in zip(shards, devices, strict=True)
@@ -231,16 +229,12 @@ class CopyProgram:
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
         self._addresses = AddressCheck(shards, self._dense)
-        self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
+        self.in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
         self._windows: list[tuple[Window, Moves]] = []
         for file, header in zip(plan.files, self._headers, strict=True):
             self._windows += _moves(file, [*addresses, ctypes.addressof(header)], [*devices, None])
         self._sources = [sorted({copy.source for copy in window.copies} - {HEADER}) for window, _ in self._windows]
-        self._devices = DeviceCopies(accelerator, plan, self._dense, devices)
-
-    def serves(self, shards: Sequence[TensorShard]) -> bool:
-        """Say whether a walk found the very same tensors where they were (see `StateWalker`), with nothing copied aside."""
-        return self._in_place and are_same(shards, self._shards)
+        self._devices = DeviceCopies(accelerator, plan, self._dense, devices) if any(devices) else None
 
     def run(
         self,
@@ -274,7 +268,7 @@ class CopyProgram:
         """
         throttle = guard.throttle
         copy = _copy_beside if beside else _copy_fast
-        on_devices = self._devices.begin(after)
+        on_devices = None if self._devices is None else self._devices.begin(after)
         last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
         with InFlightSlabs(pool, deliver, timeout_s) as in_flight:
@@ -286,7 +280,7 @@ class CopyProgram:
                 filling = in_flight.begin(window)
                 began_ns = time.perf_counter_ns()
                 self._addresses.check(self._sources[number])
-                for device, event in on_devices.enqueue(number, filling.slab):
+                for device, event in () if on_devices is None else on_devices.enqueue(number, filling.slab):
                     filling.events.append(event)
                     last_events[device] = event
                 copy(filling.slab.address, moves, number)
@@ -302,12 +296,6 @@ class CopyProgram:
                     in_flight.deliver_full()
             if last_events:
                 host_copied(list(last_events.values()))
-
-    def forget(self) -> None:
-        """Release the tensors, even while something holds this program, as the traceback of a failed copy does."""
-        self._shards, self._dense, self._windows = (), [], []
-        self._addresses.forget()
-        self._devices.forget()
 
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 import anyio
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from aiockpt.events import LimiterStatistics
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
-from aiockpt.format.finite import count_not_finite, may_be_not_finite
-from aiockpt.format.manifest import FileEntry, TensorEntry
+from aiockpt.format.finite import count_not_finite
+from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path
-from aiockpt.planning.write_plan import FilePlan, Window
+from aiockpt.planning.write_plan import FilePlan, FloatSpan, Window
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.stages import Stages
@@ -38,26 +36,6 @@ from aiockpt.storage.backend import Backend, Seen, Upload
 # - What is reported is what was written: the bytes in the slabs, and not the tensors that have gone on since.
 # - On worker threads, and without a lock: each run of a file is screened as its own, and once more where it is written once
 #   more.
-
-
-class FloatSpan(msgspec.Struct, frozen=True, gc=False):
-    """Bytes [start, end) of a data file are numbers of the tensor *name*, of a dtype that has values that are not finite."""
-
-    start: int
-    end: int
-    dtype: str
-    name: str
-
-
-def find_spans(tensors: Mapping[str, TensorEntry], file_count: int) -> list[list[FloatSpan]]:
-    """Return what is to be screened in each of the files that hold *tensors*, in the order of the bytes."""
-    spans: dict[int, list[FloatSpan]] = defaultdict(list)
-    for name, entry in tensors.items():
-        if may_be_not_finite(entry.dtype):
-            for piece in entry.pieces:
-                if piece.end > piece.start:
-                    spans[piece.file].append(FloatSpan(piece.start, piece.end, entry.dtype, name))
-    return [sorted(spans[file], key=attrgetter("start")) for file in range(file_count)]
 
 
 class FileScreen:

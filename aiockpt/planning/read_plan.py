@@ -296,7 +296,7 @@ def _cut(
     landings: Mapping[int, tuple[Landing, ...]], first_scratch: int, limit_bytes: int | None
 ) -> Iterator[Mapping[int, tuple[Landing, ...]]]:
     """Cut a pass, in the order of its files, where its scratch memory would become more than *limit_bytes*."""
-    if limit_bytes is None:
+    if limit_bytes is None or not any(one.target >= first_scratch for some in landings.values() for one in some):
         yield landings
         return
     part: dict[int, tuple[Landing, ...]] = {}

@@ -2,27 +2,32 @@
 
 Guarantees:
 
-- Pure and deterministic; ranks with equal lists of holdings cost one comparison each, equal holdings one, equal boxes one.
+- Pure and deterministic; ranks with equal lists of holdings cost one comparison each. All else is columns.
 - Ranks that disagree about a dtype or a shape, gaps, and boxes that overlap without being equal are refused, all of
   them by name; by volumes and the sweep of `aiockpt.format.tiling`, never in pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from itertools import chain
 from math import prod
+from operator import attrgetter
+from typing import NoReturn
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from aiockpt.errors import RanksDisagreeError, UsageError
 from aiockpt.format.dtypes import itemsize
-from aiockpt.format.tiling import tiles
+from aiockpt.format.pieces import pad, read_boxes, sort_boxes
+from aiockpt.format.tiling import Flags, Ints, add_up, are_tiled
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState
 
-Ints = NDArray[np.int64]
+_SAMPLE = 8
+"""Holdings of a list, about, that tell most lists apart."""
 SHOWN_PROBLEMS = 20
 _SHOWN_RANKS = 5
 
@@ -135,26 +140,26 @@ def survey(holdings: Sequence[Sequence[LocalBoxes]]) -> ShardMap:
         RanksDisagreeError: the holdings do not make whole tensors; names the tensors and the ranks.
     """
     lists, ranks_of_list = _distinct_lists(holdings)
-    catalogue = _Catalogue()
-    contents = [np.fromiter(map(catalogue.number_of, some), np.int64, len(some)) for some in lists]
-    problems = list(catalogue.problems(lambda wanted: _ranks_with(wanted, contents, ranks_of_list)))
-    if problems:
-        _refuse(problems)
-    return _tabulate(catalogue, contents, ranks_of_list)
+    held = _read(list(chain.from_iterable(lists)))
+    if held is None or not held.are_whole():
+        _refuse(_find_problems(lists, ranks_of_list))
+    return _tabulate(held, lists, ranks_of_list)
 
 
 def _distinct_lists(holdings: Sequence[Sequence[LocalBoxes]]) -> tuple[list[Sequence[LocalBoxes]], list[list[int]]]:
-    """Return the distinct lists and the ranks that have each: by identity, then by their bytes."""
+    """Return the distinct lists and the ranks that have each: by identity, then by some of their bytes, then by all."""
     by_identity: dict[int, int] = {}
-    by_bytes: dict[bytes, int] = {}
+    by_some: dict[bytes, dict[bytes, int]] = {}
     lists: list[Sequence[LocalBoxes]] = []
     ranks: list[list[int]] = []
     encode = msgspec.msgpack.Encoder().encode
     for rank, some in enumerate(holdings):
         number = by_identity.get(id(some))
         if number is None:
-            number = by_bytes.setdefault(encode(some), len(lists))
-            by_identity[id(some)] = number
+            alike = by_some.setdefault(encode((len(some), some[:: len(some) // _SAMPLE + 1])), {})
+            if (only := alike.pop(b"", None)) is not None:  # the first of these, which has to be told apart now
+                alike[encode(lists[only])] = only
+            number = by_identity[id(some)] = alike.setdefault(encode(some) if alike else b"", len(lists))
             if number == len(lists):
                 lists.append(some)
                 ranks.append([])
@@ -162,140 +167,137 @@ def _distinct_lists(holdings: Sequence[Sequence[LocalBoxes]]) -> tuple[list[Sequ
     return lists, ranks
 
 
-class _Tensor(msgspec.Struct):
-    """A tensor as the holding that named it first describes it, with the numbers of all boxes of it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    width: int
-    first_holding: int
-    boxes: dict[Box, int]
-
-
-class _Catalogue:
-    """Distinct holdings and distinct boxes, numbered in order of first appearance.
+class _BoxColumns(msgspec.Struct, eq=False):
+    """The boxes of all lists as columns, in their order; those without elements are left out.
 
     Attributes:
-        boxes, widths, volumes: of each distinct box; width in bytes, volume in elements.
-        counts: of each distinct holding, how many of its boxes are not empty.
-        units: of each distinct box, as of `ShardMap`.
-        empty: the first holding of each tensor that has no elements.
-        held, starts: these boxes of all holdings, one after the other: number, and first element in the holding's data.
+        flat: all holdings, one list after the other; *tensors*: number of the one that names each tensor first.
+        shapes: of the tensors, filled up with 1.
+        holding, tensor: of each box, numbers; *start*: its first element in the holding's data.
     """
 
-    def __init__(self) -> None:
-        self.boxes: list[Box] = []
-        self.widths: list[int] = []
-        self.volumes: list[int] = []
-        self.counts: list[int] = []
-        self.held: list[int] = []
-        self.starts: list[int] = []
-        self.units: list[int] = []
-        self.empty: list[int] = []
-        self._unit_numbers: dict[str, int] = {}
-        self._tensors: dict[str, _Tensor] = {}
-        self._misfits: list[tuple[int, LocalBoxes]] = []
-        self._by_identity: dict[int, int] = {}
-        self._by_bytes: dict[bytes, int] = {}
-        self._encode = msgspec.msgpack.Encoder().encode
+    flat: list[LocalBoxes]
+    tensors: list[int]
+    shapes: Ints
+    boxes: list[Box]
+    order: Ints
+    fresh: Flags
+    holding: Ints
+    tensor: Ints
+    start: Ints
+    offsets: Ints
+    sizes: Ints
+    volumes: Ints
 
-    def number_of(self, holding: LocalBoxes) -> int:
-        """Return the number of *holding*; the holdings given must stay alive as long as this catalogue."""
-        number = self._by_identity.get(id(holding))
-        if number is None:
-            number = self._by_bytes.setdefault(self._encode(holding), len(self.counts))
-            self._by_identity[id(holding)] = number
-            if number == len(self.counts):
-                self.counts.append(self._add(number, holding))
-        return number
+    def are_whole(self) -> bool:
+        """Say whether the distinct boxes tile all tensors."""
+        distinct = self.order[self.fresh]
+        counts = np.bincount(self.tensor[distinct], minlength=len(self.tensors))
+        if add_up(self.volumes[distinct], counts) != [prod(self.flat[number].shape) for number in self.tensors]:
+            return False
+        return bool(are_tiled(self.shapes, counts, self.offsets[distinct], self.sizes[distinct]).all())
 
-    def _add(self, number: int, holding: LocalBoxes) -> int:
-        """Enter a new holding's boxes and return how many there are."""
-        name, dtype, shape = holding.name, holding.dtype, holding.shape
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors[name] = _Tensor(dtype, shape, itemsize(dtype), number, {})
-            if 0 in shape:
-                self.empty.append(number)
-        if dtype != tensor.dtype or shape != tensor.shape or not _are_inside(holding.boxes, shape):
-            self._misfits.append((number, holding))
-            return 0
-        start = count = 0
-        for box in holding.boxes:
-            volume = prod(box.sizes)
-            if volume:
-                self.held.append(self._number_of_box(tensor, box, volume, holding.unit))
-                self.starts.append(start)
-                start += volume
-                count += 1
-        return count
+    def number(self) -> tuple[Ints, Ints]:
+        """Return the number of each box, equal ones having the same, and the first box of each; by first appearance."""
+        first = self.order[self.fresh]
+        numbers, rank, by_first = np.empty_like(self.order), np.empty_like(first), np.argsort(first)
+        rank[by_first] = np.arange(len(first))
+        numbers[self.order] = rank[np.cumsum(self.fresh) - 1]
+        return numbers, first[by_first]
 
-    def _number_of_box(self, tensor: _Tensor, box: Box, volume: int, unit: str | None) -> int:
-        number = tensor.boxes.setdefault(box, len(self.boxes))
-        if number == len(self.boxes):
-            self.boxes.append(box)
-            self.widths.append(tensor.width)
-            self.volumes.append(volume)
-            self.units.append(-1 if unit is None else self._unit_numbers.setdefault(unit, len(self._unit_numbers)))
-        return number
 
-    def problems(self, ranks_with: Callable[[Sequence[int]], list[int]]) -> Iterator[tuple[str, list[int]]]:
-        """Yield what is wrong, and the ranks that it is wrong on; *ranks_with* finds the ranks of some holdings."""
-        refused = set()
-        for number, holding in self._misfits:
-            tensor = self._tensors[holding.name]
-            refused.add(holding.name)
-            ranks = ranks_with([number])
-            if (holding.dtype, holding.shape) != (tensor.dtype, tensor.shape):
-                others = ranks_with([tensor.first_holding])
-                yield (
-                    f"{holding.name}: {holding.dtype} {list(holding.shape)} on {_name(ranks)}, {tensor.dtype} "
-                    f"{list(tensor.shape)} on {_name(others)}",
-                    sorted({*ranks, *others}),
-                )
-            else:
-                yield f"{holding.name}: {_name(ranks)} holds a box outside its shape {list(holding.shape)}", ranks
-        for name, tensor in self._tensors.items():
-            problem = None if name in refused else self._find_gap(tensor)
-            if problem:
-                ranks = ranks_with(self._with_boxes(tensor) or [tensor.first_holding])
-                yield f"{name}: {problem} ({_name(ranks)})", ranks
-
-    def _with_boxes(self, tensor: _Tensor) -> list[int]:
-        """Return the holdings that have a box of *tensor*."""
-        held = np.isin(self.held, list(tensor.boxes.values()))
-        return list(map(int, np.unique(np.repeat(np.arange(len(self.counts)), self.counts)[held])))
-
-    def _find_gap(self, tensor: _Tensor) -> str | None:
-        volume = prod(tensor.shape)
-        held = sum(self.volumes[number] for number in tensor.boxes.values())
-        if held < volume:
-            return f"{held} of {volume} elements are held by any rank"
-        if held > volume:
-            return f"boxes overlap without being equal: together they have {held} elements of {volume}"
-        if len(tensor.boxes) > 1 and not tiles(tensor.shape, [(box.offsets, box.sizes) for box in tensor.boxes]):
-            return f"boxes overlap and leave a gap, though their {held} elements add up"
+def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
+    """Return what all lists together hold; None where some of it is no part of its tensor."""
+    names = list(map(attrgetter("name"), flat))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    owner = np.fromiter(map(numbers.__getitem__, names), np.int64, len(flat))
+    first = np.zeros(len(numbers), np.int64)
+    first[owner[::-1]] = np.arange(len(flat))[::-1]
+    described = [flat[number] for number in first.tolist()]
+    for fact in map(attrgetter, ("dtype", "shape")):
+        said = list(map(fact, described))
+        if list(map(fact, flat)) != list(map(said.__getitem__, owner.tolist())):
+            return None
+    held = list(map(attrgetter("boxes"), flat))
+    counts = np.fromiter(map(len, held), np.int64, len(held))
+    boxes = list(chain.from_iterable(held))
+    tensor = np.repeat(owner, counts)
+    dimensions = np.fromiter((len(one.shape) for one in described), np.int64, len(described))
+    if (sides := read_boxes(boxes, dimensions[tensor])) is None:
         return None
+    most = int(dimensions.max(initial=0))
+    sizes = np.fromiter(chain.from_iterable(one.shape for one in described), np.int64, int(dimensions.sum()))
+    shapes = pad(sizes, dimensions, most, 1)
+    lows, extents = (pad(side, dimensions[tensor], most, fill) for side, fill in zip(sides, (0, 1), strict=True))
+    if (extents > shapes[tensor] - lows).any():
+        return None
+    volumes = extents.prod(axis=1)
+    before = np.concatenate([[0], np.cumsum(volumes)])
+    start = before[:-1] - np.repeat(before[np.cumsum(counts) - counts], counts)
+    columns = [np.repeat(np.arange(len(flat)), counts), tensor, start, lows, extents, volumes]
+    if not volumes.all():
+        filled = np.flatnonzero(volumes)
+        boxes, columns = [boxes[place] for place in filled.tolist()], [column[filled] for column in columns]
+    order, fresh = sort_boxes(columns[1], len(numbers), columns[3], columns[4])
+    return _BoxColumns(flat, first.tolist(), shapes, boxes, order, fresh, *columns)
+
+
+def _find_problems(
+    lists: Sequence[Sequence[LocalBoxes]], ranks_of_list: Sequence[list[int]]
+) -> list[tuple[str, list[int]]]:
+    """Return what is wrong, and the ranks that it is wrong on."""
+    encode = msgspec.msgpack.Encoder().encode
+    contents = [{encode(one): one for one in some} for some in lists]
+    distinct = {key: one for some in contents for key, one in some.items()}
+
+    def ranks_with(keys: Set[bytes]) -> list[int]:
+        with_them = zip(contents, ranks_of_list, strict=True)
+        return sorted(rank for some, ranks in with_them if not keys.isdisjoint(some) for rank in ranks)
+
+    problems = []
+    first: dict[str, bytes] = {}
+    refused, boxes, holders = set(), defaultdict[str, dict[Box, None]](dict), defaultdict[str, set[bytes]](set)
+    for key, one in distinct.items():
+        known, ranks = distinct[first.setdefault(one.name, key)], ranks_with({key})
+        if (one.dtype, one.shape) != (known.dtype, known.shape):
+            others = ranks_with({first[one.name]})
+            said = (
+                f"{one.dtype} {list(one.shape)} on {_name(ranks)}, {known.dtype} {list(known.shape)} on {_name(others)}"
+            )
+            problems.append((f"{one.name}: {said}", sorted({*ranks, *others})))
+        elif not _are_inside(one.boxes, one.shape):
+            problems.append((f"{one.name}: {_name(ranks)} holds a box outside its shape {list(one.shape)}", ranks))
+        else:
+            filled = [box for box in one.boxes if box.volume]
+            boxes[one.name].update(dict.fromkeys(filled))
+            holders[one.name].update([key] if filled else [])
+            continue
+        refused.add(one.name)
+    for name, key in first.items():
+        problem = None if name in refused else _find_gap(distinct[key].shape, list(boxes[name]))
+        if problem:
+            ranks = ranks_with(holders[name] or {key})
+            problems.append((f"{name}: {problem} ({_name(ranks)})", ranks))
+    return problems
+
+
+def _find_gap(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    volume, held = prod(shape), sum(box.volume for box in boxes)
+    if held < volume:
+        return f"{held} of {volume} elements are held by any rank"
+    if held > volume:
+        return f"boxes overlap without being equal: together they have {held} elements of {volume}"
+    offsets, sizes = (np.array([getattr(box, side) for box in boxes], np.int64) for side in ("offsets", "sizes"))
+    if len(boxes) > 1 and not are_tiled(np.array([shape]), np.array([len(boxes)]), offsets, sizes)[0]:
+        return f"boxes overlap and leave a gap, though their {held} elements add up"
+    return None
 
 
 def _are_inside(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    for box in boxes:
-        offsets, sizes = box.offsets, box.sizes
-        if not len(offsets) == len(sizes) == len(shape):
-            return False
-        for axis, limit in enumerate(shape):
-            if not 0 <= offsets[axis] <= offsets[axis] + sizes[axis] <= limit:
-                return False
-    return True
-
-
-def _ranks_with(wanted: Sequence[int], contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> list[int]:
-    """Return the ranks whose list has one of the *wanted* holdings."""
-    return sorted(
-        rank
-        for some, ranks in zip(contents, ranks_of_list, strict=True)
-        if np.isin(some, wanted).any()
-        for rank in ranks
+    return all(
+        len(box.offsets) == len(box.sizes) == len(shape)
+        and all(0 <= low <= low + size <= most for low, size, most in zip(box.offsets, box.sizes, shape, strict=True))
+        for box in boxes
     )
 
 
@@ -304,7 +306,7 @@ def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', …' if len(ranks) > _SHOWN_RANKS else ''}"
 
 
-def _refuse(problems: Sequence[tuple[str, list[int]]]) -> None:
+def _refuse(problems: Sequence[tuple[str, list[int]]]) -> NoReturn:
     lines = [f"  - {text}" for text, _ in problems[:SHOWN_PROBLEMS]]
     if len(problems) > SHOWN_PROBLEMS:
         lines.append(f"  … and {len(problems) - SHOWN_PROBLEMS} more")
@@ -315,44 +317,35 @@ def _refuse(problems: Sequence[tuple[str, list[int]]]) -> None:
     )
 
 
-def _tabulate(catalogue: _Catalogue, contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> ShardMap:
-    """Turn lists of holdings into columns of boxes: expand each holding to its boxes, then sort by box and list."""
-    counts = np.array(catalogue.counts, np.int64)
-    lengths = np.fromiter(map(len, contents), np.int64, len(contents))
-    holding = np.concatenate([np.zeros(0, np.int64), *contents])
-    place, owner = _within(lengths), np.repeat(np.arange(len(contents)), lengths)
-    repeats = counts[holding]
-    rows = np.repeat((np.cumsum(counts) - counts)[holding], repeats) + _within(repeats)
-    box, start = np.array(catalogue.held, np.int64)[rows], np.array(catalogue.starts, np.int64)[rows]
-    place, owner = np.repeat(place, repeats), np.repeat(owner, repeats)
-
-    order = np.argsort(box, kind="stable")  # owners ascend already, and places within them
-    box, owner, place, start = box[order], owner[order], place[order], start[order]
-    fresh = np.ones(len(box), bool)
-    fresh[1:] = (box[1:] != box[:-1]) | (owner[1:] != owner[:-1])  # a rank that has a box twice writes one of them
-    box, owner, place, start = box[fresh], owner[fresh], place[fresh], start[fresh]
-    first = np.searchsorted(box, np.arange(len(catalogue.boxes) + 1))
-    widths = np.array(catalogue.widths, np.int64)
+def _tabulate(held: _BoxColumns, lists: Sequence[Sequence[LocalBoxes]], ranks_of_list: Sequence[list[int]]) -> ShardMap:
+    """Sort the boxes of all lists by box and list."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    place, owner = _within(lengths), np.repeat(np.arange(len(lists)), lengths)
+    box, first_of = held.number()
+    order = np.arange(len(box))
+    if len(first_of) < len(box):
+        order = np.argsort(box, kind="stable")  # lists ascend already, and places within them
+        box, lists_of = box[order], owner[held.holding[order]]
+        fresh = np.ones(len(box), bool)
+        fresh[1:] = (box[1:] != box[:-1]) | (lists_of[1:] != lists_of[:-1])  # of a box twice a rank writes one
+        order, box = order[fresh], box[fresh]
+    holding, first = held.holding[order], np.searchsorted(box, np.arange(len(first_of) + 1))
+    described = [held.flat[number] for number in held.tensors]
+    widths = np.array([itemsize(one.dtype) for one in described], np.int64)[held.tensor[first_of]]
+    units = [held.flat[number].unit for number in held.holding[first_of].tolist()]
+    numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit in units if unit is not None))}
+    empty = [number for number, one in zip(held.tensors, described, strict=True) if 0 in one.shape]
     return ShardMap(
-        boxes=catalogue.boxes,
+        boxes=[held.boxes[number] for number in first_of.tolist()],
         widths=widths,
-        nbytes=widths * np.array(catalogue.volumes, np.int64),
+        nbytes=widths * held.volumes[first_of],
         first=first,
-        holding=place,
-        start=start,
-        units=np.array(catalogue.units, np.int64),
-        groups=_group(owner, first, ranks_of_list),
-        empty=[_find_first(number, contents, ranks_of_list) for number in catalogue.empty],
+        holding=place[holding],
+        start=held.start[order],
+        units=np.array([-1 if unit is None else numbers[unit] for unit in units], np.int64),
+        groups=_group(owner[holding], first, ranks_of_list),
+        empty=[(ranks_of_list[owner[number]][0], int(place[number])) for number in empty],
     )
-
-
-def _find_first(number: int, contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> tuple[int, int]:
-    """Return the lowest rank that has a holding, and the holding's place in its list."""
-    for some, ranks in zip(contents, ranks_of_list, strict=True):
-        places = np.flatnonzero(some == number)
-        if len(places):
-            return ranks[0], int(places[0])
-    raise LookupError(number)
 
 
 def _within(lengths: Ints) -> Ints:
@@ -362,16 +355,21 @@ def _within(lengths: Ints) -> Ints:
 
 def _group(owner: Ints, first: Ints, ranks_of_list: Sequence[list[int]]) -> list[Group]:
     """Collect the boxes that the same lists have, the fewest holders first."""
+    counts = np.diff(first)
+    alone = np.flatnonzero(counts == 1)
+    order = np.argsort(owner[first[alone]], kind="stable")
+    ends = np.cumsum(np.bincount(owner[first[alone]], minlength=len(ranks_of_list)))
+    found = [(boxes, [number]) for number, boxes in enumerate(np.split(alone[order], ends[:-1])) if len(boxes)]
     members: dict[bytes, list[int]] = {}
-    bounds = first.tolist()
-    for box in range(len(bounds) - 1):
-        members.setdefault(owner[bounds[box] : bounds[box + 1]].tobytes(), []).append(box)
+    for box in np.flatnonzero(counts > 1).tolist():
+        members.setdefault(owner[first[box] : first[box + 1]].tobytes(), []).append(box)
+    found += [(np.array(boxes), np.frombuffer(owners, np.int64).tolist()) for owners, boxes in members.items()]
     groups = []
-    for owners, boxes in members.items():
-        some = [ranks_of_list[number] for number in np.frombuffer(owners, np.int64)]
-        ranks = np.array([rank for ranks in some for rank in ranks], np.int64)
-        places = np.repeat(np.arange(len(some)), [len(ranks) for ranks in some])
+    for boxes, owners in found:
+        some = [ranks_of_list[number] for number in owners]
+        ranks = np.array(list(chain.from_iterable(some)), np.int64)
+        places = np.repeat(np.arange(len(some)), list(map(len, some)))
         ascending = np.argsort(ranks, kind="stable")
-        groups.append(Group(np.array(boxes, np.int64), ranks[ascending], places[ascending]))
-    groups.sort(key=lambda group: len(group.ranks))
+        groups.append(Group(boxes, ranks[ascending], places[ascending]))
+    groups.sort(key=lambda group: (len(group.ranks), group.boxes[0]))
     return groups

@@ -31,7 +31,8 @@ from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.document import collector_paused
 from aiockpt.format.parts import MAX_TABLE_PIECES
-from aiockpt.planning.shard_map import Group, Ints, LocalBoxes, ShardMap, local_boxes_of, survey
+from aiockpt.format.tiling import Ints
+from aiockpt.planning.shard_map import Group, LocalBoxes, ShardMap, local_boxes_of, survey
 from aiockpt.state.geometry import Box
 
 __all__ = ["LocalBoxes", "Part", "local_boxes_of", "spread"]
@@ -104,9 +105,11 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
         parts[rank].append(Part(place, Box.whole(holdings[rank][place].shape), 0))
     shared: list[_Pool] = []
     loads = np.zeros(len(holdings), np.int64)
+    alone = [0] * len(holdings)
     for group in holders.groups:
         if len(group.ranks) == 1:
             _give_all(holders, group, parts[group.ranks[0]])
+            alone[group.ranks[0]] = len(group.boxes)
             loads[group.ranks[0]] += holders.nbytes[group.boxes].sum()
         else:
             shared += _pools(holders, group, block_bytes)
@@ -121,16 +124,14 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
             f"{len(holdings)} ranks would write {pieces:,} pieces, more than the {MAX_TABLE_PIECES:,} of a checkpoint: "
             "shard over fewer ranks and replicate over the rest, or save fewer, larger tensors"
         )
-    return [tuple(sorted(some, key=attrgetter("holding", "start"))) for some in parts]
+    in_order = (len(some) == count for some, count in zip(parts, alone, strict=True))  # as what one rank has alone is
+    by_place = attrgetter("holding", "start")
+    return [tuple(some if done else sorted(some, key=by_place)) for some, done in zip(parts, in_order, strict=True)]
 
 
 def _give_all(holders: ShardMap, group: Group, into: list[Part]) -> None:
-    rows = holders.first[group.boxes]
-    places, starts = holders.holding[rows].tolist(), holders.start[rows].tolist()
-    boxes = holders.boxes
-    into.extend(
-        Part(place, boxes[box], start) for place, box, start in zip(places, group.boxes.tolist(), starts, strict=True)
-    )
+    rows, boxes = holders.first[group.boxes], map(holders.boxes.__getitem__, group.boxes.tolist())
+    into.extend(map(Part, holders.holding[rows].tolist(), boxes, holders.start[rows].tolist()))
 
 
 class _Pool(msgspec.Struct, eq=False):

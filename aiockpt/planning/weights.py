@@ -21,7 +21,7 @@ import msgspec
 
 from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import digest128
-from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry, are_finite
+from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry, are_finite, required_for
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, prefixes
 from aiockpt.planning.modules import keep_modules
@@ -268,6 +268,7 @@ def _vote(
     tree: Node,
 ) -> Receipt:
     return Receipt(
+        requires=required_for(tensors, left_out),
         id=whole.id,
         step=whole.step,
         generation=whole.generation,

@@ -11,12 +11,16 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter
 
 import msgspec
 
 from aiockpt.format.checksum import digest128
 from aiockpt.format.dtypes import is_native, itemsize
+from aiockpt.format.finite import may_be_not_finite
 from aiockpt.format.manifest import Piece, TensorEntry
 from aiockpt.format.names import prefixes
 from aiockpt.format.safetensors import Entry, encode_header
@@ -61,7 +65,16 @@ class FilePlan(msgspec.Struct, frozen=True):
     kind: str = REST
 
 
-class SavePlan(msgspec.Struct, frozen=True):
+class FloatSpan(msgspec.Struct, frozen=True, gc=False):
+    """Bytes [start, end) of a data file are numbers of the tensor *name*, of a dtype that has values that are not finite."""
+
+    start: int
+    end: int
+    dtype: str
+    name: str
+
+
+class SavePlan(msgspec.Struct, frozen=True, dict=True):
     """What one rank writes.
 
     Attributes:
@@ -77,10 +90,21 @@ class SavePlan(msgspec.Struct, frozen=True):
     file_bytes: int
     digest: str
 
-    @property
+    @cached_property
     def window_count(self) -> int:
         """How many slabs hold all of it."""
         return sum(len(file.windows) for file in self.files)
+
+    @cached_property
+    def float_spans(self) -> list[list[FloatSpan]]:
+        """What is to be screened in each file, in the order of the bytes."""
+        spans: dict[int, list[FloatSpan]] = defaultdict(list)
+        for name, entry in self.tensors.items():
+            if may_be_not_finite(entry.dtype):
+                for piece in entry.pieces:
+                    if piece.end > piece.start:
+                        spans[piece.file].append(FloatSpan(piece.start, piece.end, entry.dtype, name))
+        return [sorted(spans[file], key=attrgetter("start")) for file in range(len(self.files))]
 
 
 def plan_save(

@@ -203,18 +203,18 @@ class JointPlan:
         )
         some_keep = {rank: name.key("kept", rank) for rank in lost} if len(lost) < board.world_size else {}
         kept = await board.gather(some_keep, list[int], self._deadline_s, what, waiting)
-        new = [[number for number in range(len(held[rank])) if number not in set(kept.get(rank, ()))] for rank in lost]
+        new = [sorted({*range(len(held[rank]))}.difference(kept.get(rank, ()))) for rank in lost]
+        own = [[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)]
         try:
-            shares = plan_shares(
-                [[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)]
-            )
+            shares = plan_shares(own)
         except RankError as error:
             for rank in lost:
                 await board.post(name.key("share", rank), Share(problem=str(error)))
             return
         for rank, numbers, parts, replicas in zip(lost, new, shares.parts, shares.replicas, strict=True):
-            own = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
-            await board.post(name.key("share", rank), Share(own, tuple(numbers[number] for number in replicas)))
+            if kept:
+                parts = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
+            await board.post(name.key("share", rank), Share(parts, tuple(numbers[number] for number in replicas)))
 
     def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""

@@ -22,7 +22,7 @@ import anyio
 import msgspec
 
 from aiockpt.adapters.differences import PARTLY_OVERWRITTEN
-from aiockpt.adapters.native import LoadTarget
+from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import Found, Skipped, StepPlaces, candidates
 from aiockpt.engine.load import (

@@ -1,10 +1,8 @@
-"""The side of a future that the engine holds: a promise is resolved or failed once, and reports waits for it.
+"""The engine's side of a future: a promise is resolved or failed once, from any thread.
 
-Callers hold the futures of `aiockpt.futures`, each of which reads one promise. Guarantees:
-
-- A promise is resolved or failed once; a second attempt, on whatever thread, changes nothing.
-- What engine code waits for here (`Promise.settled`, `Promise.wait_anyway`) consumes nothing of the promise: the outcome
-  counts as delivered only when a caller asks a future for its value, or its error.
+Callers hold the futures of `aiockpt.futures`, each of which reads one promise. A second outcome changes nothing. What engine
+code awaits here (`Promise.settled`, `Promise.wait_anyway`) retrieves nothing: an outcome counts as retrieved only when a
+caller asks a future for its value, or its error.
 """
 
 from __future__ import annotations
@@ -24,35 +22,27 @@ from aiockpt.errors import SaveCancelledError
 T = TypeVar("T")
 
 
-def _do_nothing() -> None:
-    """Do nothing: the default of `Promise.on_wait`."""
-
-
-def _find_nothing() -> None:
-    """Return None, no error: the default of `Promise.on_told`."""
-
-
 class Promise(Generic[T]):
     """A point that some work reaches once, with a value, or never, with an error. Thread-safe.
 
     Attributes:
         what: the point, in words.
-        told: whether a caller has received the value or the error.
+        retrieved: whether a caller has received the value or the error.
         on_wait: called whenever a wait for it begins, on the thread that waits.
-        on_told: called whenever a caller is about to receive that it was reached; returns what went wrong all the same.
+        on_retrieve: called whenever a caller is about to learn that it was reached; returns what went wrong all the same.
         cancel_work: asks the work to stop; None where it cannot be stopped, or has not begun.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.told = False
-        self.on_wait: Callable[[], object] = _do_nothing
-        self.on_told: Callable[[], BaseException | None] = _find_nothing
+        self.retrieved = False
+        self.on_wait: Callable[[], object] | None = None
+        self.on_retrieve: Callable[[], BaseException | None] | None = None
         self.cancel_work: Callable[[], object] | None = None
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._late_error: BaseException | None = None
 
-    # ------------------------------------------------------------------ resolving
+    # ------------------------------------------------------------------ the outcome
 
     def resolve(self, value: T) -> None:
         """Note that the point is reached."""
@@ -68,7 +58,7 @@ class Promise(Generic[T]):
         """Adopt the outcome of work that is *running*, and cancel that when a caller cancels."""
         self.cancel_work = running.cancel
 
-        def settle(_: object) -> None:
+        def adopt(_: object) -> None:
             if running.cancelled():
                 self.fail(SaveCancelledError(f"{self.what} was cancelled"))
             elif (error := running.exception()) is not None:
@@ -76,7 +66,7 @@ class Promise(Generic[T]):
             else:
                 self.resolve(running.result())
 
-        running.add_done_callback(settle)
+        running.add_done_callback(adopt)
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Call *callback* when it is resolved or failed, on the thread that does it; at once when it is."""
@@ -89,8 +79,6 @@ class Promise(Generic[T]):
         if self.cancel_work is not None:
             self.cancel_work()
         return True
-
-    # ------------------------------------------------------------------ reading, for the engine
 
     @property
     def is_settled(self) -> bool:
@@ -105,7 +93,7 @@ class Promise(Generic[T]):
     @property
     def has_failed(self) -> bool:
         """Whether it failed, or was found afterwards not to hold."""
-        return self._inner.done() and (self._inner.exception() or self._late_error) is not None
+        return (self.error or self._late_error) is not None
 
     @property
     def value(self) -> T:
@@ -114,8 +102,13 @@ class Promise(Generic[T]):
 
     # ------------------------------------------------------------------ waiting
 
+    def expedite(self) -> None:
+        """Have the work go faster, where it can: a caller waits now."""
+        if self.on_wait is not None and not self._inner.done():
+            self.on_wait()
+
     async def settled(self) -> None:
-        """Wait until it has an outcome, consume nothing of it, and expedite nothing. In any event loop."""
+        """Wait until it has an outcome, and expedite nothing. In any event loop."""
         if not self._inner.done():
             reached = anyio.Event()
             wake = _waker(reached)
@@ -124,7 +117,7 @@ class Promise(Generic[T]):
 
     async def settled_within(self, seconds: float) -> None:
         """Wait until it has an outcome, or *seconds* have passed."""
-        self.hurry()
+        self.expedite()
         with anyio.move_on_after(seconds):
             await self.settled()
 
@@ -133,25 +126,21 @@ class Promise(Generic[T]):
 
         For the barrier, whose copy runs elsewhere; and for futures, which have refused such threads before.
         """
-        self.hurry()
+        self.expedite()
         return bool(concurrent.futures.wait([self._inner], timeout_s).done)
 
-    def hurry(self) -> None:
-        """Note that a caller waits now."""
-        if not self._inner.done():
-            self.on_wait()
+    # ------------------------------------------------------------------ retrieval, by futures
 
-    # ------------------------------------------------------------------ delivery, for futures
-
-    def look_again(self) -> BaseException | None:
+    def recheck(self) -> BaseException | None:
         """Return what went wrong although the point was reached."""
-        self._late_error = self._late_error or self.on_told()
+        if self._late_error is None and self.on_retrieve is not None:
+            self._late_error = self.on_retrieve()
         return self._late_error
 
-    def tell(self) -> T:
+    def retrieve(self) -> T:
         """Return the value to a caller, or raise what went wrong."""
-        self.told = True
-        value, error = self._inner.result(), self.look_again()
+        self.retrieved = True
+        value, error = self._inner.result(), self.recheck()
         if error is not None:
             raise error
         return value
@@ -206,9 +195,7 @@ class SaveResult(msgspec.Struct, frozen=True):
 
 
 class SavePromise(Promise[SaveResult]):
-    """The promise of one save, which goes through ``snapshotted`` → ``written`` → ``in_memory`` → ``committed``.
-
-    It is resolved when the save is committed.
+    """The promise of one save, ``snapshotted`` → ``written`` → ``in_memory`` → ``committed``; resolved when it is committed.
 
     Attributes:
         step: the step that is saved.
@@ -224,16 +211,17 @@ class SavePromise(Promise[SaveResult]):
         self.in_memory: Promise[None] = Promise(f"save of step {step}, in memory")
         self.tiers: dict[str, Promise[SaveResult]] = {}
 
+    def _points(self) -> list[Promise[Any]]:
+        return [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
+
     @property
     def delivered(self) -> bool:
         """Whether a caller has received the outcome, or the failure at a point on the way."""
-        points: list[Promise[Any]] = [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
-        return self.told or any(point.told and point.has_failed for point in points)
+        return self.retrieved or any(point.retrieved and point.has_failed for point in self._points())
 
     def fail(self, error: BaseException) -> None:
         """Note that the save failed: whatever was not reached never will be."""
-        points: list[Promise[Any]] = [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
-        for point in points:
+        for point in self._points():
             point.fail(error)
         super().fail(error)
 
@@ -266,24 +254,24 @@ class LoadPromise(Promise[T]):
         self.agree: Callable[[Exception | None], Promise[None]] | None = None
         self.waited_for = False
         self.refused = False
-        self._asker = current_thread()
+        self._caller = current_thread()
         self._finished: T | None = None
         self._agreed: Promise[None] | None = None
         self._finishing = Lock()
 
     @property
-    def is_left(self) -> bool:
-        """Whether no caller has waited for it, though it was this thread that asked, or one that has ended."""
-        return not self.waited_for and (self._asker is current_thread() or not self._asker.is_alive())
+    def is_abandoned(self) -> bool:
+        """Whether no caller has waited for it, though this thread began it, or one that has ended."""
+        return not self.waited_for and (self._caller is current_thread() or not self._caller.is_alive())
 
     def finish(self) -> Promise[None] | None:
-        """Fill the objects, once, on the first thread that waits.
+        """Fill the objects, once, on the first thread that waits; nothing of a load that failed.
 
         Returns:
             The promise that the other ranks have done so too, where they must agree.
         """
         with self._finishing:
-            if self.on_finish is None:
+            if self.on_finish is None or self.has_failed:
                 return self._agreed
             error: Exception | None = None
             try:
@@ -297,7 +285,7 @@ class LoadPromise(Promise[T]):
                 self._agreed = self.agree(error)
             return self._agreed
 
-    def tell(self) -> T:
+    def retrieve(self) -> T:
         """Return the result to a caller, with what the objects added to it."""
-        value = super().tell()
+        value = super().retrieve()
         return value if self._finished is None else self._finished

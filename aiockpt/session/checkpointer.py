@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, get_args
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, TypeV
 import msgspec
 import torch
 
-from aiockpt.adapters.rename import OptimizerState, Renames, Rules
+from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.adapters.selection import Trainable, make_selection
+from aiockpt.adapters.target import OptimizerState
 from aiockpt.engine import maintenance
+from aiockpt.engine.alone import OnePlace
 from aiockpt.engine.coordinator import LoadRound
-from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.job import WARM_UP, SaveRequest
-from aiockpt.engine.load import Filled, LoadRequest, read, telling_failures
+from aiockpt.engine.load import Filled, LoadRequest, log_loaded, read, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.outcomes import log_loaded
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.submit import check_step, plain_json
 from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
@@ -66,8 +68,8 @@ from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.world import World
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
-from aiockpt.session.wiring import wire
-from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
+from aiockpt.session.wiring import Assembly
+from aiockpt.sizing.estimate import Estimate, estimate
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -85,8 +87,8 @@ Metrics = Mapping[str, float | torch.Tensor]
 logger = logging.getLogger("aiockpt")
 
 
-def _tell_nobody(size_bytes: int) -> None:
-    """The progress callback where none was given: does nothing."""
+def _ignore(size_bytes: int) -> None:
+    """The progress callback where none was given."""
 
 
 class MovedOptions(TypedDict, total=False):
@@ -179,13 +181,14 @@ class Checkpointer:
         _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits))
         if moved:
             warn_moved(moved)
-            lazy = _replace_fields(lazy, moved)
-            limits = _replace_fields(limits, moved)
-            load_group = moved.get("load_group")
-            ranks = ranks if load_group is None else msgspec.structs.replace(ranks or Ranks(), load_group=load_group)
+            lazy, limits = _replace_fields(lazy, moved), _replace_fields(limits, moved)
+            if (group := moved.get("load_group")) is not None:
+                ranks = msgspec.structs.replace(ranks or Ranks(), load_group=group)
         self._selection = make_selection(only, exclude)
-        cadence = Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
-        options = Options(
+        self._cadence = (
+            Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
+        )
+        self._options = options = Options(
             snapshot=snapshot,
             mutable=tuple(lazy.mutable),
             immutable=tuple(lazy.immutable),
@@ -206,27 +209,25 @@ class Checkpointer:
         self._found_ranks = find_ranks() if asks else None
         if self._found_ranks is not None:
             ranks = msgspec.structs.replace(self._found_ranks, load_group=load_group)
-        given = _as_observers(observers)
-        parts = wire(
+        others = [observer for observer in _as_observers(observers) if observer is not self._cadence]
+        self._parts = parts = Assembly(
             self,
             self._drain_at_exit,
             options=options,
             tiers=_as_tiers(url, retention),
-            observers=[observer for observer in given if observer is not cadence],
-            cadence=cadence,
+            observers=others,
+            cadence=self._cadence,
             on_preempt=on_preempt,
             scrub=scrub,
             ranks=ranks or Ranks(),
             world=world,
         )
-        self._parts, self._options, self._cadence = parts, options, cadence
         self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
-        self._coordinator = parts.coordinator
-        self._copies, self._submitter = parts.copies, parts.submitter
+        self._coordinator, self._copies, self._submitter = parts.coordinator, parts.copies, parts.submitter
         self._probe, self._interruption = parts.probe, parts.interruption
         self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-        for observer in given:
-            if observer is not cadence and isinstance(observer, StatisticsReader):
+        for observer in others:
+            if isinstance(observer, StatisticsReader):
                 observer.read_statistics(self.statistics)
 
     # ------------------------------------------------------------------ save
@@ -241,6 +242,7 @@ class Checkpointer:
         user: object = None,
         only: str | Sequence[str] | Trainable | None = None,
         exclude: str | Sequence[str] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> SaveFuture:
         """Snapshot *state* and save it as *step* in the background.
 
@@ -263,6 +265,7 @@ class Checkpointer:
                 with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None takes what
                 the checkpointer was made with; ``"**"`` is all.
             exclude: the same of what not to save.
+            config: of this step, where it is another than the checkpointer was made with.
 
         Raises:
             UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
@@ -278,23 +281,21 @@ class Checkpointer:
             snapshot=snapshot,
             metrics=metrics or {},
             user=user,
+            config=self._options.config if config is None else _as_config(config),
         )
-        last = self._interruption.reach(request, self._start_save)
-        if last is not None:
-            last.finish(request, self._start_save, asked=True)
-        return self._report_failures(self._start_save(request))
+        self._interruption.reach(request, self._start_save, asked=True)
+        future = self._start_save(request)
+        self._engine.failures.report(self._options.on_error, future)
+        return future
 
     def _start_save(self, request: SaveRequest) -> SaveFuture:
+        """Start a save, and report no earlier failure."""
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
         future = self._submitter.submit(request)
         self._interruption.watch(future)
         self._probe.saved(request.step)
-        return future
-
-    def _report_failures(self, future: SaveFuture) -> SaveFuture:
-        self._engine.failures.report(self._engine.options.on_error, future)
         return future
 
     def warm_up(self, state: State) -> Future[None]:
@@ -322,15 +323,15 @@ class Checkpointer:
                 "estimate", "probe_bytes", probe_bytes, "a number of bytes: 64 << 20 for 64 MiB, 0 for no probe"
             )
         walked = self._submitter.walk(state, self._selection)
-        asked = EstimateRequest(
+        work = partial(
+            estimate,
             walked=walked,
             state=state,
-            coming=find_state_to_come(state, walked.tensors, self._selection),
+            to_come=find_state_to_come(state, walked.tensors, self._selection),
             tiers=self._parts.tiers,
             probe_bytes=probe_bytes,
-            last_saves=self._parts.last_saves,
         )
-        return self._operation("estimate", estimate, self._destination, self._coordinator, asked)
+        return self._operation("estimate", work, self._destination, self._coordinator)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
@@ -406,19 +407,17 @@ class Checkpointer:
         self._check_call_of_ranks()
         self._copies.wait()
         self._engine.failures.raise_all()
-        names = (only,) if isinstance(only, str) else only
         if map is not None and rename:
             raise UsageError("load() takes map= or rename=, and not both: write all of it as rules of rename=")
         if optimizer_state not in get_args(OptimizerState):
             refuse_value("load", "optimizer_state", optimizer_state, '"by_optimizer" or "by_parameter"')
+        names = (only,) if isinstance(only, str) else only
         asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
         request = self._probe.asked(asked)
         foreign = self._open_foreign(fork, request)
-        promise: LoadPromise[LoadResult | None] = LoadPromise(
-            "load of the newest step" if step is None else f"load of step {step}"
-        )
+        what = "load of the newest step" if step is None else f"load of step {step}"
+        promise: LoadPromise[LoadResult | None] = LoadPromise(what)
         self._unclaimed.append(promise)
-
         own = self._coordinator.begin_load()
         forking = own if fork is None else self._coordinator.begin_load()
 
@@ -452,17 +451,23 @@ class Checkpointer:
 
     async def _load_fork(self, where: Place, request: LoadRequest, load: LoadRound) -> Filled:
         """Fill a state from another run's place, which is written to by no save from here."""
-        source = open_backend(where, world=self._engine.world)
-        place = EnginePlace(self._engine, source)
-        self._engine.lineage.places.remove(source)
-        try:
+        async with self._opened(where) as source:
+            place = EnginePlace(self._engine, source)
+            self._engine.lineage.places.remove(source)
             filled = await load.load(OnePlace(place, Tier(source)), request)
             if filled is None:
                 raise StepNotFoundError(f"fork={source.url!r} holds no checkpoint to begin from")
             return filled
+
+    @asynccontextmanager
+    async def _opened(self, where: Place) -> AsyncIterator[Backend]:
+        """Open another place for the block; a backend of the caller stays open."""
+        backend = open_backend(where, world=self._engine.world)
+        try:
+            yield backend
         finally:
-            if source is not where:
-                await source.close()
+            if backend is not where:
+                await backend.close()
 
     def _agree_applied(self, load: LoadRound, error: Exception | None) -> Promise[None]:
         """Agree, on all ranks, on whether the objects of each accepted what was loaded."""
@@ -501,7 +506,7 @@ class Checkpointer:
         """Return the newest valid step; None when there is none."""
         return self._operation("latest", maintenance.latest, self._destination)
 
-    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _tell_nobody) -> Future[Verified]:
+    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _ignore) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
 
         Args:
@@ -510,7 +515,7 @@ class Checkpointer:
         return self._operation("verify", maintenance.verify, self._destination, _number(step), on_read)
 
     def repair(
-        self, step: int | None = None, source: Place | None = None, *, on_read: Callable[[int], object] = _tell_nobody
+        self, step: int | None = None, source: Place | None = None, *, on_read: Callable[[int], object] = _ignore
     ) -> Future[list[Repaired]]:
         """Read all of a step in each place that has it, and write anew what is bad there, from wherever it is whole.
 
@@ -534,14 +539,12 @@ class Checkpointer:
 
         if step is None:
             step = (await find_manifest(self._destination, None)).manifest.step
-        other = None if source is None else open_backend(source, world=self._engine.world)
-        try:
+        if source is None:
+            return await repair(self._destination, step, None, on_read)
+        async with self._opened(source) as other:
             return await repair(self._destination, step, other, on_read)
-        finally:
-            if other is not None and other is not source:
-                await other.close()
 
-    def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
+    def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _ignore) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
 
         A copy that was interrupted goes on where it was. A step that is there already is left as it is.
@@ -553,18 +556,19 @@ class Checkpointer:
         return self._operation("copy", self._copy, _number(step), to, on_copied)
 
     async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
-        target = open_backend(to, world=self._engine.world)
-        try:
+        async with self._opened(to) as target:
             refuse_step_folder(target.url, self._engine.world.files)
             return await maintenance.copy(self._destination, step, target, on_copied)
-        finally:
-            if target is not to:
-                await target.close()
 
     def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
-        chosen = rules or self._options.retention or Retention()
-        return self._operation("prune", _prune, self._destination.places[0], chosen, dry_run)
+        chosen, place = rules or self._options.retention or Retention(), self._destination.places[0]
+
+        async def prune() -> Pruned:
+            async with place.cleaning:
+                return await maintenance.prune(place, chosen, dry_run=dry_run)
+
+        return self._operation("prune", prune)
 
     def finish_commits(self) -> Future[tuple[StepInfo, ...]]:
         """Commit what dead jobs could not: every attempt with all its votes and no manifest. ``load`` does it by itself."""
@@ -649,15 +653,20 @@ class Checkpointer:
 
         Raises: Those of `save`.
         """
-        selection = make_selection(only, exclude, self._selection)
-        request = SaveRequest(step=check_step(step), state=state, selection=selection, metrics=metrics or {})
-        last = self._interruption.reach(request, self._start_save)
-        if last is not None:
-            last.finish(request, self._start_save, asked=False)
+        request = SaveRequest(
+            step=check_step(step),
+            state=state,
+            selection=make_selection(only, exclude, self._selection),
+            metrics=metrics or {},
+            config=self._options.config,
+        )
+        self._interruption.reach(request, self._start_save, asked=False)
         if not self._is_due(request.step):
             self._probe.reached(request.step, state, metrics, saved=False)
             return None
-        return self._report_failures(self._start_save(request))
+        future = self._start_save(request)
+        self._engine.failures.report(self._options.on_error, future)
+        return future
 
     def _is_due(self, step: int) -> bool:
         if self._cadence is not None:
@@ -686,26 +695,27 @@ class Checkpointer:
         if self._loop.usable:
             self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
-            self._interruption.leave(failing=False)
-            self._probe.closing()
+            self._end_run()
             self._parts.shutdown.close()
         self._engine.failures.raise_all()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
-            self._interruption.leave(failing=False)
-            self._probe.closing()
+            self._end_run()
             try:
                 await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
             finally:
                 self._interruption.release()  # signals are given back on the main thread alone
         self._engine.failures.raise_all()
 
+    def _end_run(self) -> None:
+        self._interruption.leave(failing=False)
+        self._probe.closing()
+
     def _drain_at_exit(self) -> None:
         try:
-            self._interruption.leave(failing=False)
-            self._probe.closing()
+            self._end_run()
             self._parts.shutdown.close()
         finally:
             for future in self._engine.failures.take():
@@ -718,15 +728,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ended = self._depart(error)
-        try:
+        with self._leaving(error):
             self.close()
-        except BackgroundSaveError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))
-        if ended is not None:
-            raise ended from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -734,23 +737,27 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ended = self._depart(error)
-        try:
+        with self._leaving(error):
             await self.aclose()
+
+    @contextmanager
+    def _leaving(self, error: BaseException | None) -> Iterator[None]:
+        """Close in the block, after an *error* of the program; what fails then is a note on that.
+
+        Before it, what can be saved of a run that must end is saved, and the other ranks are notified.
+        """
+        ended: BaseException | None = None
+        if error is not None:
+            ended = self._interruption.leave(failing=True)
+            self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
+        try:
+            yield
         except BackgroundSaveError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
-        if ended is not None:
+        if ended is not None and isinstance(error, Exception):  # what else ends the program has its own status
             raise ended from error
-
-    def _depart(self, error: BaseException | None) -> BaseException | None:
-        """Save what can be saved of a run that must end; notify the other ranks of an *error*; return what to raise."""
-        if error is None:
-            return None
-        ended = self._interruption.leave(failing=True)
-        self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
-        return ended if isinstance(error, Exception) else None  # what ends the program has its own status
 
     # ------------------------------------------------------------------ inside
 
@@ -760,10 +767,10 @@ class Checkpointer:
         What another thread asked for may be waited for in a moment, or be so now; that is for its own next call.
         """
         self._loop.check()
-        forgotten = [load for load in self._unclaimed if load.is_left]
-        self._unclaimed = [load for load in self._unclaimed if not load.waited_for and load not in forgotten]
-        if forgotten:
-            load = LoadFuture(forgotten[0])
+        abandoned = [load for load in self._unclaimed if load.is_abandoned]
+        self._unclaimed = [load for load in self._unclaimed if not load.waited_for and load not in abandoned]
+        if abandoned:
+            load = LoadFuture(abandoned[0])
             if load.cancelled():
                 raise UsageError(f"{load!r} may have overwritten a part of the state: load again before you use it")
             advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
@@ -857,8 +864,3 @@ def _as_config(config: Mapping[str, Any] | None) -> object:
 def _number(step: object) -> int | None:
     """Return *step* as an int, or None; raise UsageError for what numbers no step."""
     return None if step is None else check_step(step)
-
-
-async def _prune(place: EnginePlace, rules: Retention, dry_run: bool) -> Pruned:
-    async with place.cleaning:
-        return await maintenance.prune(place, rules, dry_run=dry_run)

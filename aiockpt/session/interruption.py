@@ -7,7 +7,7 @@ schedulers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from aiockpt.engine.job import SaveRequest
 from aiockpt.events import Observer
@@ -15,18 +15,6 @@ from aiockpt.futures import SaveFuture
 
 StartSave = Callable[[SaveRequest], SaveFuture]
 """Checks what a save is asked for, and starts it."""
-
-
-class LastCall(Protocol):
-    """The call in which a run ends."""
-
-    def finish(self, request: SaveRequest, start: StartSave, *, asked: bool) -> NoReturn:
-        """Make what is worth keeping durable, with a save of the state or without, and end the program.
-
-        Args:
-            asked: whether the program itself wants this save.
-        """
-        ...
 
 
 class Interruption(Protocol):
@@ -42,9 +30,15 @@ class Interruption(Protocol):
     @property
     def observers(self) -> Sequence[Observer]: ...
 
-    def reach(self, request: SaveRequest, start: StartSave) -> LastCall | None:
-        """Enter a call of ``step`` or ``save`` on the training thread; return whether, and how, the run ends there."""
-        ...
+    def reach(self, request: SaveRequest, start: StartSave, *, asked: bool) -> None:
+        """Enter a call of ``step`` or ``save`` on the training thread.
+
+        Args:
+            asked: whether the program itself wants this save.
+
+        Raises:
+            Preempted: the run ends here; what is worth keeping was made durable, with a save of the state or without.
+        """
 
     def leave(self, *, failing: bool) -> BaseException | None:
         """Save the state of the last call where the run must end after it and the program is leaving.
@@ -73,7 +67,7 @@ class NeverInterrupted:
     listens = False
     observers: Sequence[Observer] = ()
 
-    def reach(self, request: SaveRequest, start: StartSave) -> None: ...
+    def reach(self, request: SaveRequest, start: StartSave, *, asked: bool) -> None: ...
     def leave(self, *, failing: bool) -> None: ...
     def watch(self, save: SaveFuture) -> None: ...
     def stop(self) -> None: ...

@@ -1,29 +1,28 @@
-"""Assembly of one checkpointer from the core's parts and optional packages, each imported where it is used.
+"""Assembly of one checkpointer from the core's parts and optional packages, each imported where it is used; and its end.
 
-`wire` puts them together, in an order that matters: coordinator, destination, snapshotters, observers, and what ends all
-that. The writer process puts its own parts together (`aiockpt.worker.root`).
+The writer process puts its own parts together (`aiockpt.worker.root`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from aiockpt.engine.alone import Alone, OnePlace
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import Alone, Coordinator
-from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.place import Place
-from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.engine.submit import Submitter
-from aiockpt.events import BackgroundTask, BarrierWaited, Observer, Opened
+from aiockpt.events import BackgroundTask, BarrierWaited, Closed, Observer, Opened
+from aiockpt.futures import SaveFuture
 from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import Options, Scrub, Tier, announced_end_s
-from aiockpt.pipeline.device_copy import StateDevices
 from aiockpt.pipeline.discover import refuse_step_folder
 from aiockpt.places.readers.hold import Holds
 from aiockpt.policies.cadence import Cadence
@@ -37,8 +36,6 @@ from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Loop, World
 from aiockpt.session.interruption import Interruption, NeverInterrupted
-from aiockpt.session.shutdown import Shutdown
-from aiockpt.sizing.estimate import LastSaves
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
@@ -46,119 +43,107 @@ if TYPE_CHECKING:
     from aiockpt.runtime.shared_memory import SharedMemory
     from aiockpt.session.preemption.policy import OnPreempt, Preemption
 
+logger = logging.getLogger("aiockpt")
 
-@dataclass(frozen=True, kw_only=True)
+
 class Assembly:
-    """What a checkpointer is made of, at work.
-
-    Attributes:
-        probe: asked at each call; `aiockpt.prove` sees them there.
-        interruption: whether a call is the last one.
-        tiers: where saves really go.
-        shutdown: ends all of it.
-    """
-
-    probe: CallProbe
-    interruption: Interruption
-    tiers: Sequence[Tier]
-    loop: Loop
-    engine: Engine
-    coordinator: Coordinator
-    destination: Destination
-    copies: PendingCopies
-    submitter: Submitter
-    holds: Holds
-    last_saves: LastSaves
-    shutdown: Shutdown
-
-
-@made_for_the_loop()
-def wire(
-    checkpointer: Closes,
-    at_exit: Callable[[], object],
-    *,
-    options: Options,
-    tiers: Sequence[Tier],
-    observers: Sequence[Observer],
-    cadence: Cadence | None,
-    on_preempt: OnPreempt | Preemption | None,
-    scrub: Scrub | None,
-    ranks: Ranks,
-    world: World | None,
-) -> Assembly:
-    """Make the parts of *checkpointer*, and start what works by itself. `aiockpt.Checkpointer` explains the options.
+    """The parts of one checkpointer, at work. `aiockpt.Checkpointer` explains the options.
 
     Args:
         at_exit: finishes the saves under way when the interpreter exits.
         observers: without the *cadence*.
         world: None for this machine's.
 
+    Attributes:
+        probe: called at each call; `aiockpt.prove` sees them there.
+        interruption: whether a call is the last one.
+        tiers: where saves really go.
+        shutdown: ends all of it.
+
     Raises:
         UsageError: a place cannot be opened, ranks do not fit, or a cadence serves another checkpointer.
     """
-    simulated, world = world, world or World()
-    peers = find_peers(ranks)
-    interruption = make_interruption(on_preempt, world)
-    by_process = options.worker == "process"
-    probe = find_probe(checkpointer, ranks, tiers) or Unwatched()
-    tiers, backends = probe.open_places(tiers, world, by_url=by_process)
-    for backend in backends:
-        refuse_step_folder(backend.url, world.files)
-    memory = share_memory(tiers, backends, simulated) if by_process else None
-    loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
-    try:
-        last_saves = LastSaves()
-        coordinator = make_coordinator(ranks, peers, tiers, backends[0], loop, options, world)
+
+    @made_for_the_loop()
+    def __init__(
+        self,
+        checkpointer: Closes,
+        at_exit: Callable[[], object],
+        *,
+        options: Options,
+        tiers: Sequence[Tier],
+        observers: Sequence[Observer],
+        cadence: Cadence | None,
+        on_preempt: OnPreempt | Preemption | None,
+        scrub: Scrub | None,
+        ranks: Ranks,
+        world: World | None,
+    ) -> None:
+        simulated, world = world, world or World()
+        peers = find_peers(ranks)
+        self.interruption = make_interruption(on_preempt, world)
+        by_process = options.worker == "process"
+        self.probe: CallProbe = find_probe(checkpointer, ranks, tiers) or Unwatched()
+        self.tiers, backends = self.probe.open_places(tiers, world, by_url=by_process)
+        for backend in backends:
+            refuse_step_folder(backend.url, world.files)
+        memory = share_memory(self.tiers, backends, simulated) if by_process else None
+        self.loop: Loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
         cadences = [] if cadence is None else [cadence]
-        observers = [*observers, *cadences, *interruption.observers, *probe.observers]
-        engine = Engine(
+        observers = [*observers, *cadences, *self.interruption.observers, *self.probe.observers]
+        try:
+            self._start(options, backends, observers, scrub, ranks, peers, world, memory)
+        except BaseException:
+            self.loop.discard()
+            if memory is not None:
+                memory.close()
+            raise
+
+    def _start(
+        self,
+        options: Options,
+        backends: Sequence[Backend],
+        observers: Sequence[Observer],
+        scrub: Scrub | None,
+        ranks: Ranks,
+        peers: Peers | None,
+        world: World,
+        memory: SharedMemory | None,
+    ) -> None:
+        """Make what needs the loop, and start what works by itself, in an order that matters."""
+        loop, interruption, url = self.loop, self.interruption, backends[0].url
+        self.coordinator = coordinator = make_coordinator(ranks, peers, self.tiers, backends[0], loop, options, world)
+        self.engine = engine = Engine(
             loop,
             options,
-            [*observers, last_saves],
+            observers,
             world,
             rank=ranks.rank,
             world_size=ranks.world_size,
             memory=memory,
         )
-        ends = start_observers(observers, engine, ranks, backends[0].url)
-        destination = make_destination(engine, tiers, backends, coordinator, working=memory is None)
+        ends = start_observers(observers, engine, ranks, url)
+        destination = make_destination(engine, self.tiers, backends, coordinator, working=memory is None)
         if memory is not None:
-            destination = start_writer(destination, coordinator, tiers, memory, ranks)
+            destination = start_writer(destination, coordinator, self.tiers, memory, ranks)
+        self.destination = destination
         if observers:
             loop.call_soon(engine.emit, opened(ranks, world, backends))
-        copies = PendingCopies(options.deadlines.slab_s, _tell_waited(engine))
-        submitter = Submitter(destination, coordinator, copies, make_snapshotter(engine, destination, copies))
-        holds = Holds(loop, destination)
+        self.copies = copies = PendingCopies(options.deadlines.slab_s, _on_waited(engine))
+        beside = LazySnapshotter(engine, copies, destination.places[0].uploader.busy_slabs)
+        self.submitter = Submitter(destination, coordinator, copies, beside)
+        self.holds = holds = Holds(loop, destination)
         start_interruption(interruption, engine, destination, ranks)
         stop_scrubbing = start_scrubber(scrub, engine, destination, ranks)
-        shutdown = Shutdown(
+        self.shutdown = Shutdown(
             engine,
-            submitter,
+            self.submitter,
             destination,
             copies,
             before=[stop_scrubbing, holds.release_all],
-            ends=[*ends, interruption.stop, _tell_leaving(coordinator)],
+            ends=[*ends, interruption.stop, partial(coordinator.depart, "its Checkpointer was closed", failed=False)],
             after=interruption.release,
         )
-    except BaseException:
-        loop.discard()
-        if memory is not None:
-            memory.close()
-        raise
-    return Assembly(
-        probe=probe,
-        interruption=interruption,
-        tiers=tiers,
-        loop=loop,
-        engine=engine,
-        coordinator=coordinator,
-        destination=destination,
-        copies=copies,
-        submitter=submitter,
-        holds=holds,
-        last_saves=last_saves,
-        shutdown=shutdown,
-    )
 
 
 def start_observers(
@@ -174,19 +159,14 @@ def start_observers(
     return ends
 
 
-def _tell_waited(engine: Engine) -> Callable[[int, float], None]:
+def _on_waited(engine: Engine) -> Callable[[int, float], None]:
     """Return what reports that an optimizer waited so many seconds for the copy of a step."""
 
-    def tell(step: int, seconds: float) -> None:
+    def report(step: int, seconds: float) -> None:
         event = BarrierWaited(at_ns=engine.now_ns(), step=step, seconds=seconds)
         engine.loop.call_soon(engine.emit, event)
 
-    return tell
-
-
-def _tell_leaving(coordinator: Coordinator) -> Callable[[], None]:
-    """Return what notifies the other ranks, at the end of all that this one does, that it makes no more calls."""
-    return lambda: coordinator.depart("its Checkpointer was closed", failed=False)
+    return report
 
 
 def find_peers(ranks: Ranks) -> Peers | None:
@@ -272,15 +252,6 @@ def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
     }
 
 
-def make_snapshotter(engine: Engine, destination: Destination, copies: PendingCopies) -> ByCall:
-    """Return how states are copied: in the call, or beside the program, as each call says."""
-    devices = StateDevices(engine.accelerator, engine.pool)
-    busy_slabs = destination.places[0].uploader.busy_slabs
-    lazy = LazySnapshotter(engine.options, engine.accelerator, devices, copies, engine.pool, busy_slabs, engine.now_ns)
-    compares = engine.options.debug == "digest"
-    return ByCall(Eager(devices, lazy.guard_in_call) if compares else Eager(devices), lazy)
-
-
 def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
     """Return the first event of a checkpointer: which process it is in, and where it saves to."""
     return Opened(
@@ -326,3 +297,123 @@ def start_interruption(interruption: Interruption, engine: Engine, destination: 
     place = destination.places[0].backend.url
     board = NoteBoard(ranks.store, f"{place}/preemption", ranks.rank, ranks.world_size)
     interruption.begin(engine, destination, EndsWithRanks(board))
+
+
+# The end of a checkpointer: it waits for what is under way, gives up what is not waited for any more, releases all.
+#
+# Guarantees:
+#
+# - What is under way ends by itself, within its own deadlines; it is waited for, for ``Deadlines.close_s``.
+# - An interrupt of the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are given up, what they wrote is
+#   removed, and the wait is over in seconds. A writer process finishes what is ``snapshotted`` by itself.
+# - Threads end, whatever happened before: a save that was interrupted where it could not notice it does not hold them.
+
+
+CLOSE_S = 60.0
+"""For what has deadlines of its own to say that they have passed."""
+GIVE_UP_S = 10.0
+"""For saves that are given up to remove what they wrote."""
+
+
+class Shutdown:
+    """The end of one checkpointer. Blocking; never on its loop thread.
+
+    Args:
+        before: called first, while everything still works.
+        ends: called once, to end what observers do on the loop.
+        after: called last, whatever happened.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        submitter: Submitter,
+        destination: Destination,
+        copies: PendingCopies,
+        *,
+        before: Sequence[Callable[[], object]],
+        ends: Sequence[Callable[[], object]],
+        after: Callable[[], object],
+    ) -> None:
+        self._engine = engine
+        self._submitter = submitter
+        self._destination = destination
+        self._copies = copies
+        self._before, self._ends, self._after = before, ends, after
+
+    def wait(self) -> None:
+        """Wait until no save runs and none is being tidied up after.
+
+        Raises:
+            TimeoutError: that took longer than ``Deadlines.close_s``.
+        """
+        deadline_s = self._engine.options.deadlines.close_s
+        if not self._is_idle_within(deadline_s):
+            waiting = [repr(SaveFuture(promise)) for promise in self._submitter.in_flight]
+            raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}")
+
+    def close(self) -> None:
+        """Wait, then release everything.
+
+        Raises:
+            TimeoutError: as `wait`; what still ran was given up.
+        """
+        try:
+            for begin in self._before:
+                begin()
+            self._end()
+        finally:
+            self._after()
+
+    def _end(self) -> None:
+        patience_s = 0.0
+        try:
+            self.wait()
+            patience_s = self._engine.options.deadlines.close_s
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._release(patience_s)
+
+    def _is_idle_within(self, seconds: float) -> bool:
+        idle = self._engine.loop.submit(self._idle)
+        try:
+            idle.result(seconds)
+        except TimeoutError:
+            return False
+        finally:
+            idle.cancel()
+        return True
+
+    async def _idle(self) -> None:
+        for promise in self._submitter.in_flight:
+            await promise.settled()
+        async with self._destination.places[0].cleaning:
+            pass
+
+    def _give_up(self) -> None:
+        """End the saves in flight, and wait until they have."""
+        waiting = self._submitter.in_flight
+        for promise in waiting:
+            self._destination.give_up(promise)
+        if waiting:
+            logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
+        self._is_idle_within(GIVE_UP_S)
+
+    def _release(self, patience_s: float) -> None:
+        closing = self._engine.loop.submit(self._destination.close, patience_s)
+        in_order = False
+        try:
+            closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own
+            in_order = patience_s > 0
+        finally:
+            closing.cancel()
+            engine = self._engine
+            engine.loop.call_soon(engine.emit, Closed(at_ns=engine.now_ns()))
+            for end in self._ends:
+                end()
+            self._engine.loop.close(cancel=not in_order)
+            self._engine.release_memory()
+            self._submitter.release()
+            self._copies.close()

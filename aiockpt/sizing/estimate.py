@@ -7,36 +7,33 @@ plan itself. It does not involve other ranks, so that one alone may call (`aiock
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 import torch
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, LastSaves
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
+from aiockpt.engine.load import scratch_limit_bytes
+from aiockpt.engine.place import Place
 from aiockpt.engine.save import records_bytes
-from aiockpt.events import Committed, Event, SnapshotTaken
 from aiockpt.format.checksum import SUM_BYTES, block_count
 from aiockpt.options import MIB, Tier
+from aiockpt.pipeline.scatter import is_fillable
 from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.sizing.peaks import Needs, copied_at_call_bytes, find_memory, staged_bytes
 from aiockpt.sizing.places import PlaceEstimate, StepSizes, estimate_places, find_problems
 from aiockpt.sizing.share import find_share, whole_bytes
-from aiockpt.sizing.to_come import OptimizerToCome, StateToCome
-from aiockpt.state.shards import ShardedState
+from aiockpt.sizing.to_come import OptimizerToCome, StateToCome, find_optimizers, local_part
+from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.units import count, size
 
 COPIED_BYTES = 32 * MIB
 RECORD_BYTES = 1 << 10
 """What a receipt, or a manifest, has beside its tables."""
-REMEMBERED = 5
-"""Saves; of so many the median is what a save takes."""
 REQUESTS = 24
 """Beside those of data files: listings of the place, the records of a commit, and a step that retention deletes."""
 
@@ -115,61 +112,33 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*lines, *(f"problem: {one}" for one in self.problems)])
 
 
-class LastSaves:
-    """What the last saves of a checkpointer took: an observer of it. On the loop."""
+async def estimate(
+    destination: Destination,
+    coordinator: Coordinator,
+    *,
+    walked: ShardedState,
+    state: Mapping[str, Any],
+    to_come: Sequence[OptimizerToCome],
+    tiers: Sequence[Tier],
+    probe_bytes: int,
+) -> Estimate:
+    """Return what a save takes. On the loop.
 
-    def __init__(self) -> None:
-        self._durable_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._pause_s: deque[float] = deque(maxlen=REMEMBERED)
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, Committed):
-            self._durable_s.append(event.seconds)
-        elif isinstance(event, SnapshotTaken) and event.snapshot == "eager":
-            self._pause_s.append(event.pause_s)
-
-    @property
-    def durable_s(self) -> float | None:
-        """From the call to the commit; None before the first save."""
-        return median(self._durable_s) if self._durable_s else None
-
-    @property
-    def pause_s(self) -> float | None:
-        """How long an eager save held its caller; None where none did."""
-        return median(self._pause_s) if self._pause_s else None
-
-
-class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be estimated.
-
-    Attributes:
+    Args:
         walked: the state as it is now; *state* as the caller gave it.
-        coming: what is to come of its optimizers.
+        to_come: what its optimizers will add.
         tiers: the options of each place.
         probe_bytes: written to each durable place, and removed; 0 for none.
-    """
-
-    walked: ShardedState
-    state: Mapping[str, Any]
-    coming: Sequence[OptimizerToCome]
-    tiers: Sequence[Tier]
-    probe_bytes: int
-    last_saves: LastSaves
-
-
-async def estimate(destination: Destination, coordinator: Coordinator, asked: EstimateRequest) -> Estimate:
-    """Return what a save takes. On the loop.
 
     Raises:
         UsageError: this process saves alone and has not all of each tensor.
         StorageError: a place cannot be written to, where it is probed.
     """
     engine = destination.engine
-    walked = asked.walked
-    coming = [shard for one in asked.coming for shard in one.shards]
+    coming = [shard for one in to_come for shard in one.shards]
     share, supposed = await run_blocking(engine.state_work, find_share, coordinator, walked, coming)
     plan = await run_blocking(engine.state_work, engine.make_plan, share)
-    told = tuple(one.told for one in asked.coming)
+    told = tuple(one.told for one in to_come)
     step_bytes = whole_bytes(walked.tensors) + sum(one.bytes for one in told)
     each_bytes = _records_bytes(plan, share, engine.block_bytes)
     others_bytes = plan.file_bytes - plan.tensor_bytes + each_bytes
@@ -181,15 +150,16 @@ async def estimate(destination: Destination, coordinator: Coordinator, asked: Es
         reserve=records_bytes(plan),
     )
     to_spare = available_bytes()
-    lazily = copied_at_call_bytes(asked.state, walked.tensors) if engine.options.snapshot == "lazy" else 0
-    needs = Needs(
-        copied_bytes=lazily,
-        staged_bytes=staged_bytes(walked.tensors) + sum(one.device_bytes for one in asked.coming),
+    memory, problems = find_memory(
+        destination.places[0],
+        plan,
+        to_spare,
+        copied_bytes=copied_at_call_bytes(state, walked.tensors) if engine.options.snapshot == "lazy" else 0,
+        staged_bytes=staged_bytes(walked.tensors) + sum(one.device_bytes for one in to_come),
         step_bytes=step_bytes,
         largest_bytes=max((whole_bytes([shard]) for shard in (*walked.tensors, *coming)), default=0),
     )
-    memory, problems = find_memory(engine, plan, needs, destination.places[0], to_spare)
-    places = await estimate_places(destination.places, asked.tiers, sizes, asked.probe_bytes)
+    places = await estimate_places(destination.places, tiers, sizes, probe_bytes)
     problems += _host_problems(
         destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in told), to_spare
     )
@@ -208,8 +178,8 @@ async def estimate(destination: Destination, coordinator: Coordinator, asked: Es
         pool_bytes=memory.pool_bytes,
         load_bytes=memory.load_bytes,
         other_layout_bytes=memory.other_parts_bytes,
-        pause_s=await _pause_s(plan.tensor_bytes, asked.last_saves),
-        durable_s=asked.last_saves.durable_s or _durable_s(destination, places),
+        pause_s=await _pause_s(plan.tensor_bytes, engine.last_saves),
+        durable_s=engine.last_saves.durable_s or _durable_s(destination, places),
         places=tuple(places),
         assumptions=(*supposed, *_supposed_of(engine, told)),
         problems=tuple(problems),
@@ -278,3 +248,101 @@ def time_copy(byte_count: int) -> float:
     begun_ns = time.perf_counter_ns()
     target.copy_(source)
     return byte_count / max(time.perf_counter_ns() - begun_ns, 1) * 1e9
+
+
+# The peak memory that a process needs beside its state, in a save and in a load.
+
+
+BESIDE_BYTES = 4 << 20
+"""Beside pool, copies and reads: tables of tensors, checksums, threads. Measured: 0.6 to 3 MiB for 300 tensors."""
+WRITER_BYTES = 28 << 20
+"""Of a writer process alone: its interpreter, and tables of tensors. Measured: 28 MiB for 10 tensors, 37 for 3,000."""
+
+
+class Peaks(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of one process beside its state, with that of its writer process.
+
+    Attributes:
+        save_bytes: at the peak of a save.
+        pool_bytes: of these, what is kept from save to save.
+        load_bytes: at the peak of a load, at most, of what was saved in the parts that are wanted.
+        other_parts_bytes: the same of what was saved in other parts.
+    """
+
+    save_bytes: int
+    pool_bytes: int
+    load_bytes: int
+    other_parts_bytes: int
+
+
+def find_memory(
+    nearest: Place,
+    plan: SavePlan,
+    to_spare: int,
+    *,
+    copied_bytes: int,
+    staged_bytes: int,
+    step_bytes: int,
+    largest_bytes: int,
+) -> tuple[Peaks, list[str]]:
+    """Return the memory that a save by *plan* and a load from the *nearest* place take, and what is wrong with that.
+
+    Args:
+        to_spare: bytes of memory that this machine has; its staging pools get a quarter of that at most.
+        copied_bytes: that a lazy save copies beside the pool (`copied_at_call_bytes`).
+        staged_bytes: that cannot be read into place (`staged_bytes`).
+        step_bytes: of all ranks; *largest_bytes*: of one tensor of these.
+    """
+    engine, traits = nearest.engine, nearest.backend.traits
+    io, pool = engine.options.io, engine.pool.statistics()
+    wanted, most = plan.window_count * io.slab_bytes, pool.ceiling_bytes
+    if io.pool_bytes is None:
+        most = max((to_spare + pool.allocated_bytes) // 4 // io.slab_bytes * io.slab_bytes, most)
+    pool_bytes = min(wanted, most)
+    writer_bytes = WRITER_BYTES if engine.options.worker == "process" else 0
+    each_bytes = io.read_bytes if traits.read_buffer_bytes is None else traits.read_buffer_bytes
+    read_bytes = min(traits.block_reads * each_bytes, step_bytes)
+    gap_bytes = min(traits.block_reads * io.read_bytes, step_bytes)
+    scratch_bytes = min(max(scratch_limit_bytes(nearest), largest_bytes), step_bytes)
+    verifying_bytes = gap_bytes if io.verify == "full" else 0  # before anything is staged
+    found = Peaks(
+        save_bytes=pool_bytes + copied_bytes + BESIDE_BYTES + writer_bytes,
+        pool_bytes=pool_bytes,
+        load_bytes=read_bytes + max(staged_bytes, verifying_bytes) + BESIDE_BYTES,
+        other_parts_bytes=read_bytes + staged_bytes + gap_bytes + scratch_bytes + BESIDE_BYTES,
+    )
+    if pool_bytes < wanted and io.pool_bytes is None:
+        return found, [
+            f"the staging pool gets {size(pool_bytes)}, a quarter of the memory to spare, for {size(plan.file_bytes)}: a "
+            "save holds training until the rest is written. Free memory, give IO(pool_bytes=…), or save with "
+            "snapshot='lazy'"
+        ]
+    return found, []
+
+
+def copied_at_call_bytes(state: Mapping[str, Any], walked: Sequence[TensorShard]) -> int:
+    """Return the host memory of what a lazy save copies in the call: buffers, bare tensors, what no optimizer owns."""
+    owned = {
+        local_part(parameter).data_ptr()
+        for _, optimizer in find_optimizers(state)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return sum(shard.nbytes for shard in walked if _on_host(shard) and _is_mutable(shard, owned))
+
+
+def _on_host(shard: TensorShard) -> bool:
+    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
+
+
+def _is_mutable(shard: TensorShard, owned: Set[int]) -> bool:
+    return shard.may_differ or (isinstance(shard.data, torch.nn.Parameter) and shard.data.data_ptr() not in owned)
+
+
+def staged_bytes(walked: Sequence[TensorShard]) -> int:
+    """Return what a load brings to host memory first, to copy it when all is verified: of devices, and strided tensors."""
+    return sum(
+        shard.nbytes
+        for shard in walked
+        if isinstance(shard.data, torch.Tensor) and not is_fillable(shard.data.detach())
+    )

@@ -85,7 +85,8 @@ def write_float(value: float) -> Any:
 
 
 def _read_float(node: Mapping[str, Any]) -> float:
-    named = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}
+    # A new NaN each time: as keys they are told apart by identity.
+    named = {"nan": float("nan"), "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}
     return named[field(node, "value", str)]
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from aiockpt.format.dtypes import itemsize
 from aiockpt.state.geometry import Box
+
+T = TypeVar("T")
 
 
 class TensorShard(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -50,6 +52,39 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False, gc=False):
         return sum(box.volume for box in self.boxes) * itemsize(self.dtype)
 
 
+class KnownState:
+    """What was derived of one structure, so that the next save of it need not: the one holder of all of that.
+
+    The walk that finds a structure makes it, each later walk of that structure returns it with the state, and `release`
+    ends it with the walk's own plan. A fact is found only for what it holds for: an equal digest of a structure, or the
+    very same shards in the same order, whose tensors are where they were. Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[type, tuple[object, Any]] = {}
+
+    def find(self, kind: type[T], holds_for: object) -> T | None:
+        """Return the fact of class *kind* that was kept for an equal digest, or for the very same tuple of shards."""
+        kept = self._facts.get(kind)  # read once: several saves may be planned on several threads
+        if kept is None or (kept[0] is not holds_for and kept[0] != holds_for):
+            return None
+        fact: T = kept[1]
+        return fact
+
+    def keep(self, fact: T, holds_for: object) -> T:
+        """Keep *fact* in place of the last one of its class, and return it."""
+        self._facts[type(fact)] = holds_for, fact
+        return fact
+
+    def drop(self, kind: type) -> None:
+        """Release the fact of class *kind*."""
+        self._facts.pop(kind, None)
+
+    def release(self) -> None:
+        """Release all of it, and with it the tensors."""
+        self._facts.clear()
+
+
 class ShardedState(msgspec.Struct, frozen=True, eq=False):
     """What this rank has to checkpoint.
 
@@ -62,6 +97,7 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
             things, with None.
         structure: equal if and only if a plan made for one state serves the other; values do not change it.
         replicas: of all tensors that this rank has, those that other ranks have, too; empty until ranks have planned.
+        known: what earlier saves have derived of it, or of parts of it.
     """
 
     tensors: tuple[TensorShard, ...]
@@ -71,6 +107,11 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
     structure: str
     left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
     replicas: tuple[TensorShard, ...] = ()
+    known: KnownState = msgspec.field(default_factory=KnownState)
+
+    def without_tensors(self) -> ShardedState:
+        """Return what is needed of it once its tensors are copied; it keeps none of them alive."""
+        return msgspec.structs.replace(self, tensors=(), replicas=(), known=KnownState())
 
 
 def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool:

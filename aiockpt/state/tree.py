@@ -26,8 +26,7 @@ import msgspec
 from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state import scalars
-from aiockpt.state.advice import advise
-from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.codecs import CodecRegistry, advise
 from aiockpt.state.scalars import decode_base64, field
 
 Path = tuple[str | int, ...]

@@ -72,7 +72,9 @@ def parse_address(where: str | os.PathLike[str]) -> Address:
     elif not text.startswith("./") and not _URL.fullmatch(text) and (lost := _URL_IN_A_PATH.fullmatch(text)):
         raise _slip(text, "a URL that lost a slash on its way through a path (pass a str)", _last_url(lost))
     if (url := _URL.fullmatch(text)) is None:
-        return Address("file", _at_home(text))
+        path = _at_home(text)
+        _check_characters(os.path.abspath(path))  # of a relative one the working directory counts, too
+        return Address("file", path)
     scheme = url[1].lower()
     return Address(scheme, _file_path(text, url[2]) if scheme == "file" else text)
 
@@ -145,7 +147,10 @@ def _sftp(found: re.Match[str]) -> str:
     return f"sftp://{found[1]}{found[3]}/{found[4]}"
 
 
-_NO_SETTING = r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?i:none|true|false|null)$"
+_NO_SETTING = (
+    r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?!file:).*/(?:None|NaN|nan|<NA>)(?:/|$)"
+    r"|^(?i:none|true|false|null|n/a|-?inf)$"
+)
 _LOST_SLASH = r"\1://\2 (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
 # Whether it is looked for in URLs, too; pattern, what it is, what was likely meant. The first that fits counts.
 _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] = (
@@ -157,7 +162,9 @@ _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] 
         "what str() makes of an object of Python",
         r"\2",
     ),
-    (True, r"[\x00-\x1f\x7f]", "a control character", ""),
+    (True, r"[\x00-\x1f\x7f\u200b-\u200f\u2028\u2029\ufeff]", "a control character", ""),
+    (False, r"^--?[A-Za-z][\w-]*(?:[= ](.*))?$", "an option of a command line", r"\1"),
+    (False, r"^[A-Za-z_]\w*\(.*['\"].*\)$", "what str() makes of an object of Python", "its path"),
     (
         False,
         rf"(?i)^({_SCHEMES})(?:：|\s*:(?!//)|\s+://|[;.,]//|(?<!file)//)(.*)$",
@@ -182,6 +189,7 @@ _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] 
     (False, r"^([\w.-]+)(:[^/@]+)?(@[A-Za-z][\w.-]*):/*(.*)$", "an address for scp or rsync", _sftp),
     (False, r"^([A-Za-z][A-Za-z0-9+.-]*):/([^/].*)$", "neither a path nor a URL", _LOST_SLASH),
     (False, r"^([A-Za-z][A-Za-z0-9+.-]*):/$", "neither a path nor a URL", _LOST_SLASH.replace(r"\2", "…")),
+    (False, r"^[A-Za-z_][\w-]*:[ \t]+(.+)$", "a line of YAML", r"\1"),
     (False, _IN_A_PATH, "a URL that was joined to a path", _last_url),
     (False, r"\\", "a backslash", lambda found: found.string.replace("\\ ", " ").replace("\\", "/")),
     (
@@ -208,7 +216,7 @@ _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] 
         "a template that was not filled in",
         lambda found: f"its value, as an f-string has it: f{found.string!r}",
     ),
-    (True, r"%\(\w+\)[sd]|%Y.?%m", "a template that was not filled in", "its value"),
+    (True, r"%\(\w+\)[sd]|%Y.?%m|(?:^|[/_-])%[sd](?:[/_-]|$)", "a template that was not filled in", "its value"),
     (True, r"<[^<>/]*>", "a placeholder", "what stands for it"),
     (True, _NO_SETTING, "what str() makes of a setting that is not there", "a path or a URL"),
     (False, r"[^/]/(~(?:/.*)?)$", "a home folder behind another folder", r"\1"),

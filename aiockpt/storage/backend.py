@@ -93,10 +93,11 @@ class UnfinishedUpload(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """Bytes free and in all; None where the place does not say."""
+    """Bytes free and in all, and how many more files and folders there may be; None where the place does not say."""
 
     free_bytes: int | None
     total_bytes: int | None
+    free_files: int | None = None
 
 
 class Upload(Protocol):

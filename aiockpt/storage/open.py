@@ -105,6 +105,11 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
                 f"{url!r}: a checkpoint of torch.distributed.checkpoint is no place for steps. Begin a run from it by "
                 f"resume(state, fork={url!r}), or make a step of it: aiockpt convert {url} RUN"
             )
+        if scheme == "hf" and (url.startswith("hf:///") or url.count("://") > 1):  # no repository of the Hub
+            raise UsageError(
+                f"{url!r}: a folder of weights is no place for steps. Begin a run from it by resume(state, fork={url!r}), "
+                f"or make a step of it: aiockpt convert {url.removeprefix('hf://')} RUN"
+            )
         if scheme in others:
             return _import("aiockpt.backends.fsspec", "FsspecBackend")
         raise _unknown(scheme, url, found, others)

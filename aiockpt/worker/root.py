@@ -15,10 +15,10 @@ from typing import cast
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import Alone, Coordinator
-from aiockpt.engine.destination import Destination, OnePlace
-from aiockpt.engine.outcomes import Failures
+from aiockpt.engine.alone import Alone, OnePlace
+from aiockpt.engine.context import Engine, Failures
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.place import Place
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier

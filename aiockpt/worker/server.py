@@ -13,8 +13,7 @@ from anyio.abc import TaskGroup
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Round, SaveJob, SaveRequest
-from aiockpt.engine.snapshotter import Capture
+from aiockpt.engine.job import Capture, Round, SaveJob, SaveRequest
 from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.upload import Handover

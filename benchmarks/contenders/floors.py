@@ -12,6 +12,8 @@ from benchmarks.report import Samples
 from benchmarks.state import State
 from benchmarks.steps import timed
 
+HASHED_RUN_BYTES = 4 * pages.MIB
+
 
 def memcpy(state: State, folder: Path, repetitions: int) -> Samples:
     """Copy all tensors into warm memory."""
@@ -48,8 +50,9 @@ def direct_read(state: State, folder: Path, repetitions: int) -> Samples:
 
 
 def warm_read(state: State, folder: Path, repetitions: int) -> Samples:
-    """Read as many bytes from the page cache, in chunks of several sizes."""
+    """Read as many bytes from the page cache, in chunks of several sizes; and into the tensors themselves, hashed."""
     target, file = floors.aligned_buffer(states.size_bytes(state)), folder / "raw"
+    runs = floors.cut_runs(state, HASHED_RUN_BYTES)
     samples: Samples = {}
     with ThreadPoolExecutor(floors.WARM_READ_THREADS) as pool:
         floors.write_direct(pool, file, target)
@@ -58,4 +61,7 @@ def warm_read(state: State, folder: Path, repetitions: int) -> Samples:
                 pages.warm(file)
                 seconds = timed(partial(floors.read_warm, pool, file, target, chunk_bytes))
                 samples.setdefault(f"preadv_{chunk_bytes // pages.MIB}_mib_s", []).append(seconds)
+            pages.warm(file)
+            seconds = timed(partial(floors.read_hashed, pool, file, runs, HASHED_RUN_BYTES))
+            samples.setdefault("preadv_and_hash_s", []).append(seconds)
     return samples

@@ -32,22 +32,24 @@ ROOM = 2.2
 """The interval, of the time that the raw writer needs."""
 WARM = 2
 """Rounds that are not counted."""
+SMOKE_STEPS = 20
 
 
 class _Loop:
     """Intervals of small steps that end with an optimizer's."""
 
-    def __init__(self, state: State, work: Path) -> None:
+    def __init__(self, state: State, work: Path, smoke: bool) -> None:
+        self._after = SMOKE_STEPS if smoke else AFTER
         self._state = state
         self._step = small_step(optimizes=False)
         self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         self._saved = 0
-        quiet_s = statistics.median(self._run(1000))
+        quiet_s = statistics.median(self._run(self._after if smoke else 1000))
         raw = RawWriter(copies=False)
         raw.open(work, state)
         writing_s = max(seconds(lambda: raw.save(0, state).wait()) for _ in range(3))
-        self.steps = AFTER + round(ROOM * writing_s / quiet_s)
-        self._before = self._run(AFTER)
+        self.steps = self._after + round(ROOM * writing_s / quiet_s)
+        self._before = self._run(self._after)
 
     def _run(self, count: int) -> list[float]:
         return run_steps(self._step, lambda done: done >= count)
@@ -63,11 +65,11 @@ class _Loop:
         if isinstance(way, Nothing):
             beside = self._run(self.steps // 2)
         else:
-            beside = run_steps(self._step, lambda count: count >= AFTER and saving.done())
+            beside = run_steps(self._step, lambda count: count >= self._after and saving.done())
         durable_s = time.perf_counter() - begun_s
         saving.wait()
-        behind = self._run(AFTER)
-        rest = self._run(max(AFTER, self.steps - len(beside) - len(behind)))
+        behind = self._run(self._after)
+        rest = self._run(max(self._after, self.steps - len(beside) - len(behind)))
         quiet = [*self._before, *rest]
         self._before = rest
         counted = len(beside) + len(behind)
@@ -94,13 +96,14 @@ def beside(turn: Turn, outcome: Outcome) -> None:
     ways: dict[str, Contender] = {name: made for name in turn.contenders if (made := try_make(turn, name, outcome))}
     for number, way in enumerate(ways.values()):
         way.open(work / str(number), state)
-    loop = _Loop(state, work)
+    loop = _Loop(state, work, turn.smoke)
     outcome.note(turn, f"{loop.steps} steps between two optimizer steps.")
     samples: dict[str, Samples] = {name: {} for name in ways}
-    for done in range(WARM + turn.repetitions):
+    warm = 0 if turn.smoke else WARM
+    for done in range(warm + turn.repetitions):
         for name in _rotated(list(ways), done):
             found = loop.interval(ways[name])
-            for metric, value in found.items() if done >= WARM else ():
+            for metric, value in found.items() if done >= warm else ():
                 samples[name].setdefault(metric, []).append(value)
     for name, way in ways.items():
         if way.checks:

@@ -18,7 +18,7 @@ import torch
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.format.manifest import Piece, Receipt, TensorEntry
-from aiockpt.format.names import data_key
+from aiockpt.format.names import data_path
 from aiockpt.pipeline import receipts
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
 from aiockpt.planning import groups
@@ -76,7 +76,7 @@ class _Job:
     async def _save(self, rank: int, writing_s: float) -> None:
         own, storage, board = receipt(rank, self.ranks), self.storages[rank], self.meetings[rank]
         await anyio.sleep(writing_s)
-        upload = await self.objects.create(data_key(STEP_ID, ATTEMPT, rank, 0), own.files[0].size)
+        upload = await self.objects.create(f"{STEP_ID}/{data_path(ATTEMPT, rank, 0)}", own.files[0].size)
         await upload.write(0, [memoryview(bytes(own.files[0].size))])
         await upload.finish()
         await cast_vote(storage, own)

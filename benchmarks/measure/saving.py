@@ -27,8 +27,9 @@ from benchmarks.visit import Measure, Outcome, Turn, resolve
 
 QUIET_STEPS = 1000
 SAVING_STEPS = 200
+SMOKE_STEPS = 50
 
-MeasureOne = Callable[[Contender, State, Path, int], Samples]
+MeasureOne = Callable[[Contender, State, Path, Turn], Samples]
 
 
 def _of_each(measure: MeasureOne) -> Measure:
@@ -44,8 +45,8 @@ def _of_each(measure: MeasureOne) -> Measure:
             folder = Path(turn.folder) / str(index)
             folder.mkdir()
             state = states.build(turn.size_bytes)
-            work = made if floor else partial(measure, made)
-            outcome.add(turn, name, work(state, folder, turn.repetitions))
+            found = made(state, folder, turn.repetitions) if floor else measure(made, state, folder, turn)
+            outcome.add(turn, name, found)
 
     return of_each
 
@@ -75,12 +76,12 @@ def check(contender: Contender, step: int, state: State) -> None:
 
 
 @_of_each
-def save(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+def save(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
     """Pause and time to durable: of the first save of a process, and of those after it."""
     contender.open(folder, state)
     first = save_once(contender, 1, state)
-    later = [save_once(contender, 2 + index, state) for index in range(repetitions)]
-    check(contender, 1 + repetitions, state)
+    later = [save_once(contender, 2 + index, state) for index in range(turn.repetitions)]
+    check(contender, 1 + turn.repetitions, state)
     contender.close()
     return {
         "pause_first_s": [first[0]],
@@ -91,7 +92,7 @@ def save(contender: Contender, state: State, folder: Path, repetitions: int) -> 
 
 
 @_of_each
-def warmed(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+def warmed(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
     """Pause and time to durable of the first save after ``warm_up``."""
     contender.open(folder, state)
     warm_up_s = timed(lambda: contender.warm_up(state))
@@ -102,7 +103,7 @@ def warmed(contender: Contender, state: State, folder: Path, repetitions: int) -
 
 
 @_of_each
-def load(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+def load(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
     """Seconds to fill the job's tensors, from the disk and from the page cache."""
     contender.open(folder, state)
     save_once(contender, 1, state)
@@ -115,31 +116,37 @@ def load(contender: Contender, state: State, folder: Path, repetitions: int) -> 
         states.compare(state, expected)
         return seconds
 
-    cold = [load_once(pages.drop) for _ in range(repetitions)]
-    warm = [load_once(pages.warm) for _ in range(repetitions)]
+    cold = [load_once(pages.drop) for _ in range(turn.repetitions)]
+    warm = [load_once(pages.warm) for _ in range(turn.repetitions)]
     contender.close()
     return {"cold_s": cold, "warm_s": warm}
 
 
 @_of_each
-def train(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+def train(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
     """What saves take from a training loop; the first save, which warms the contender up, is not counted."""
     step = small_step()
     contender.open(folder, state)
     save_once(contender, 1, state)
-    seen = [slow_down(step, partial(contender.save, 2 + index, state)) for index in range(repetitions)]
+    quiet_steps = SMOKE_STEPS if turn.smoke else QUIET_STEPS
+    seen = [
+        slow_down(step, partial(contender.save, 2 + index, state), quiet_steps) for index in range(turn.repetitions)
+    ]
     if contender.checks:
-        check(contender, 1 + repetitions, state)
+        check(contender, 1 + turn.repetitions, state)
     contender.close()
     return {name: [one[name] for one in seen] for name in seen[0]}
 
 
 def slow_down(
-    step: Callable[[], None], save: Callable[[], Pending], clock: Clock = time.perf_counter
+    step: Callable[[], None],
+    save: Callable[[], Pending],
+    quiet_steps: int = QUIET_STEPS,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
     """Run quiet steps, then *save* and steps until it is durable, and compare; ``lost_s`` counts the call too."""
     os.sync()
-    quiet = run_steps(step, lambda count: count >= QUIET_STEPS, clock)
+    quiet = run_steps(step, lambda count: count >= quiet_steps, clock)
     start = clock()
     pending = save()
     if pending.done():  # a blocking save: what is left to be durable is the training thread's own work
@@ -157,12 +164,12 @@ def slow_down(
 
 
 @_of_each
-def memory(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+def memory(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
     """What this process takes before its first save; the parent watches the peak from outside (`benchmarks.runner`)."""
     gc.collect()
     before_bytes = machine.memory_bytes(os.getpid())
     contender.open(folder, state)
-    for index in range(1 + repetitions):
+    for index in range(1 + turn.repetitions):
         save_once(contender, 1 + index, state)
     budget_bytes = contender.budget_bytes()
     contender.close()

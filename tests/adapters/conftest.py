@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
+from aiockpt.adapters.matcher import LoadTarget
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import open_target
 from aiockpt.state.shards import ShardedState
 
 Through = Callable[..., Any]

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import aiockpt
-from aiockpt.adapters.native import StateWalker, open_target
+from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import Selection
+from aiockpt.adapters.target import open_target
 from aiockpt.errors import CheckpointError, StateMismatchError, UnsupportedStateError, UsageError
 from aiockpt.state.codecs import DEFAULT_CODECS
 from tests.adapters.conftest import Through
@@ -431,6 +432,17 @@ def test_what_was_never_saved_is_refused_whatever_it_says(save: Any, make: Calla
                 target.apply()
             except CheckpointError:
                 pass
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("here", ["the same", None])
+def test_indices_that_make_no_sparse_tensor_are_refused(save: Any, here: str | None) -> None:
+    one = torch.eye(3).to_sparse_csr()
+    target = open_target({"t": here and one.clone()}, save({"t": one}).stored)
+    for shard in target.wanted:
+        shard.data.zero_()
+    with pytest.raises(CheckpointError, match="crow_indices"):
+        target.apply()
 
 
 def test_a_rule_asks_again_where_torch_has_no_guards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

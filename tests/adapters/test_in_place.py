@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.adapters.native import StateWalker, per_rank
+from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.state.codecs import CodecRegistry
 from tests.adapters.conftest import Saved, resume, same
@@ -57,7 +57,7 @@ def test_what_the_program_holds_is_filled_wherever_it_is(kind: str, place: str) 
             "in a tuple": {"v": (0, (value,))},
             "beside a tensor": {"v": {"x": value, "w": torch.ones(1)}},
             "beside a module": {"v": {"x": [value, nn.Linear(1, 1)], 3: (value, nn.Linear(1, 1))}},
-            "own": {"v": per_rank({"x": value})},
+            "own": {"v": aiockpt.per_rank({"x": value})},
         }[place]
 
     if kind == "tensor" and place == "beside a module":
@@ -454,8 +454,32 @@ def test_tensors_under_odd_keys_find_theirs_whatever_the_order() -> None:
     assert (first.item(), second.item(), list(found["v"])) == (1, 2, [(1,), (2,)])
 
 
+def test_what_is_made_under_another_name_of_a_tensor_is_that_tensor() -> None:
+    weight = torch.ones(3)
+    state: dict[str, Any] = {"of the state": torch.zeros(3), "made": None}
+    resume({"of the state": weight, "made": weight}, state)
+    assert state["made"] is state["of the state"]
+    assert torch.equal(state["made"], weight)
+
+
 def test_a_tied_tensor_that_is_made_or_found_elsewhere_is_not_unexpected() -> None:
     t = torch.ones(3)
     for found in ({"a": t.clone(), "v": {(0,): []}}, {"a": None, "v": {(0,): None}}):
         result = resume({"a": t, "v": {(0,): [0, t]}}, found)
         assert (result.unexpected, result.differences) == ((), ())
+
+
+def test_a_tensor_under_two_names_of_an_object_that_loads_itself_is_not_unexpected() -> None:
+    class Twice:
+        def __init__(self, value: float) -> None:
+            self.held = {"one": (t := torch.full((2,), value)), "other": t}
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return self.held
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.held = state
+
+    result = resume({"o": Twice(1)}, found := {"o": Twice(0)})
+    assert (result.unexpected, result.differences) == ((), ())
+    assert found["o"].held["one"] is found["o"].held["other"]

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
-from aiockpt.adapters.native import read_tree
+from aiockpt.adapters.target import read_tree
 from aiockpt.data.loader import Loader
 from aiockpt.data.sampler import ShardedSampler
 from aiockpt.data.samples import LoaderPart, Span
@@ -27,6 +34,7 @@ from tests.adapters.loaders import (
     Make,
     Numbers,
     by_torchdata,
+    impatience,
     no_vital,
     opaque,
     packed,
@@ -41,7 +49,8 @@ from tests.adapters.loaders import (
 )
 from tests.adapters.worlds import World
 
-pytestmark = no_vital
+__all__ = ["impatience"]
+pytestmark = [no_vital, pytest.mark.usefixtures("impatience")]
 EACH = samples_of([range(LENGTH)])
 
 
@@ -442,3 +451,146 @@ def test_a_loader_tells_its_epoch_its_length_and_what_it_is() -> None:
     assert len(sampled(1, 2)) == 8
     (part,) = ShardedSampler(10, 2, rank=1, size=2).parts()
     assert part.spans == (Span("order", 1, 10, 2),)
+
+
+def shuffled(length: int = 20, *, batch_size: int = 4, workers: int = 0, **how: Any) -> StatefulDataLoader:
+    how = {"shuffle": True, "generator": torch.Generator().manual_seed(3), **how}
+    return StatefulDataLoader(Numbers(length), batch_size=batch_size, num_workers=workers, collate_fn=list, **how)
+
+
+def in_order(length: int = 20, *, batch_size: int = 4, workers: int = 0, **how: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Numbers(length), batch_size=batch_size, num_workers=workers, collate_fn=list, **how)
+
+
+def by(sampler: type[Any], length: int = 20, **how: Any) -> StatefulDataLoader:
+    return in_order(length, sampler=sampler(Numbers(length), **how))
+
+
+def cut(batch_size: int) -> StatefulDataLoader:
+    cutter = BatchSampler(SequentialSampler(range(20)), batch_size, drop_last=False)
+    return StatefulDataLoader(Numbers(20), batch_sampler=cutter, collate_fn=list)
+
+
+def go_on(before: Any, after: Any, batches: int, *, wrapped: bool = False, ended: bool = False) -> Any:
+    """Have *after* go on where *before* was saved after so many batches; return it, and what was given before."""
+    one, other = (Loader(data) if wrapped else data for data in (before, after))
+    loop = iter(one)
+    given = [next(loop) for _ in range(batches)]
+    assert not ended or not list(loop)
+    saved(one).load_one({"loader": other}, 0, 1)
+    return other, given
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_loader_of_torchdata_is_given_what_it_saved(wrapped: bool) -> None:
+    class Recording(StatefulDataLoader):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            loaded.append(list(state_dict))
+            super().load_state_dict(state_dict)
+
+    loaded: list[list[str]] = []
+    before = shuffled()
+    go_on(before, Recording(Numbers(20), batch_size=4, shuffle=True, collate_fn=list), 2, wrapped=wrapped)
+    assert loaded == [list(before.state_dict())]
+
+
+HAD_20 = "the data have {} samples, and had 20 when the checkpoint was made: the rest of this epoch is drawn of another"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(("length", "workers", "epoch"), [(25, 0, 0), (25, 2, 2), (15, 0, 2), (15, 2, 0), (20, 0, 2)])
+def test_a_shuffled_loader_of_torchdata_tells_that_its_data_have_another_length(
+    caplog: pytest.LogCaptureFixture, length: int, workers: int, epoch: int, wrapped: bool
+) -> None:
+    """By itself it draws the rest of another order, and says nothing."""
+    before = shuffled(workers=workers)
+    for _ in range(epoch):
+        list(before)
+    after, given = go_on(before, shuffled(length, workers=workers), 2, wrapped=wrapped)
+    rest = list(after)
+    assert samples_of(rest).total() == length - 8
+    if length == 20:
+        assert samples_of(given) + samples_of(rest) == samples_of([range(20)])
+    assert samples_of(after) == samples_of([range(length)])
+    assert caplog.text.count(HAD_20.format(length)) == (length != 20)
+    assert ("use a ShardedSampler; only= leaves the loader out of load()" in caplog.text) == (length != 20)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (in_order, lambda: in_order(25), ""),
+        (in_order, lambda: in_order(15), ""),
+        (in_order, lambda: in_order(batch_size=3), ""),
+        (
+            in_order,
+            lambda: in_order(3),
+            "have 3 samples, and had 20 .*, of which 8 were trained: it cannot go on there",
+        ),
+        (in_order, shuffled, "come from torchdata.RandomSampler, and came from torch.SequentialSampler"),
+        (shuffled, in_order, "come from torch.SequentialSampler, and came from torchdata.RandomSampler"),
+        (shuffled, lambda: shuffled(batch_size=3), ""),
+        (shuffled, lambda: shuffled(drop_last=True), ""),
+        (lambda: by(RandomSampler), lambda: by(RandomSampler), "RandomSampler has no state: .*; shuffle=True"),
+        (
+            lambda: by(DistributedSampler, num_replicas=1, rank=0),
+            lambda: by(DistributedSampler, 25, num_replicas=1, rank=0),
+            HAD_20.format(25),
+        ),
+        (lambda: cut(4), lambda: cut(4), ""),
+        (
+            lambda: cut(4),
+            lambda: cut(3),
+            "have 3 samples, and had 4 when 2 of this epoch were trained; .* counts batches",
+        ),
+        (
+            lambda: shuffled(workers=2, snapshot_every_n_steps=3),
+            lambda: shuffled(workers=2, snapshot_every_n_steps=3, batch_size=3),
+            "counts batches",
+        ),
+        (
+            lambda: StatefulDataLoader(Stretch(), batch_size=4),
+            lambda: StatefulDataLoader(Stretch(), batch_size=3),
+            "counts batches",
+        ),
+        (
+            lambda: StatefulDataLoader(Stretch(), batch_size=4),
+            lambda: StatefulDataLoader(Stretch(), batch_size=4),
+            "",
+        ),
+    ],
+)
+def test_torchdata_is_told_of_where_it_does_not_go_on_with_the_rest_of_the_epoch(
+    caplog: pytest.LogCaptureFixture, before: Any, after: Any, says: str
+) -> None:
+    _, given = go_on(before(), go := after(), 2)
+    told = [record.message for record in caplog.records if record.name == "aiockpt"]
+    assert len(told) == bool(says)
+    assert re.search(says, "".join(told))
+    if not says and not isinstance(go.dataset, Stretch) and not go.drop_last:
+        assert samples_of(given) + samples_of(go) == samples_of([range(len(go.dataset))])
+
+
+@pytest.mark.parametrize("length", [25, 15])
+def test_at_the_end_of_an_epoch_another_length_is_told_only_where_torchdata_cannot_go_on(
+    caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    go_on(shuffled(), after := shuffled(length), 5, ended=True)
+    assert ("of which 20 were trained: it cannot go on there, and raises" in caplog.text) == (length == 15)
+    if length == 25:
+        assert samples_of(after) == samples_of([range(25)])
+
+
+def test_what_torchdata_itself_saved_and_an_older_checkpoint_are_taken_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for bare in (True, False):
+        loader = shuffled()
+        next(iter(loader))
+        world = saved(loader if bare else Loader(loader))
+        node = world.per_rank["0"]["loader"] if bare else world.values["loader"]["readers"]["0"]["state"]
+        assert node.pop("aiockpt_data") == {"samples": 20, "batch_size": 4, "sampler": "torchdata.RandomSampler"}
+        again = shuffled()
+        world.load_one({"loader": again if bare else Loader(again)}, 0, 1)
+        assert samples_of(again).total() == 16
+    assert not caplog.text

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from queue import Queue
 from typing import Any
 
@@ -339,16 +339,18 @@ def test_misuse_is_refused() -> None:
     loader, handed = sampled(), sampled(count="handed")
     one, two = take(loader, 2)
     loader.trained(one)
+    wrong: Any = (2, -1, True, 1.0, "1")
+    for number in wrong:
+        with pytest.raises(UsageError, match="give a number that"):
+            loader.trained(number=number)
     loader.trained(number=1)
     give = "give the batch, or number="
-    wrong: Any = (2, -1, True, "1")
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: loader.trained(one), "a list is no batch that waits to be trained: it was trained before"),
         (lambda: loader.trained(list(two)), "not the very object"),
         (loader.trained, give),
         (lambda: loader.trained(two, number=1), give),
         (lambda: loader.trained(number=1), "batch 1 was trained before"),
-        *((partial(loader.trained, number=number), "give a number that") for number in wrong),
         (lambda: handed.trained(one), r"give Loader\(…, count='trained'\)"),
         (handed.numbered, r"give Loader\(…, count='trained'\)"),
     ]
@@ -404,6 +406,15 @@ def test_ranks_in_different_epochs_need_a_source_that_knows_its_epochs_only_wher
     resume(world, *(make(rank, 2) for rank in range(2)))
     with pytest.raises(UsageError, match=r"rank 1 was in epoch 0 and another in epoch 1.*epoch_parts\(\)"):
         world.load_one({"loader": make(0, 1)}, 0, 1)
+
+
+def test_a_stream_that_two_ranks_own_is_refused_where_the_world_is_the_same() -> None:
+    def make() -> list[Loader[Any]]:
+        return [Loader(Files({"same": 2}), rank=rank, size=2, count="trained") for rank in range(2)]
+
+    world = saved(*make())
+    with pytest.raises(UsageError, match="two readers both own the stream 'same'"):
+        resume(world, *make())
 
 
 @pytest.mark.parametrize("damage", [[], [{"number": 0, "batches": []}], [{"number": "0"}], 7])

@@ -12,7 +12,7 @@ import torch
 
 import aiockpt
 from aiockpt.adapters import native
-from aiockpt.adapters.native import StateWalker, per_rank
+from aiockpt.adapters.rng import per_rank
 from aiockpt.errors import StateMismatchError, UnsupportedStateError
 from tests.adapters.conftest import resume
 
@@ -57,7 +57,7 @@ def test_a_long_history_does_not_count_against_the_limits() -> None:
 
 
 def test_a_list_that_grows_keeps_its_shape_most_of_the_time() -> None:
-    walker, losses = StateWalker(), [0.0] * 100_000
+    walker, losses = native.StateWalker(), [0.0] * 100_000
     shapes = set()
     for _ in range(20):
         losses += [1.0] * 500
@@ -67,7 +67,7 @@ def test_a_list_that_grows_keeps_its_shape_most_of_the_time() -> None:
 
 
 def test_two_ranks_that_say_different_things_are_told_apart() -> None:
-    nodes = [StateWalker().walk({"losses": [float(number)] * 2000}).values["losses"] for number in (1, 2)]
+    nodes = [native.StateWalker().walk({"losses": [float(number)] * 2000}).values["losses"] for number in (1, 2)]
     assert nodes[0] != nodes[1]
 
 
@@ -89,17 +89,17 @@ def test_the_biggest_leaves_are_named_when_there_is_too_much() -> None:
     with pytest.raises(
         UnsupportedStateError, match=r"The biggest: notes \(8\.8 MiB\), run\.log \(6\.2 MiB\)\. Keep"
     ) as caught:
-        StateWalker().walk(state)
+        native.StateWalker().walk(state)
     assert "model" not in str(caught.value)
 
 
 def test_too_much_text_names_the_text() -> None:
     with pytest.raises(UnsupportedStateError, match=r"The biggest: meta\.readme \(17\.0 MiB\)"):
-        StateWalker().walk({"meta": {"readme": "x" * (17 << 20), "n": 1}})
+        native.StateWalker().walk({"meta": {"readme": "x" * (17 << 20), "n": 1}})
 
 
 def test_a_log_that_grows_is_warned_of_before_it_fails(caplog: pytest.LogCaptureFixture) -> None:
-    walker, log = StateWalker(), list[Any]()
+    walker, log = native.StateWalker(), list[Any]()
     told = []
     for _ in range(20):
         log += [[0.5, None]] * 20_000

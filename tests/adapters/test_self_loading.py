@@ -121,7 +121,7 @@ def test_a_lazy_layer_without_a_shape_is_refused_by_name_when_saved(through: Thr
         through({"model": seq(nn.LazyLinear(2))}, {})
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("how", ["script", "trace", "inside"])
 def test_torchscript_is_saved_and_loaded_by_its_state_dict(through: Through, how: str) -> None:
     def make() -> Any:
@@ -143,7 +143,7 @@ def test_torchscript_is_saved_and_loaded_by_its_state_dict(through: Through, how
     assert all(map(torch.equal, *states))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_torchscript_and_the_module_that_it_was_made_of_load_each_other(through: Through) -> None:
     plain = seq(nn.Linear(2, 3), nn.BatchNorm1d(3))
     scripted = torch.jit.script(seq(nn.Linear(2, 3), nn.BatchNorm1d(3)))

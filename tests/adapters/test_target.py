@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from aiockpt.adapters.native import RNG, Stored, open_target, per_rank, read_tree
-from aiockpt.adapters.target import TensorRef
+from aiockpt.adapters.rng import RNG, per_rank
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import TensorRef, open_target, read_tree
 from aiockpt.errors import ManifestError, StateMismatchError, UsageError
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Opaque

@@ -42,14 +42,14 @@ OPTIMIZER_HOOKS = {
     "_optimizer_load_state_dict_post_hooks",
 }
 SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
-    # the function, the digest of its source, and the names whose meaning it shows
+    # the function, the digests of its source (torch 2.13, 2.14 where it differs), and the names whose meaning it shows
     (nn.Module.__init__, "eac5af286a7d471f", TREE | MODULE_HOOKS),
     (nn.Module._save_to_state_dict, "8ed57d3b17ba0959", {"_save_to_state_dict"}),
     (nn.Module.state_dict, "57d07dd24ce52c60", {"_version"}),
     (nn.Module.load_state_dict, "128f811f0474fa6c", set()),  # `_metadata` of both is read out of `vars()`
-    (nn.Module._load_from_state_dict, "90792cb10f4fa1ff", {"_version"}),
+    (nn.Module._load_from_state_dict, "90792cb10f4fa1ff f475d1c8e70b0a90", {"_version"}),
     (Optimizer.state_dict, "32626b5dd54af43b", OPTIMIZER_HOOKS),
-    (Optimizer.load_state_dict, "7f8aa58e98c52731", OPTIMIZER_HOOKS),
+    (Optimizer.load_state_dict, "7f8aa58e98c52731 8778b39f7e726b94", OPTIMIZER_HOOKS),
     (DTensor.__tensor_flatten__, "b049a1957a0173a1", {"_local_tensor", "_spec"}),
     (
         FlatParamHandle._init_flat_param_and_metadata,
@@ -95,7 +95,9 @@ def private_names(path: Path) -> set[str]:
 )
 def test_the_source_that_an_adapter_relies_on_is_unchanged(source: Callable[..., Any], expected: str) -> None:
     digest = hashlib.sha256(inspect.getsource(source).encode()).hexdigest()[:16]
-    assert digest == expected, "read it again, see that what uses its private names still fits, then pin it anew"
+    assert digest in expected.split(), (
+        "read it again, see that what uses its private names still fits, then pin it anew"
+    )
 
 
 def test_each_private_name_of_others_that_is_used_is_pinned() -> None:

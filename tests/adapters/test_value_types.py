@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from aiockpt.adapters.native import Stored, per_rank
 from aiockpt.adapters.plain_values import in_words
+from aiockpt.adapters.rng import per_rank
+from aiockpt.adapters.stored import Stored
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.tree import TAG
 from tests.adapters.conftest import same
@@ -29,6 +30,8 @@ from tests.adapters.worlds import World
         (np.ones(2), [1.0], "v: a list in the state, a numpy.ndarray in the checkpoint"),
         (torch.ones(1), 1.0, "v: a float in the state, a tensor in the checkpoint"),
         (1.0, torch.ones(1), "v: a tensor in the state, a float in the checkpoint"),
+        (b"1", torch.ones(1), "v: a tensor in the state, bytes in the checkpoint"),
+        ([1.0], torch.ones(1), "v: a tensor in the state, a list in the checkpoint"),
         (
             0.5,
             torch.ones((), dtype=torch.int64),

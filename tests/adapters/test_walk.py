@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from aiockpt.adapters import watch
-from aiockpt.adapters.native import RNG, StateWalker, per_rank
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.rng import RNG, per_rank
 from aiockpt.errors import UnsupportedStateError
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import ShardedState
@@ -276,7 +277,7 @@ def test_forgetting_lets_go_of_the_last_state() -> None:
     del state
     gc.collect()
     assert alive() is not None
-    walker.forget()
+    walker.release()
     gc.collect()
     assert alive() is None
 
@@ -372,3 +373,18 @@ def test_a_key_named_like_the_tag_is_no_tag() -> None:
     assert walked.values == {
         "a": {"$": "dict", "items": [["$", "tensor"], ["name", {"$": "tensor", "name": "a.name"}]]}
     }
+
+
+def test_a_parameter_that_is_renamed_in_a_module_that_saves_itself_has_its_new_name() -> None:
+    class Own(nn.Linear):
+        def state_dict(self, *given: Any, **how: Any) -> Any:
+            return {"all": torch.cat([one.detach().view(-1) for one in self.parameters()])}
+
+    module = nn.Sequential(Own(2, 2))
+    state = {"m": module, "o": torch.optim.SGD(module.parameters())}
+    walker = StateWalker()
+    for _ in range(2):
+        walker.walk(state)
+    assert walker.cold_walks == 1
+    module[0].register_parameter("shift", module[0]._parameters.pop("bias"))
+    assert "m.0.shift" in str(walker.walk(state).values)

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.adapters.native import StateWalker, Stored, open_target
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import open_target
 
 State = Mapping[str, Any]
 

@@ -279,6 +279,29 @@ def test_a_protocol_that_fsspec_does_not_know_is_refused() -> None:
         FsspecBackend("nosuch://place")
 
 
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("s3a://bucket/run", "Write s3://bucket/run, which needs no such package"),
+        ("gcs://bucket/run", "Write gs://bucket/run, which"),
+        (
+            "hf://org/name",
+            r"holds weights, and no steps: .* by load\(state, fork='hf://org/name'\); .* convert FOLDER RUN",
+        ),
+        ("abfs://here/run", "abfs"),
+    ],
+)
+def test_a_place_whose_package_is_missing_says_what_serves_without_it(
+    url: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> object:
+        raise ImportError(f"install the package for {name}")
+
+    monkeypatch.setattr(import_module("fsspec"), "get_filesystem_class", missing)
+    with pytest.raises(UsageError, match=f"install the package.*{advice}"):
+        FsspecBackend(url)
+
+
 def test_a_protocol_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"class": "no_such_module_of_ours.Files", "err": "Install no-such-package"}
     monkeypatch.setitem(REGISTRY.known_implementations, "needy", known)

@@ -88,7 +88,10 @@ async def test_a_root_that_is_a_link_to_a_folder_is_used(tmp_path: Path, verb: V
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_save_and_load_name_a_root_that_is_a_file(tmp_path: Path, run: Run, call: str) -> None:
     (tmp_path / "run").write_bytes(b"")
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt, pytest.raises(StorageError, match="run is a file"):
+    with (
+        aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
+        pytest.raises(StorageError, match="run is a file"),
+    ):
         (ckpt.save(1, run.state) if call == "save" else ckpt.load(run.state)).result(30)
 
 
@@ -99,7 +102,7 @@ def run() -> Run:
 
 def test_a_root_that_cannot_be_made_is_not_taken_for_a_full_disk(run: Run) -> None:
     with (
-        aiockpt.Checkpointer("/proc/aiockpt-run", io=SMALL) as ckpt,
+        aiockpt.Checkpointer("/proc/aiockpt-run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
         pytest.raises(StorageError, match="/proc/aiockpt-run: this folder cannot be made") as caught,
     ):
         ckpt.save(1, run.state).result(30)
@@ -125,6 +128,17 @@ async def test_a_root_that_this_user_may_not_read_is_named_with_what_to_do() -> 
 async def test_a_file_that_finds_no_room_says_how_much_it_needs_and_where() -> None:
     with pytest.raises(StorageFullError, match=r"^/data/r: creating a file of 10,001 bytes, 'f'"):
         await on(SimulatedFiles(capacity_bytes=10_000)).create("f", 10_001)
+
+
+@pytest.mark.parametrize(("inodes", "free", "told"), [(100, 7, 7), (100, 0, 0), (0, 0, None)])
+async def test_inodes_are_told_where_a_file_system_has_a_number_of_them(
+    inodes: int, free: int, told: int | None
+) -> None:
+    class Few(SimulatedFiles):
+        def statvfs(self, path: str) -> os.statvfs_result:
+            return os.statvfs_result((1, 1, 100, 90, 90, inodes, free + 5, free, 0, 255))
+
+    assert await on(Few()).space() == Space(90, 100, told)
 
 
 class _NothingIsThere(SimulatedFiles):

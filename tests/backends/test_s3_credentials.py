@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from botocore.exceptions import CredentialRetrievalError
 from botocore.utils import ContainerMetadataFetcher
 
 import aiockpt
+from aiockpt.backends import s3_errors
 from aiockpt.backends.s3 import S3Backend
-from aiockpt.errors import StorageAccessError, UsageError
+from aiockpt.errors import StorageAccessError, StorageError, UsageError
 from aiockpt.storage.retry import Retrying
 from aiockpt.storage.retry_calls import RetryPolicy
 from tests.fails import fails
@@ -61,7 +63,7 @@ def certificates(env: pytest.MonkeyPatch, folder: Path, command: str) -> None:
         (web_identity, "", "web identity gives no credentials: .*no-token.* AWS_WEB_IDENTITY_TOKEN_FILE is mounted"),
         (process, "/no/such/program", "credential_process gives no credentials: .*/no/such/program.* by hand"),
         (process, "echo nonsense", "credential_process gives no credentials: .* JSON with Version 1"),
-        (process, "echo []", "credential_process gives no credentials: .* JSON with Version 1"),
+        (process, "echo []", "credential_process gives no credentials: AttributeError: 'list' .* JSON with Version 1"),
         (process, "printf \\377", "credential_process gives no credentials: .* JSON with Version 1"),
         (process, "false", "credential_process gives no credentials: .* JSON with Version 1"),
         (process, """echo '{"Version": 1}'""", "credential_process gives no credentials: .*AccessKeyId.* by hand"),
@@ -147,6 +149,47 @@ async def test_a_metadata_service_that_is_busy_is_asked_again(ask: Ask, kind: st
 )
 async def test_a_metadata_service_that_refuses_is_not(ask: Ask, kind: str, status: int, says: str) -> None:
     await fails(ask(kind, *[status] * 4), StorageAccessError, says, retryable=False)
+
+
+async def test_a_metadata_service_that_never_answers_is_given_up(
+    no_keys: pytest.MonkeyPatch, seaweed: Seaweed, s3_url: str
+) -> None:
+    """While it may be about to start it is asked again, and no longer than that; one that answers anew is alive."""
+    for name in CREDENTIALS:  # the fixture `s3_url` sets them
+        no_keys.delenv(name, raising=False)
+    no_keys.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
+    no_keys.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:1/")
+    said = "the metadata service of the container gives no credentials: .*Check AWS_CONTAINER_CREDENTIALS_FULL_URI"
+    for silent_s, attempts in ((3600.0, 12), (8.0, 4), (0.0, 2)):
+        backend = Retrying(S3Backend(s3_url, endpoint_url=seaweed.endpoint_url), policy=QUICK)
+        no_keys.setattr(s3_errors, "SILENT_S", silent_s)
+        later_s = [0.0]
+        no_keys.setattr(
+            s3_errors, "monotonic", lambda of=backend, later_s=later_s: later_s[0] + 3.0 * of.statistics().attempts
+        )
+        await fails(backend.list(""), StorageError, said)
+        assert backend.statistics().attempts == attempts
+        await fails(backend.list(""), StorageError, said)
+        more = 1 if silent_s < 3600 else attempts  # it is dead already
+        assert backend.statistics().attempts == attempts + more
+        later_s[0] = 100.0  # and is waited for anew
+        await fails(backend.list(""), StorageError, said)
+        assert backend.statistics().attempts == 2 * attempts + more
+        await backend.close()
+
+
+def test_a_metadata_service_that_answered_in_between_is_not_taken_for_dead(no_keys: pytest.MonkeyPatch) -> None:
+    silent: dict[str, tuple[float, float]] = {}
+    retryable = []
+    for now_s, answers in ((0.0, False), (3.0, True), (6.0, False), (12.0, False)):
+        no_keys.setattr(s3_errors, "monotonic", lambda now_s=now_s: now_s)
+        try:
+            with s3_errors._provider_errors("container-role", "s3://bucket", silent):
+                if not answers:
+                    raise CredentialRetrievalError(provider="container-role", error_msg=s3_errors._NO_ANSWER)
+        except StorageError as error:
+            retryable.append(error.retryable)
+    assert retryable == [True, True, False]
 
 
 async def test_an_endpoint_with_a_password_is_refused_at_once(

@@ -451,7 +451,6 @@ async def test_an_archived_step_is_passed_over_once_a_newer_one_proves_that_it_i
                 with suppress(StorageError):
                     loaded = await ckpt.load(state)
     assert (loaded.step, state, [id for id, _ in loaded.skipped]) == (step, {"x": step}, ["step-00000001"])
-    caplog.clear()
     async with aiockpt.Checkpointer(s3_url) as ckpt:
         for _ in range(2):
             assert await ckpt.load(state) is not None

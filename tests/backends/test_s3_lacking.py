@@ -137,7 +137,7 @@ def test_clean_up_goes_on_without_the_hint(tmp_path: Path, caplog: pytest.LogCap
         LocalBackend(str(tmp_path)),
         [BackendFault(do="fail", verb="put", match="LATEST", times=None, error=errno.EACCES)],
     )
-    with aiockpt.Checkpointer(refused, io=SMALL, retention=Retention(last=1)) as ckpt:
+    with aiockpt.Checkpointer(refused, limits=aiockpt.Limits(io=SMALL), retention=Retention(last=1)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"x": step}).result(30)
     with aiockpt.Checkpointer(tmp_path) as ckpt:

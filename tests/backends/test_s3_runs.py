@@ -55,7 +55,7 @@ def test_a_run_goes_on_where_it_stopped(url: str) -> None:
 
 async def test_many_parts_are_saved_verified_and_read_in_part(url: str) -> None:
     io = aiockpt.IO(pool_bytes=32 << 20)  # less than the state
-    async with aiockpt.Checkpointer(url, io=io) as ckpt:
+    async with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=io)) as ckpt:
         await ckpt.save(1, large(1.5))
         await ckpt.verify(1)
         into = large(0.0)

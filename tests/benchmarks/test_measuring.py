@@ -81,7 +81,11 @@ def test_a_raw_write_reads_back_equal_both_ways(tmp_path: Path) -> None:
         floors.write_direct(pool, tmp_path / "raw", source)
         floors.read_direct(pool, tmp_path / "raw", direct)
         floors.read_warm(pool, tmp_path / "raw", warm, MIB)
+        tensors = {str(size): torch.zeros(size, dtype=torch.uint8) for size in (MIB // 2, 7, 2 * MIB, MIB // 2 - 2)}
+        floors.read_hashed(pool, tmp_path / "raw", floors.cut_runs(tensors, MIB), MIB)
     assert direct[:] == source[:] == warm[:]
+    read = b"".join(bytes(tensor.numpy()) for tensor in tensors.values())
+    assert read == source[: len(read)]
 
 
 def test_time_lost_counts_the_call_and_slower_steps() -> None:

@@ -147,6 +147,7 @@ def turn(scenario: str, folder: Path, **changes: Any) -> Turn:
         folder=str(folder),
         repetitions=1,
         settings={**one.settings, **one.smoke},
+        smoke=True,
     )
     return msgspec.structs.replace(made, **changes)
 

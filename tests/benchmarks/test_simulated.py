@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import msgspec
 import pytest
@@ -16,11 +16,12 @@ from benchmarks.measure.network import STORE_ROUND_TRIP_S
 LATENCY_S = 0.02
 LISTINGS = 2
 """Of what was gathered, and of the data files."""
+simulate = cache(gathering.simulate)
 
 
 @pytest.mark.parametrize("ranks", [300, 600, 1200])
 def test_no_process_reads_more_than_its_level_of_the_tree(ranks: int) -> None:
-    flat, tree = (gathering.simulate(ranks, way, LATENCY_S) for way in (gathering.FLAT, gathering.TREE))
+    flat, tree = (simulate(ranks, way, LATENCY_S) for way in (gathering.FLAT, gathering.TREE))
     groups = len(groups_of(ranks))
     looks = 2 + gathering.WRITING_S / RELIST_S  # while ranks still write rank 0 looks what is there
     assert tree["read_count"] <= max(group_size(ranks), groups) + LISTINGS + looks
@@ -29,19 +30,19 @@ def test_no_process_reads_more_than_its_level_of_the_tree(ranks: int) -> None:
 
 def test_the_time_to_commit_is_that_of_the_requests_in_line() -> None:
     ranks = 600
-    tree = gathering.simulate(ranks, gathering.TREE, LATENCY_S)
+    tree = simulate(ranks, gathering.TREE, LATENCY_S)
     rounds = -(-group_size(ranks) // READS_AT_ONCE) + -(-len(groups_of(ranks)) // READS_AT_ONCE)
     written = ("gathered", "decision", "manifest")
     in_line = rounds + LISTINGS + len(written)
     woken_s = 0.2 + 10 * STORE_ROUND_TRIP_S  # the longest pause between two looks at the store
     assert tree["commit_s"] <= in_line * LATENCY_S + woken_s
-    flat = gathering.simulate(ranks, gathering.FLAT, LATENCY_S)
+    flat = simulate(ranks, gathering.FLAT, LATENCY_S)
     assert flat["commit_s"] > tree["commit_s"]
 
 
 def test_gatherers_that_die_cost_patience_and_no_step() -> None:
     ranks = 300
-    row = gathering.simulate(ranks, gathering.DYING, LATENCY_S)
+    row = simulate(ranks, gathering.DYING, LATENCY_S)
     assert PATIENCE_S < row["commit_s"] < 3 * PATIENCE_S
     assert row["read_count"] < ranks
 

@@ -51,7 +51,7 @@ def test_all_ranks_save_the_same_steps_however_their_clocks_go() -> None:
 
 def test_a_checkpointer_takes_a_time_in_place_of_a_number_of_steps(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(8)}
-    with aiockpt.Checkpointer(tmp_path, every="0.2s", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, every="0.2s", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         saved = []
         for step in range(40):
             if ckpt.step(step, state) is not None:

@@ -90,7 +90,10 @@ class CadenceCrew(Crew):
         self.world_size = world_size
         self.checkpointers = [
             aiockpt.Checkpointer(
-                url, ranks=Ranks(rank, world_size, store), io=SMALL, deadlines=QUICK, **options_of(rank)
+                url,
+                ranks=Ranks(rank, world_size, store),
+                limits=aiockpt.Limits(io=SMALL, deadlines=QUICK),
+                **options_of(rank),
             )
             for rank in range(world_size)
         ]

@@ -21,7 +21,6 @@ from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with
 from tests.campaigns.mutations import change_document, is_object
 from tests.file_surgery import ROOT, content, replaced
 from tests.inline_process import Process, local
-from tests.seams import lease_prefix
 
 SHAPES = 8
 MAX_SECONDS, MAX_BYTES = 1.0, 64 << 20
@@ -48,7 +47,7 @@ def load(files: RecordingFiles, shape: DrawnShape, *, newest: bool) -> str:
 
 def check_opened(files: RecordingFiles, attempt: str) -> None:
     """Fail when anything was opened but the folders above, the step's records, a reader's lease and the attempt's data."""
-    allowed = (f"{STEP}/a-{attempt}/", MANIFEST, lease_prefix(STEP), f"{STEP}/.tmp-")
+    allowed = (f"{STEP}/a-{attempt}/", MANIFEST, f"{STEP}/lease-", f"{STEP}/.tmp-")
     for call in files.calls:
         inside = call.path in (ROOT, STEP, "/") or call.path.startswith(allowed)
         assert call.verb == "close" or inside, str(call)

@@ -193,7 +193,7 @@ def live(root: Path, store: Path, size: int, streamed: bool, seed: int, rank: in
     workers, ahead_count, in_threads = dice.choice((0, 0, 2)), dice.choice((0, 2)), dice.random() < 0.5
     meeting = torch.distributed.FileStore(str(store), size)  # type: ignore[attr-defined]
     ranks = aiockpt.Ranks(rank, size, meeting) if size > 1 else None
-    with aiockpt.Checkpointer(root, io=TINY, ranks=ranks, on_error=lambda _: None) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=TINY), ranks=ranks, on_error=lambda _: None) as ckpt:
         job = Job(ckpt, make_loader(streamed, rank, size, workers, ahead_count))
         began()
         (live_in_threads if in_threads else live_in_tasks)(job, random.Random(seed * 100 + rank))
@@ -202,7 +202,7 @@ def live(root: Path, store: Path, size: int, streamed: bool, seed: int, rank: in
 
 def judge(root: Path, streamed: bool) -> int:
     """Load the newest step, train all that its loader gives, and say what came of it."""
-    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=TINY)) as ckpt:
         job = Job(ckpt, make_loader(streamed, 0, 1, 0, 0))
         nothing, everything = not job.first_step, int(job.counts.sum()) == LENGTH * EPOCHS
         for batch in job.batches():

@@ -24,12 +24,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.campaigns import covering
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.source_mutations import Mutation, mutations
+from tests.campaigns.warm import NOT_TAKEN
 
 MODULES = (
     *(
@@ -63,23 +64,28 @@ LIMIT_S = 600.0
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "results")
 
 
-class Workplace:
-    """A copy of the tree in *root*, in which one file at a time is changed; *python* runs its tests."""
+_OPTIONS = ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--timeout={TEST_S}", "--hypothesis-seed=0")
 
-    def __init__(self, root: Path, python: Path = Path(sys.executable)) -> None:
+
+class Workplace:
+    """A copy of the tree in *root*, in which one file at a time is changed; *python* runs its tests.
+
+    Args:
+        collected: files of tests that are collected once, at first: for many runs of few tests.
+    """
+
+    def __init__(self, root: Path, python: Path = Path(sys.executable), collected: Sequence[str] = ()) -> None:
         self.root = root
         self.tree = Path(tempfile.mkdtemp(prefix="mutants-")) / "tree"
         atexit.register(shutil.rmtree, self.tree.parent, ignore_errors=True)
         shutil.copytree(root, self.tree, symlinks=True, ignore=_LEFT_OUT)
-        self._pytest = subprocess.Popen(
-            [str(python), "-P", str(Path(__file__).with_name("warm.py"))],
-            cwd=self.tree,
-            env={**os.environ, "PYTHONPATH": str(self.tree)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        atexit.register(self._pytest.kill)
+        self._output = self.tree.parent / "output"
+        self._warm = _Warm(python, self.tree, [])
+        self._with_tests: _Warm | None = None
+        if collected:  # while the source is as it was
+            whole = ["-o", "session_timeout=1000000", "-p", "no:xdist", *_OPTIONS, *collected]
+            self._with_tests = _Warm(python, self.tree, [str(self._output), *whole])
+            self._with_tests.answer()
 
     def put(self, file: str, source: str) -> None:
         """Have *source* in *file*. Its compiled form goes: it is known by size and second, which may be the same."""
@@ -87,26 +93,43 @@ class Workplace:
         path.write_text(source)
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def run(self, tests: list[str]) -> tuple[int, str]:
-        """Run *tests* up to the first that fails; return the exit status and what pytest printed."""
-        options = [
-            "-x",
-            "-q",
-            "--tb=no",
-            "-rfE",
-            "-p",
-            "no:cacheprovider",
-            f"--timeout={TEST_S}",
-            "--hypothesis-seed=0",
-        ]
-        output = self.tree.parent / "output"
-        request = {"arguments": [*options, *tests], "output": str(output), "limit_s": LIMIT_S}
-        assert self._pytest.stdin is not None
-        assert self._pytest.stdout is not None
-        self._pytest.stdin.write(json.dumps(request) + "\n")
-        self._pytest.stdin.flush()
-        status = int(self._pytest.stdout.readline())
-        return status, output.read_text(errors="replace")
+    def run(self, tests: list[str], changed: tuple[str, str] | None = None) -> tuple[int, str]:
+        """Run *tests* up to the first that fails; return the exit status and what pytest printed.
+
+        Args:
+            changed: the file that is not as it was, and the function in it.
+        """
+        status = NOT_TAKEN
+        if self._with_tests is not None:
+            status = self._with_tests.run(tests=tests, changed=changed, limit_s=LIMIT_S)
+        if status == NOT_TAKEN:
+            status = self._warm.run(arguments=[*_OPTIONS, *tests], output=str(self._output), limit_s=LIMIT_S)
+        return status, self._output.read_text(errors="replace")
+
+
+class _Warm:
+    """A process of `warm`, which runs in *tree*."""
+
+    def __init__(self, python: Path, tree: Path, arguments: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [str(python), "-P", str(Path(__file__).with_name("warm.py")), *arguments],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+
+    def run(self, **request: object) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
 
 
 class Mutants:
@@ -114,7 +137,7 @@ class Mutants:
 
     def __init__(self, root: Path, modules: Iterable[str], tests: covering.Covered) -> None:
         self.root = root
-        self._work = Workplace(root)
+        self._work = Workplace(root, collected=sorted({test.partition("::")[0] for test in tests.seconds}))
         self._tests = tests
         self._sources = {
             path.relative_to(root).as_posix(): path.read_text() for glob in modules for path in sorted(root.glob(glob))
@@ -161,7 +184,7 @@ class Mutants:
             while left := [test for test in some if test not in self._unsound]:
                 self._work.put(mutant.file, mutant.apply(source))
                 try:
-                    status, said = self._work.run(left)
+                    status, said = self._work.run(left, (mutant.file, mutant.function))
                 finally:
                     self._work.put(mutant.file, source)
                 if status == 0:

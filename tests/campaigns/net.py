@@ -1,13 +1,14 @@
 """The net under a rebuilding: mutants drawn once by a fixed seed, that must die before and after.
 
     python -m tests.campaigns.net draw --count 300 --seed 27
-    python -m tests.campaigns.net run --tree PATH --map PATH --processes 2
-    python -m tests.campaigns.net again
+    python -m tests.campaigns.net before --tree PATH
+    python -m tests.campaigns.net after
 
-`draw` writes the list, `run` tries each that has no verdict on a copy of `--tree` (the commit that they were drawn from) and
-writes the list after each, so that a run that was cut off goes on. `again` looks for each that died in the tree of today,
-in whatever file its function is now, and tries it: first by the test that killed it, then by all that run its line, where
-there is a map. A function or a statement that changed is listed as *needs a hand*.
+`draw` writes the list. `before` tries each on a copy of `--tree`, the commit before the rebuilding, and `after` on a copy of
+the tree of today, in whatever file its function is now: first by the test that killed it before, then by those that run its
+line, where there is a map (`.bench/covering.json` of the tree). Both try what has no verdict yet and write the list after
+each, so that a run that was cut off goes on; `--again` tries all that died. Where a function or a statement changed, the
+list says by hand what the mutant is now, or that its code is gone; what it does not say is told as *not found*.
 """
 
 from __future__ import annotations
@@ -15,33 +16,75 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
 
 import msgspec
 
 from tests.campaigns import covering
+from tests.campaigns.covering import functions
 from tests.campaigns.mutants import MODULES, Mutants
 from tests.campaigns.source_mutations import Mutation, mutations
 
 LIST = Path(__file__).with_name("net.json")
 ANYWHERE = ("aiockpt/**/*.py", "backends/*.py")
-"""Where `again` looks for the functions."""
+"""Where the functions are looked for."""
 
 
-class Entry(msgspec.Struct, kw_only=True):
+class Verdict(msgspec.Struct, omit_defaults=True):
+    """What became of a mutant in one tree.
+
+    Attributes:
+        outcome: "dies", "lives", "gone" where its code is, "not found", or "" where it was not tried.
+        killers: the test that failed, or those that did not end; node ids.
+        tried: how many tests ran its line, and how many of them were tried.
+    """
+
+    outcome: str = ""
+    killers: list[str] = []
+    tried: tuple[int, int] = (0, 0)
+
+
+class Place(msgspec.Struct):
+    """Where a mutant is now, found by hand: its file, and by what to replace each text, which is there once."""
+
+    file: str
+    edits: list[tuple[str, str]]
+
+    def mutant(self, entry: Entry, source: str) -> Mutation | str:
+        """Return the mutant in *source*, or why it is not there."""
+        after = source
+        for text, new in self.edits:
+            if after.count(text) != 1:
+                return f"{text!r} is {after.count(text)} times in {self.file}"
+            after = after.replace(text, new)
+        lines = zip(source.splitlines(), after.splitlines(), strict=False)
+        line = next(number for number, (one, other) in enumerate(lines, 1) if one != other)
+        name, begins = next((name, begins) for name, _, begins, ends in functions(source) if begins <= line <= ends)
+        return Mutation(
+            file=self.file,
+            function=name,
+            lines=(line - begins,),
+            line=line,
+            kind=entry.kind,
+            key="",
+            span=(0, len(source.encode())),
+            new=after.encode(),
+            not_worth="",
+            statement="",
+            ordinals=(0, 0),
+        )
+
+
+class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A mutant of the list; the fields that `Mutation` has, too, mean the same.
 
     Attributes:
         text: the line.
-        verdict: "killed", "survived", or "" where it was not tried yet.
-        killers: the test that failed, or those that did not end; node ids.
-        tried: how many tests ran its line, and how many of them were tried.
+        before, after: what became of it in the tree before the rebuilding, and after.
+        now: where it is after it, when no function and statement is the same; "" as a file: nowhere, the code is gone.
+        why: the reason, where it lives or is gone.
     """
 
     file: str
@@ -52,9 +95,10 @@ class Entry(msgspec.Struct, kw_only=True):
     ordinals: tuple[int, int]
     line: int
     text: str
-    verdict: str = ""
-    killers: list[str] = []
-    tried: tuple[int, int] = (0, 0)
+    before: Verdict = msgspec.field(default_factory=Verdict)
+    after: Verdict = msgspec.field(default_factory=Verdict)
+    now: Place | None = None
+    why: str = ""
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -129,62 +173,40 @@ def today(test: str, root: Path) -> str:
     return f"{found[0].relative_to(root).as_posix()}{colons}{rest}" if found else ""
 
 
-def run(net: Net, path: Path, tree: Path, tests: covering.Covered, processes: int) -> None:
-    """Try each mutant without a verdict on copies of *tree*, and write the list after each."""
-    places: SimpleQueue[Mutants] = SimpleQueue()
-    for _ in range(processes):
-        places.put(Mutants(tree, MODULES, tests))
-    shared = places.get()
-    sources = sources_of(tree, MODULES)
-    known = {(m.file, *entry_of(m, sources[m.file]).identity): m for m in shared.all}
-    places.put(shared)
-    lock = Lock()
+def attempt(
+    net: Net, path: Path, tree: Path, tests: covering.Covered, when: str, *, again: bool = False
+) -> Counter[str]:
+    """Try mutants on a copy of *tree*, write the list after each, and return the counts of outcomes.
 
-    def one(number: int, entry: Entry) -> None:
-        mutants, began_s = places.get(), time.monotonic()
-        try:
-            mutant = known[entry.file, *entry.identity]
-            running, some = mutants.tests_of(mutant)
-            killers = mutants.killers(mutant, some)
-            with lock:
-                entry.verdict = "killed" if killers else "survived"
-                entry.killers, entry.tried = killers[:20], (len(running), len(some))
-                net.write(path)
-            _say(f"{number} {entry.verdict} {entry.file}:{entry.line} {time.monotonic() - began_s:.0f} s {killers[:1]}")
-        except Exception as error:  # noqa: BLE001  the others go on, and this one is tried by the next run
-            _say(f"{number} NOT TRIED {entry.file}:{entry.line} {error!r}")
-        finally:
-            places.put(mutants)
-
-    with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(lambda pair: one(*pair), [(n, e) for n, e in enumerate(net.drawn) if not e.verdict]))
-
-
-def again(net: Net, tree: Path, tests: covering.Covered, skip: int = 0) -> Counter[str]:
-    """Try each mutant that died on a copy of *tree* as it is now; return how many die, live and need a hand."""
+    Args:
+        when: "before" or "after".
+        again: try those that died, too.
+    """
     mutants, sources = Mutants(tree, ANYWHERE, tests), sources_of(tree, ANYWHERE)
     among = [(entry_of(mutant, sources[mutant.file]), mutant) for mutant in mutants.all]
-    outcomes: Counter[str] = Counter()
     for number, entry in enumerate(net.drawn):
-        if entry.verdict != "killed" or number < skip:
+        verdict: Verdict = getattr(entry, when)
+        if verdict.outcome and not (again and verdict.outcome == "dies"):
             continue
-        found = find(entry, among)
+        found: Mutation | str = find(entry, among)
+        if when == "after" and entry.now is not None:
+            found = entry.now.mutant(entry, sources.get(entry.now.file, "")) if entry.now.file else "gone"
         if isinstance(found, str):
-            verdict = "needs a hand"
-            detail = f"{found}: {entry.function}: {entry.text}"
+            verdict.outcome, detail = ("gone" if found == "gone" else "not found"), f"{found}: {entry.text}"
         else:
-            killers = [test for test in (today(test, tree) for test in entry.killers) if test]
-            try:
-                dies = (killers and mutants.killers(found, killers)) or mutants.killers(
-                    found, mutants.tests_of(found)[1]
-                )
-                verdict = "dies" if dies else "LIVES"
-                detail = "" if dies else found.diff(sources[found.file])
-            except RuntimeError as error:  # its tests do not run on the tree as it is
-                verdict, detail = "needs a hand", str(error)
-        outcomes[verdict] += 1
-        _say(f"{number} {verdict} {entry.file}:{entry.line} {detail}")
-    return outcomes
+            first = [test for test in (today(one, tree) for one in entry.before.killers) if test]
+            _try(mutants, found, verdict, first)
+            detail = verdict.killers[0] if verdict.killers else found.diff(sources[found.file])
+        net.write(path)
+        _say(f"{number} {verdict.outcome} {entry.file}:{entry.line} {detail}")
+    return Counter(getattr(entry, when).outcome for entry in net.drawn)
+
+
+def _try(mutants: Mutants, found: Mutation, verdict: Verdict, first: list[str]) -> None:
+    running, some = mutants.tests_of(found)
+    killers = (first and mutants.killers(found, first)) or mutants.killers(found, some)
+    verdict.outcome, verdict.killers = ("dies" if killers else "lives"), killers[:20]
+    verdict.tried = (len(running), len(some))
 
 
 def _say(line: str) -> None:
@@ -193,16 +215,14 @@ def _say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 when a mutant lives now that died before, or needs a hand."""
+    """Run the command; 1 when a mutant lives after that died before, or is not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.net")
-    parser.add_argument("command", choices=("draw", "run", "again"))
+    parser.add_argument("command", choices=("draw", "before", "after"))
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=27)
     parser.add_argument("--tree", type=Path, default=covering.ROOT, help="the checkout that is copied")
-    parser.add_argument("--map", type=Path, help="which tests run a line; .bench/covering.json of the tree")
     parser.add_argument("--list", type=Path, default=LIST)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--skip", type=int, default=0, help="again: go on at this number of the list")
+    parser.add_argument("--again", action="store_true", help="also those that died")
     options = parser.parse_args(arguments)
     if options.command == "draw":
         net = draw(sources_of(options.tree, MODULES), options.count, options.seed)
@@ -210,15 +230,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"{len(net.drawn)} of {net.points - sum(net.not_worth.values())} worth killing, {net.points} in all")
         return 0
     net = msgspec.json.decode(options.list.read_bytes(), type=Net)
-    path = options.map or options.tree / ".bench" / "covering.json"
-    if options.command == "run":
-        run(net, options.list, options.tree, covering.load_map(path), options.processes)
-        _say(str(Counter(entry.verdict or "not tried" for entry in net.drawn)))
-        return 0
+    path = options.tree / ".bench" / "covering.json"
     tests = covering.load_map(path) if path.exists() else covering.Covered({}, {})
-    outcomes = again(net, options.tree, tests, options.skip)
-    _say(str(dict(outcomes)))
-    return int(outcomes.total() > outcomes["dies"])
+    _say(str(dict(attempt(net, options.list, options.tree, tests, options.command, again=options.again))))
+    pairs = Counter((entry.before.outcome, entry.after.outcome) for entry in net.drawn)
+    return int(bool(pairs["dies", "lives"] + pairs["dies", "not found"]))
 
 
 if __name__ == "__main__":

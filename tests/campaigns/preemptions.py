@@ -66,7 +66,12 @@ def run(place: Path, plan: Plan, rank: int, world_size: int, ready: int, progres
         meeting = torch.distributed.FileStore(str(place / "store"), world_size)  # type: ignore[attr-defined]
         ranks = aiockpt.Ranks(rank, world_size, meeting)
     preemption = aiockpt.Preemption(recent_s=plan.recent_s)
-    options: dict[str, Any] = {"every": plan.every, "worker": plan.worker, "io": TINY, "ranks": ranks}
+    options: dict[str, Any] = {
+        "every": plan.every,
+        "worker": plan.worker,
+        "limits": aiockpt.Limits(io=TINY),
+        "ranks": ranks,
+    }
     state = state_of(rank, -1)
     pace = random.Random(rank)
     try:

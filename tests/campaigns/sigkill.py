@@ -60,14 +60,14 @@ def save(root: Path, step: int, kill_at: int | None) -> int:
     """Save a step, dying at a call; return 0."""
     faults = [] if kill_at is None else [Fault(do="kill", at=kill_at)]
     backend = LocalBackend(root, world=World(files=FaultyFiles(OsFiles(), faults)))
-    with aiockpt.Checkpointer(backend, io=TINY) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=TINY)) as ckpt:
         ckpt.save(step, tiny_state(step)).result(DEADLINE_S)
     return 0
 
 
 def load(root: Path) -> int:
     """Load the newest step and return its value; 0 when there is none."""
-    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=TINY)) as ckpt:
         state = tiny_state(-1)
         if ckpt.load(state).result(DEADLINE_S) is None:
             return 0
@@ -78,7 +78,7 @@ def count_calls(folder: Path) -> int:
     """Return how many calls a save makes, of a second step."""
     save(folder, FIRST, None)
     files = FaultyFiles(OsFiles())
-    with aiockpt.Checkpointer(LocalBackend(folder, world=World(files=files)), io=TINY) as ckpt:
+    with aiockpt.Checkpointer(LocalBackend(folder, world=World(files=files)), limits=aiockpt.Limits(io=TINY)) as ckpt:
         ckpt.save(SECOND, tiny_state(SECOND)).result(DEADLINE_S)
     return files.call_count
 

@@ -51,7 +51,7 @@ def save(root: Path, store: Path, rank: int, step: int, kill_at: int | None, dea
     backend = LocalBackend(root, world=World(files=FaultyFiles(OsFiles(), faults)))
     meeting = torch.distributed.FileStore(str(store), WORLD_SIZE)  # type: ignore[attr-defined]
     ranks = aiockpt.Ranks(rank, WORLD_SIZE, meeting)
-    with aiockpt.Checkpointer(backend, io=TINY, deadlines=deadlines, ranks=ranks) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=TINY, deadlines=deadlines), ranks=ranks) as ckpt:
         try:
             ckpt.save(step, state_of(rank, step)).result(DEADLINE_S)
         except aiockpt.CheckpointError:
@@ -62,7 +62,7 @@ def save(root: Path, store: Path, rank: int, step: int, kill_at: int | None, dea
 def load(root: Path, world_size: int = WORLD_SIZE) -> int | None:
     """Load the newest step of all ranks on one, compare all of it, and return its value; None when there is none."""
     state = {key: value for rank in range(world_size) for key, value in state_of(rank, -1).items()}
-    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=TINY)) as ckpt:
         loaded = ckpt.load(state).result(DEADLINE_S)
     if loaded is None:
         return None

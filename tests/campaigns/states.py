@@ -270,7 +270,7 @@ def case(seed: int) -> Outcomes:
     way = dice.choice(WAYS)
     worker = "process" if dice.random() < 0.002 else "thread"
     place = f"memory://states-{next(_names)}" if worker == "thread" else f"shm://states-{next(_names)}-{seed}"
-    with aiockpt.Checkpointer(place, io=IO, worker=worker) as ckpt:  # type: ignore[arg-type]
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO), worker=worker) as ckpt:  # type: ignore[arg-type]
         try:
             way(Saved(ckpt, blueprint, seed, dice), dice)
         finally:

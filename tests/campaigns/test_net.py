@@ -52,8 +52,8 @@ def test_what_changed_needs_a_hand(second: net.Entry) -> None:
     assert found(second, one=SOURCE, two=SOURCE).startswith("ambiguous")
 
 
-def test_a_run_goes_on_and_what_died_is_tried_again_after_it_moved(tmp_path: Path) -> None:
-    test = "def test_it():\n    from aiockpt.engine.{} import larger\n    assert larger(1, 2) == 2\n"
+def small_tree(root: Path, test: str) -> net.Net:
+    """Write a package of one module with *test*; return its mutants of two kinds, one of which was tried."""
     for file, text in {
         "aiockpt/__init__.py": "",
         "aiockpt/engine/__init__.py": "",
@@ -61,26 +61,43 @@ def test_a_run_goes_on_and_what_died_is_tried_again_after_it_moved(tmp_path: Pat
         "tests/test_small.py": test.format("small"),
         "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
     }.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
     drawn = net.draw({"aiockpt/engine/small.py": SOURCE}, 100, 27)
     drawn.drawn = [one for one in drawn.drawn if one.new in ("<=", "pass")]
-    drawn.drawn[0].verdict = "survived"
+    drawn.drawn[0].before.outcome = "lives"
+    return drawn
+
+
+def test_a_run_goes_on_and_what_died_is_tried_again_after_it_moved(tmp_path: Path) -> None:
+    test = "def test_it():\n    from aiockpt.engine.{} import larger\n    assert larger(1, 2) == 2\n"
+    drawn, path = small_tree(tmp_path, test), tmp_path / "net.json"
     runs = {"aiockpt/engine/small.py::larger": {line: [0] for line in range(1, 6)}}
     tests = covering.Covered({"tests/test_small.py::test_it": 0.1}, runs)
-    net.run(drawn, tmp_path / "net.json", tmp_path, tests, 1)
-    written = msgspec.json.decode((tmp_path / "net.json").read_bytes(), type=net.Net)
-    assert {one.verdict for one in written.drawn} == {"killed", "survived"}
-    killed = [one for one in written.drawn if one.verdict == "killed"]
-    assert {tuple(one.killers) for one in killed} == {("tests/test_small.py::test_it",)}
+    assert net.attempt(drawn, path, tmp_path, tests, "before") == {"dies": 2, "lives": 3}
+    written = msgspec.json.decode(path.read_bytes(), type=net.Net)
+    written.drawn = [one for one in written.drawn if one.before.outcome == "dies"]
+    assert [one.before.killers for one in written.drawn] == [["tests/test_small.py::test_it"]] * 2
 
     (tmp_path / "aiockpt/engine/small.py").rename(tmp_path / "aiockpt/engine/moved.py")
     (tmp_path / "tests/test_small.py").unlink()
     (tmp_path / "tests/inner").mkdir()
     (tmp_path / "tests/inner/test_small.py").write_text(test.format("moved"))
-    assert net.again(written, tmp_path, covering.Covered({}, {})) == {"dies": len(killed)}
+    nothing = covering.Covered({}, {})
+    assert net.attempt(written, path, tmp_path, nothing, "after") == {"dies": 2}
     (tmp_path / "tests/inner/test_small.py").write_text("def test_it():\n    pass\n")
-    assert net.again(written, tmp_path, covering.Covered({}, {})) == {"LIVES": len(killed)}
+    assert net.attempt(written, path, tmp_path, nothing, "after") == {"dies": 2}, "it has a verdict"
+    assert net.attempt(written, path, tmp_path, nothing, "after", again=True) == {"lives": 2}
+
+
+def test_what_was_found_by_hand_is_what_stands_there(second: net.Entry) -> None:
+    text = SOURCE.replace("    if a > b:\n        return a\n    return b", "    return a if b < a else b")
+    place = net.Place("aiockpt/engine/now.py", [("if b < a", "if b >= a")])
+    mutant = place.mutant(second, text)
+    assert not isinstance(mutant, str)
+    assert mutant.apply(text) == text.replace("b < a", "b >= a")
+    assert (mutant.function, mutant.line, mutant.lines) == ("larger", 4, (3,))
+    assert place.mutant(second, SOURCE) == "'if b < a' is 0 times in aiockpt/engine/now.py"
 
 
 def test_the_drawn_mutants_can_be_told_apart() -> None:

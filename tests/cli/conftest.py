@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a root with the steps 100, 200 and 300 of one run, the second verified. Nobody changes it."""
     root = tmp_path_factory.mktemp("cli") / "run"
     save(root, [100, 200, 300])
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.verify(200).result(30)
     return root
 

@@ -50,7 +50,7 @@ def make_state(value: float) -> dict[str, Any]:
 
 def save(root: Path, steps: list[int], load: int | None = None) -> None:
     """Save *steps* as one run, that went on from *load*."""
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         if load is not None:
             ckpt.load(make_state(0), load).result(30)
         for step in steps:
@@ -108,7 +108,7 @@ def save_partly(root: Path) -> None:
     model["lora"](torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "note": "x"}
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(30)
         for step in (2, 3):
             ckpt.save(step, state, only=aiockpt.trainable(), exclude=["optimizer", "note"]).result(30)

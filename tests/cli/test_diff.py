@@ -110,7 +110,7 @@ def test_what_came_went_or_changed_its_shape_is_told_without_reading_it(made: Pa
     state["extra"] = [1.5]
     state["own"] = aiockpt.per_rank({"seed": 6})
     del state["also tied"], state["layers"]["2"], state["name"]
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, make_state(100)).result(30)
         ckpt.save(2, state, user="me").result(30)
     found = compare(tmp_path / "run", 1, 2)

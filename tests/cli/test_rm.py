@@ -16,7 +16,7 @@ from tests.small_run import SMALL
 
 
 def steps(root: object) -> list[int]:
-    with aiockpt.Checkpointer(str(root), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(str(root), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return [info.step for info in ckpt.steps().result(30)]
 
 
@@ -56,7 +56,7 @@ def test_the_question_is_asked_and_the_newest_step_is_named(
 @pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}")
 def test_what_a_job_left_in_shared_memory_is_removed(aiockpt_command: Command) -> None:
     name = f"test-{uuid.uuid4().hex}"
-    with aiockpt.Checkpointer(f"shm://{name}", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(f"shm://{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.ones(5)}).result(30)
     assert aiockpt_command("rm", f"shm://{name}", 1, "-y").status == 0

@@ -38,20 +38,20 @@ def save_model(root: Path | str, step: int, seed: int = 1) -> Tied:
     """Save a model beside an optimizer and values; return it."""
     model = Tied(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.dtype == torch.float32])
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(step, {"model": model, "optimizer": optimizer, "epoch": 3}).result(DEADLINE_S)
     return model
 
 
 def export(root: Path | str, folder: Any, **options: Any) -> Converted:
     """Convert a step to a folder, through windows of 32 KiB."""
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return to_hugging_face(ckpt, folder, **options).result(DEADLINE_S)
 
 
 def take_in(root: Path | str, folder: Any, **options: Any) -> Converted:
     """Convert a folder to a step, through windows of 16 KiB."""
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return from_hugging_face(ckpt, folder, **options).result(DEADLINE_S)
 
 

@@ -289,3 +289,42 @@ def test_what_dcp_has_saved_through_us_goes_back_to_dcp(tmp_path: Path) -> None:
     target = {"model": {"a.b": torch.zeros(3)}, "values": [0, {"x": None}]}
     dcp.load(target, checkpoint_id=tmp_path / "dcp")
     assert_same(target, state)
+
+
+MAKES: dict[str, Any] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "SGD with momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}
+
+
+def with_its_own_state(make: Any, seed: int, *, part: bool) -> dict[str, Any]:
+    """A module, an optimizer of two groups and a scheduler after one step; for *part* some parameters are frozen."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(not part)
+    one, *others = model.parameters()
+    optimizer = make([{"params": [one], "lr": 0.5}, {"params": others}])
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": torch.optim.lr_scheduler.MultiStepLR(optimizer, [0, 1])}
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("part", [False, True])
+def test_an_optimizers_own_state_dict_comes_out_of_a_dcp_folder(make: str, part: bool, tmp_path: Path) -> None:
+    """DCP makes texts of the numbers of parameters, and forgets the state of an optimizer that has none."""
+    was = with_its_own_state(MAKES[make], 1, part=part)
+    saved = {key: value.state_dict() for key, value in was.items()}
+    dcp.save(saved, checkpoint_id=tmp_path / "old")
+    found, url = open_checkpoint(tmp_path / "old"), f"dcp://{tmp_path}/old"
+    assert found.state["optimizer"]["state"].keys() == saved["optimizer"]["state"].keys()
+    save_as_step(found, tmp_path / "converted")
+    for way in ("load", "fork", "converted"):
+        now = with_its_own_state(MAKES[make], 2, part=part)
+        if way == "load":
+            assert load(url, now) == ()
+        else:
+            with aiockpt.Checkpointer(tmp_path / way) as ckpt:
+                ckpt.load(now, fork=url if way == "fork" else None).result(30)
+        assert_same({key: value.state_dict() for key, value in now.items()}, saved)

@@ -39,7 +39,7 @@ def test_the_files_are_those_of_the_step_and_hold_what_the_model_holds(root: Pat
 def test_several_files_get_an_index_that_says_where_each_weight_is(tmp_path: Path) -> None:
     model = nn.ModuleDict({str(number): nn.Linear(64, 64) for number in range(9)})
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=20480, file_bytes=40_000)
-    with aiockpt.Checkpointer(tmp_path / "run", io=io) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, {"model": model}).result(60)
     done = export(tmp_path / "run", tmp_path / "out", link=True)
     assert len(done.files) > 2
@@ -53,13 +53,13 @@ def test_several_files_get_an_index_that_says_where_each_weight_is(tmp_path: Pat
 
 def test_links_stay_when_the_step_is_deleted(root: Path, tmp_path: Path) -> None:
     export(root, tmp_path / "out", link=True)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(7).result(60)
     assert all_same(load_folder(tmp_path / "out"), plain(Tied(1)))
 
 
 def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"model": Tied(1), "ema": Tied(2), "teacher": {"net": Tied(3)}}).result(60)
     for prefix, seed in (("ema", 2), ("teacher.net", 3)):
         export(tmp_path / "run", tmp_path / prefix, link=True, prefix=prefix)
@@ -68,7 +68,7 @@ def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> No
 
 def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
     models = {f"m{number}": nn.Linear(2, 2) for number in range(9)}
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, models).result(60)
         found = {name: nn.Linear(2, 2) for name in models}
         ckpt.load(found).result(60)
@@ -80,7 +80,7 @@ def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
 
 def test_tensors_that_something_else_holds_too_are_no_file_of_the_module(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"first": model.weight, "model": model}).result(60)
         found: dict[str, Any] = {"first": torch.zeros(3, 3), "model": nn.Linear(3, 3)}
         ckpt.load(found).result(60)
@@ -107,7 +107,7 @@ def test_tensors_that_something_else_holds_too_are_no_file_of_the_module(tmp_pat
 def test_what_cannot_serve_as_it_is_is_refused_and_leaves_nothing(
     state: dict[str, Any], options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(60)
     for dry_run in (True, False):
         with pytest.raises(UsageError, match=why):

@@ -53,7 +53,7 @@ def test_a_model_comes_back_bit_by_bit_and_tied(tmp_path: Path, root: Path) -> N
     export(root, tmp_path / "out", max_shard_bytes=10_000)
     take_in(tmp_path / "back", tmp_path / "out", step=3)
     other = Tied(seed=9)
-    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load({"model": other}).result(DEADLINE_S)
         assert ckpt.verify(3).result(DEADLINE_S).generation == 1
         assert ckpt.describe(3).result(DEADLINE_S).alias == {"model.head.weight": "model.embed.weight"}
@@ -122,12 +122,12 @@ def test_any_dtypes_and_shapes_survive_the_way_out_and_back(
 ) -> None:
     place = tmp_path_factory.mktemp("drawn")
     held = {f"t{index}": elements(shape, dtype, seed + index) for index, (dtype, shape) in enumerate(tensors)}
-    with aiockpt.Checkpointer(place / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"weights": held}).result(DEADLINE_S)
     export(place / "run", place / "out", prefix="weights.", max_shard_bytes=max_shard_bytes)
     assert all_same(load_folder(place / "out"), held)
     take_in(place / "back", place / "out", prefix="again")
-    with aiockpt.Checkpointer(place / "back", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for name, tensor in held.items():
             assert same_bits(ckpt.read(0, f"again.{name}").result(DEADLINE_S), tensor)
 
@@ -143,7 +143,7 @@ def test_floating_point_is_rounded_as_torch_rounds_it_and_the_rest_stays(
         assert same_bits(tensor, held.to(kind) if held.is_floating_point() else held), name
     assert done.dtypes["I64"] == 1
     take_in(tmp_path / "back", tmp_path / "out", dtype="float32")
-    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         found = ckpt.read(0, "model.embed.weight").result(DEADLINE_S)
     assert same_bits(found, Tied(seed=1).embed.weight.to(kind).to(torch.float32))
 
@@ -215,7 +215,7 @@ def test_what_several_ranks_saved_comes_out_whole(tmp_path: Path) -> None:
 
 def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path) -> None:
     state: dict[str, Any] = {"nets": {"generator": Tied(1), "critic": Tied(2)}, "note": torch.ones(3)}
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(DEADLINE_S)
         ckpt.save(2, {"nets": {"critic": Tied(2)}}).result(DEADLINE_S)
         ckpt.save(3, {"w": torch.ones(3)}).result(DEADLINE_S)
@@ -291,7 +291,7 @@ def test_names_change_on_the_way_out_and_back(root: Path, tmp_path: Path) -> Non
     back = take_in(tmp_path / "back", tmp_path / "out", rename=[("^wte", "embed"), (r"^top\.", "")])
     assert back.ties == {"model.head.weight": "model.embed.weight"}
     other = Tied(seed=9)
-    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load({"model": other}).result(DEADLINE_S)
     assert all_same(other.state_dict(), expected)
 

@@ -12,10 +12,11 @@ import pytest
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert.folder_layout import INDEX_NAME
-from aiockpt.errors import CorruptionError, ObjectExistsError
+from aiockpt.errors import CorruptionError, ObjectExistsError, UsageError
 from aiockpt.storage.open import open_backend
-from tests.convert.small_models import all_same, export, load_folder, save_model, take_in
+from tests.convert.small_models import DEADLINE_S, Tied, all_same, export, load_folder, save_model, take_in
 from tests.servers.seaweed import Seaweed
+from tests.small_run import SMALL
 
 
 @pytest.fixture
@@ -42,6 +43,19 @@ def test_an_index_in_a_bucket_that_names_a_missing_file(url: str, tmp_path: Path
     asyncio.run(put(f"{url}/in", INDEX_NAME, b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'))
     with pytest.raises(CorruptionError, match=r"00001-of-00002\.safetensors is missing"):
         take_in(tmp_path / "run", f"{url}/in")
+
+
+def test_a_run_begins_from_weights_in_a_bucket_and_what_is_not_there_is_said(url: str) -> None:
+    was = save_model(f"{url}/run", 7)
+    export(f"{url}/run", f"{url}/out", max_shard_bytes=10_000)
+    model = Tied(2)
+    with aiockpt.Checkpointer(f"{url}/begun", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with pytest.raises(UsageError, match=r"nothing-here has neither model\.safetensors nor"):
+            ckpt.resume({"model": model}, fork=f"hf://{url}/nothing-here")
+        assert ckpt.resume({"model": model}, fork=f"hf://{url}/out") == 0
+        assert all_same(model.state_dict(), was.state_dict())
+        ckpt.save(0, {"model": model}).result(DEADLINE_S)
+        assert ckpt.steps().result()[0].forked_from == (f"hf://{url}/out", "", "")
 
 
 async def put(url: str, key: str, data: bytes) -> None:

@@ -18,8 +18,8 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import ExportRequest, convert_step
+from aiockpt.engine.alone import OnePlace
 from aiockpt.engine.context import Engine
-from aiockpt.engine.destination import OnePlace
 from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
@@ -359,7 +359,7 @@ def test_a_cancelled_conversion_leaves_nothing(tmp_path: Path) -> None:
         written.append(size)
         futures[0].cancel()
 
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"w": {"x": torch.randn(300_000)}}).result(DEADLINE_S)
         futures.append(to_hugging_face(ckpt, tmp_path / "out", prefix="w", on_written=on_written))
         assert futures[0].exception(DEADLINE_S) is not None

@@ -18,7 +18,7 @@ from tests.small_run import SMALL
 
 def test_names_and_tensors_are_those_of_the_module(root: Path) -> None:
     model = Tied(1)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         weights = open_weights(ckpt)
         assert weights.step == 7
         assert weights.ties == {"head.weight": "embed.weight"}
@@ -34,7 +34,7 @@ def test_names_and_tensors_are_those_of_the_module(root: Path) -> None:
 @pytest.mark.parametrize("ahead_bytes", [1, 3000, 1 << 30])
 def test_all_of_them_come_one_after_the_other(root: Path, ahead_bytes: int) -> None:
     model = Tied(1)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         found = list(open_weights(ckpt, 7, prefix="model").items(ahead_bytes=ahead_bytes))
     names = [name for name in model.state_dict() if name != "head.weight"]
     assert [name for name, _ in found] == names
@@ -43,7 +43,7 @@ def test_all_of_them_come_one_after_the_other(root: Path, ahead_bytes: int) -> N
 
 def test_a_slice_reads_as_one_of_safetensors_does(root: Path) -> None:
     whole = Tied(1).state_dict()["embed.weight"]
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         weights = open_weights(ckpt)
         part = weights.get_slice("embed.weight")
         assert part.get_shape() == [301, 20]
@@ -65,7 +65,7 @@ def test_a_slice_reads_as_one_of_safetensors_does(root: Path) -> None:
 def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
     whole = torch.randn(10, 6)
     boxes = [((0, 0), whole[:3]), ((3, 0), whole[3:])]
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"net": {"w": aiockpt.Shards((10, 6), boxes), "b": torch.ones(2)}}).result(60)
         weights = open_weights(ckpt, prefix="net")
         assert torch.equal(dict(weights.items())["w"], whole)
@@ -73,7 +73,7 @@ def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
 
 
 def test_a_step_that_comes_later_changes_nothing(root: Path) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         weights = open_weights(ckpt)
         save_model(root, 8, seed=5)
         assert torch.equal(weights["embed.weight"], Tied(1).embed.weight)
@@ -84,7 +84,7 @@ def test_a_step_that_comes_later_changes_nothing(root: Path) -> None:
 def test_damage_is_raised_by_the_weight_that_has_it(root: Path) -> None:
     path = min(root.glob("step-*/a-*/d/*.safetensors"))
     flip(path, path.stat().st_size - 5)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         weights = open_weights(ckpt)
         with pytest.raises(CorruptionError):
             list(weights.items())
@@ -92,7 +92,7 @@ def test_damage_is_raised_by_the_weight_that_has_it(root: Path) -> None:
 
 def test_a_model_is_filled_from_the_iterator_as_engines_do_it(root: Path) -> None:
     model: nn.Module = Tied(3)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in open_weights(ckpt).items():
             own[name].data.copy_(tensor)

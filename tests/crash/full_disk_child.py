@@ -93,12 +93,14 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
     """*fill* what *folder* lies on, and delete from it by every way there is; return what came of each."""
     root = folder / "run"
     done: dict[str, Any] = {}
-    with aiockpt.Checkpointer(root, io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         for step in range(1, 9):
             ckpt.save(step, state(step)).result(60)
     dead = dead_save(root, 1)
     fill(folder)
-    with aiockpt.Checkpointer(root, io=SMALL, on_error="warn", retention=aiockpt.Retention(last=4)) as ckpt:
+    with aiockpt.Checkpointer(
+        root, limits=aiockpt.Limits(io=SMALL), on_error="warn", retention=aiockpt.Retention(last=4)
+    ) as ckpt:
         ckpt.load(state(0)).result(60)
         done["a save with retention"] = save(ckpt, 9)
         done["is left"] = [steps(root), dead.exists()]
@@ -114,10 +116,10 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
     for other in folder.glob("empty-*"):
         other.unlink()
     (folder / "filler").unlink(missing_ok=True)
-    with aiockpt.Checkpointer(root, io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         ckpt.save(10, state(10)).result(60)
     target = state(0)
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load(target).result(60)
     done["loaded"] = target["x"][0].item()
     return done

@@ -121,7 +121,7 @@ def test_a_symbolic_link_in_place_of_data_is_not_followed(tmp_path: Path) -> Non
     """On a real file system: the data file is moved away and linked to."""
 
     root = tmp_path / "run"
-    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=TINY)) as ckpt:
         ckpt.save(1, tiny_state(1)).result(30)
         data = next(root.glob("step-*/a-*/d/*.safetensors"))
         moved = data.rename(tmp_path / "elsewhere")

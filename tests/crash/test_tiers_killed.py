@@ -47,8 +47,7 @@ def server(aws_environment: pytest.MonkeyPatch) -> Iterator[Seaweed]:
 def train_and_die(memory: str, disk: Path, bucket: str) -> str:
     """Run the child to its death; return the digest of the last state that it had committed on the disk."""
     command = [sys.executable, "-m", "tests.crash.tiers_child", memory, str(disk), bucket]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
     return child.stdout.strip()
 
@@ -62,17 +61,17 @@ def test_a_killed_trainer_goes_on_from_memory_and_what_it_could_not_copy_is_copi
     server.start()
     no_data = [Fault(do="fail", verb="open", match="*", times=None)]
     unread = FaultyBackend(LocalBackend(str(tmp_path)), no_data)
-    with aiockpt.Checkpointer([memory, unread, s3_url], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, unread, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url, loaded.skipped) == (2, memory, ())
         assert run.digest() == saved
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.resume(run.state) == 3
         run.train()
         ckpt.save(3, run.state).result(DEADLINE_S)
     other = Run(8)
-    with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert [info.step for info in ckpt.steps().result(DEADLINE_S)] == [3, 2]
         assert ckpt.load(other.state, 2).result(DEADLINE_S) is not None
     assert other.digest() == saved
@@ -82,15 +81,15 @@ def test_what_memory_has_lost_is_read_from_the_disk(server: Seaweed, s3_url: str
     memory, run = f"shm://{name}", Run(9)
     saved = train_and_die(memory, tmp_path, s3_url)
     flip(HOME / name, 2, 9000)
-    with aiockpt.Checkpointer(memory, io=SMALL) as ckpt, pytest.raises(aiockpt.CorruptionError):
+    with aiockpt.Checkpointer(memory, limits=aiockpt.Limits(io=SMALL)) as ckpt, pytest.raises(aiockpt.CorruptionError):
         ckpt.load(run.state, 2).result(DEADLINE_S)
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url, loaded.skipped) == (2, memory, ())
     assert run.digest() == saved
     shutil.rmtree(HOME / name)
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (2, f"file://{tmp_path}")

@@ -19,7 +19,7 @@ def main(memory: str, disk: str, bucket: str) -> None:
     """Save two steps, each committed on the disk, print the digest of the second, and die."""
     run = Run(1)
     away = Retrying(S3Backend(bucket, connect_timeout_s=1), RetryPolicy(attempts=1))
-    ckpt = aiockpt.Checkpointer([memory, disk, away], io=SMALL)
+    ckpt = aiockpt.Checkpointer([memory, disk, away], limits=aiockpt.Limits(io=SMALL))
     for step in (1, 2):
         run.train()
         ckpt.save(step, run.state).result(60)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.engine.snapshotter import Unguarded
+from aiockpt.engine.job import Unguarded
 from aiockpt.events import SnapshotTaken
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.snapshot import CopyProgram
@@ -133,7 +133,7 @@ def test_every_save_is_the_state_at_its_call_with_a_busy_device(snapshot: Snapsh
     model, watch = net(), Watch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     expected = {}
-    with aiockpt.Checkpointer(tmp_path, snapshot=snapshot, io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot=snapshot, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
         for step in range(6):
             model(torch.randn(32, 256, device="cuda:0")).square().mean().backward()
             keep_busy()  # the step below is carried out long after the call
@@ -150,7 +150,7 @@ def test_every_save_is_the_state_at_its_call_with_a_busy_device(snapshot: Snapsh
 
 def test_a_lazy_save_does_not_wait_for_the_device(tmp_path: Path) -> None:
     model = net()
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(0, {"model": model}).result(60)
         torch.cuda.synchronize()
         keep_busy(10 * BUSY_CYCLES)
@@ -166,7 +166,10 @@ def test_the_program_may_compute_in_a_stream_of_its_own(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     aside: dict[str, torch.Tensor] = {}
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL) as ckpt, torch.cuda.stream(stream):
+    with (
+        aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt,
+        torch.cuda.stream(stream),
+    ):
         for step in range(4):
             model(torch.randn(32, 256, device="cuda:0")).square().mean().backward()
             keep_busy()
@@ -179,7 +182,7 @@ def test_the_program_may_compute_in_a_stream_of_its_own(tmp_path: Path) -> None:
 def test_a_copy_on_the_device_is_freed(tmp_path: Path) -> None:
     big = torch.ones(64 * MIB, device="cuda:0")
     before = torch.cuda.memory_allocated()
-    with aiockpt.Checkpointer(tmp_path, snapshot="device", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="device", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(3):
             save = ckpt.save(step, {"big": big})
             assert torch.cuda.memory_allocated() > before + big.nbytes // 2
@@ -189,7 +192,7 @@ def test_a_copy_on_the_device_is_freed(tmp_path: Path) -> None:
 
 def test_a_save_on_another_thread_is_the_same(tmp_path: Path) -> None:
     model = net()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         thread = threading.Thread(target=lambda: ckpt.save(1, {"model": model}).result(60))
         thread.start()
         thread.join()
@@ -200,7 +203,7 @@ def test_a_save_on_another_thread_is_the_same(tmp_path: Path) -> None:
 def test_a_state_on_two_devices_is_saved(tmp_path: Path) -> None:
     first, second = net("cuda:0"), net("cuda:1")
     state: dict[str, Any] = {"first": first, "second": second}
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(60)
     models = {"first": net("cpu"), "second": net("cpu")}
     with aiockpt.Checkpointer(tmp_path) as ckpt:

@@ -17,7 +17,6 @@ SHARED_MODULES = {
     "coordinator": {"engine", "ranks"},
     "load": {"engine", "ranks"},
     "save": {"engine", "ranks"},
-    "snapshotter": {"engine", "lazy"},
 }
 SHARED_CLASSES = {
     # A protocol and what implements it.

@@ -77,7 +77,7 @@ def test_what_a_handler_calls_while_the_state_is_read_is_refused(
     tmp_path: Path, name: str, install: Callable[[Call], Handler]
 ) -> None:
     handler = install(REFUSED[name])
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, every=1) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), every=1) as ckpt:
         handler.ckpt = ckpt
         ckpt.save(0, {"part": ToldMeanwhile()}).result(SOON_S)
         assert len(handler.refused) == 1
@@ -91,7 +91,7 @@ def test_what_a_handler_calls_while_a_save_waits_for_another_is_refused(
     tmp_path: Path, name: str, install: Callable[[Call], Handler]
 ) -> None:
     handler, gate = install(REFUSED[name]), Gate(LocalBackend(str(tmp_path)), "put_new", "*")
-    with aiockpt.Checkpointer(gate, io=SMALL, every=1, max_in_flight=1) as ckpt:
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL, max_in_flight=1), every=1) as ckpt:
         handler.ckpt = ckpt
         ckpt.save(0, {"x": torch.arange(4)})
         assert gate.reached.wait(SOON_S)
@@ -118,7 +118,7 @@ def test_what_a_handler_asks_for_without_waiting_for_the_save_is_answered(
 ) -> None:
     answers: list[object] = []
     handler = install(lambda ckpt: answers.append(ckpt.latest().result(SOON_S)))
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         handler.ckpt = ckpt
         ckpt.save(0, {"x": 1}).result(SOON_S)
         ckpt.save(1, {"part": ToldMeanwhile()}).result(SOON_S)
@@ -127,7 +127,7 @@ def test_what_a_handler_asks_for_without_waiting_for_the_save_is_answered(
 
 def test_other_threads_save_while_one_saves(tmp_path: Path) -> None:
     gate = Gate(LocalBackend(str(tmp_path)), "put_new", "*")
-    with aiockpt.Checkpointer(gate, io=SMALL, max_in_flight=1) as ckpt:
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL, max_in_flight=1)) as ckpt:
         ckpt.save(0, {"x": 1})
         assert gate.reached.wait(SOON_S)
         threads = [threading.Thread(target=ckpt.save, args=(step, {"x": step})) for step in (1, 2)]

@@ -68,6 +68,19 @@ def test_the_same_configuration_none_and_one_of_an_older_step_are_no_change(tmp_
     assert not any(b'"config"' in document for document in documents)
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_configuration_given_with_a_save_is_that_of_its_step_alone(tmp_path: Path, worker: Any) -> None:
+    with aiockpt.Checkpointer(tmp_path, config=OLD, worker=worker) as ckpt:
+        ckpt.save(1, {"x": torch.ones(2)}).result()
+        ckpt.save(2, {"x": torch.ones(2)}, config={**OLD, "lr": 0.3}).result()
+        ckpt.save(3, {"x": torch.ones(2)}).result()
+    with aiockpt.Checkpointer(tmp_path, config=OLD) as ckpt:
+        told = [ckpt.load({"x": torch.zeros(2)}, step).result() for step in (1, 2, 3)]
+        with pytest.raises(aiockpt.UsageError, match="config"):
+            ckpt.save(4, {"x": torch.ones(2)}, config={"x": object()})
+    assert [found and found.config_changes for found in told] == [(), ("config.lr: 0.3 → 0.1",), ()]
+
+
 def test_diff_shows_what_has_changed(tmp_path: Path) -> None:
     save(tmp_path, 1, OLD)
     save(tmp_path, 2, NEW)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.engine.coordinator import Alone
+from aiockpt.engine.alone import Alone
 from aiockpt.errors import RankTimeoutError
 
 ONE_PROCESS = """

@@ -25,7 +25,10 @@ from aiockpt.events import Event, StepSkipped
 from aiockpt.format.checksum import digest128
 from aiockpt.format.document import seal, unseal
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
-from aiockpt.pipeline.discover import dated_ns
+from aiockpt.options import Worker
+from aiockpt.pipeline import discover
+from aiockpt.pipeline.discover import StepEntry, dated_ns
+from aiockpt.pipeline.lineage import Lineage
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Around
@@ -51,7 +54,7 @@ def state(step: float) -> dict[str, Any]:
 
 
 def save(place: Path | Backend, *steps: int, value: float | None = None, **options: Any) -> None:
-    with aiockpt.Checkpointer(place, io=SMALL, **options) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
         ckpt.load(state(-1)).result(30)
         for step in steps:
             ckpt.save(step, state(step if value is None else value)).result(30)
@@ -66,11 +69,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def load(place: Path | Backend, step: int | None = None) -> tuple[float | None, dict[str, str]]:
-    """Return the value that is loaded, and what was skipped; the event and the log must say the same."""
+    """Return the value that is loaded, and what was skipped; the event and the log of a new process must say the same."""
+    discover.told.clear()
     loaded, watching, lines = state(-1), Watching(), Lines()
     logging.getLogger("aiockpt").addHandler(lines)
     try:
-        with aiockpt.Checkpointer(place, io=SMALL, observers=[watching]) as ckpt:
+        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[watching]) as ckpt:
             result = ckpt.load(loaded, step).result(30)
     finally:
         logging.getLogger("aiockpt").removeHandler(lines)
@@ -94,7 +98,7 @@ class Lines(logging.Handler):
 
 
 def latest(place: Path | Backend) -> int | None:
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return ckpt.latest().result(30)
 
 
@@ -169,7 +173,9 @@ WAYS: list[Way] = [link, pipe, directory, emptied, truncated, flipped, too_long]
 def test_where_nothing_is_damaged_nothing_is_told(run: Path) -> None:
     assert load(run) == (NEWEST, {})
     save(run, 5, 5, value=7.0)
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:  # a branch: sound steps of another one are nobody's business
+    with aiockpt.Checkpointer(
+        run, limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:  # a branch: sound steps of another one are nobody's business
         ckpt.load(state(-1), 2).result(30)
         ckpt.save(3, state(33.0)).result(30)
     assert load(run) == (33.0, {})
@@ -266,7 +272,7 @@ def test_the_manifest_of_another_step_and_one_from_before_are_told(run: Path) ->
     value, skipped = load(run)
     assert value == 4
     assert "was it copied here" in skipped[folder(NEWEST)]
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(NEWEST).result(30)
     save(run, NEWEST, value=50.0)
     manifest(run, NEWEST).write_bytes(before)  # of the save that was deleted
@@ -319,7 +325,7 @@ def test_a_bad_sector_in_an_old_step_stops_nothing(run: Path, match: str, error:
     value, skipped = load(place)
     assert (value, list(skipped)) == (NEWEST, [folder(2)])
     assert latest(place) == NEWEST
-    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         assert {info.step: info.problem is None for info in ckpt.steps().result(30)} == {
             5: True, 4: True, 3: True, 2: False, 1: True,
         }  # fmt: skip
@@ -356,7 +362,7 @@ def test_an_outage_is_no_damage(run: Path, match: str, error: int) -> None:
 @pytest.mark.parametrize("error", OUTAGES)
 def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(run: Path, error: int) -> None:
     place = unreadable(run, "step-00000005*", error)
-    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         assert any(info.step == 5 and info.problem for info in ckpt.steps().result(30))
         ckpt.save(3, state(33.0)).result(30)  # of a lower number than the one that is away
         pruned = ckpt.prune().result(30)
@@ -372,7 +378,7 @@ def test_a_step_that_a_disk_does_not_read_now_and_reads_later_is_not_newer_than_
         LocalBackend(str(run)),
         [Fault(do="fail", verb=verb, match=match, error=errno.EIO, times=None) for verb in ("get", "list")],
     )
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, state(33.0)).result(30)
     assert load(run) == (33.0, {})
 
@@ -391,7 +397,7 @@ def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_mea
         return Listing(listing.objects, folders, (*listing.others, "step-00000005"))
 
     monkeypatch.setattr(backend, "list", list_without_inode)
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, state(33.0)).result(30)
     assert load(run) == (33.0, {})
 
@@ -427,7 +433,7 @@ def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None
     assert (value, list(skipped)) == (7, [folder(2)])
     assert "Permission denied" in skipped[folder(2)]
     assert latest(place) == 7
-    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         loaded = state(-1)
         assert (ckpt.resume(loaded), loaded["step"]) == (8, 7)
         assert {info.step for info in ckpt.steps().result(30) if info.problem} == {2}
@@ -435,10 +441,37 @@ def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None
     assert load(place)[0] == 7
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_refused_step_that_this_very_process_has_saved_is_passed_over(tmp_path: Path, worker: Worker) -> None:
+    root = tmp_path / "run"
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), worker=worker) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(60)
+        ckpt.save(2, state(22)).result(60)
+        ckpt.save(4, state(4)).result(60)
+    assert decode_manifest(manifest(root, 4).read_bytes()).older == ((folder(2), 2), (folder(3), 1), (folder(1), 1))
+    assert decode_manifest(manifest(root, 1).read_bytes()).older is msgspec.UNSET
+    days_back(manifest(root, 2, 2), 0.01)
+    value, skipped = load(unreadable(root, "step-00000002/MANIFEST-*.json", errno.EACCES, verb="get"))
+    assert (value, list(skipped)) == (4, [folder(2)])
+    with pytest.raises(aiockpt.StorageError, match=folder(4)):
+        load(unreadable(root, "step-00000004/MANIFEST-1.json", errno.EACCES, verb="get"))
+
+
+async def test_a_save_names_nothing_that_was_called_after_it() -> None:
+    lineage = Lineage(0, 1, lambda: "run")
+    lineage.places.append(MemoryBackend("overtaking"))
+    for many, number, named in ((5, 3, (2, 1)), (5, 9, (5, 4, 3, 2, 1)), (69, 70, range(69, 5, -1))):
+        for committed in range(1, many + 1):
+            lineage.note_committed(folder(committed), 1, committed)
+        attempt = await lineage.begin_attempt(StepEntry(folder(99), 99, ()), "0123456789ab", number)
+        assert attempt.older == tuple((folder(step), 1) for step in named)
+
+
 def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> None:
     days_back(manifest(run, 2), 0.5)
     place = archive(run, 2)
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(6, state(6)).result(30)
     value, skipped = load(place)
     assert (value, list(skipped)) == (6, [folder(2)])
@@ -476,7 +509,7 @@ def test_a_step_that_may_not_be_listed_is_named_by_a_save_that_could_not_list_it
     place = unlistable(run, NEWEST)
     with pytest.raises(aiockpt.StorageError, match=folder(NEWEST)):
         load(place)
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(6, state(6)).result(30)
     assert load(place)[0] == 6
     named = decode_manifest(manifest(run, 6).read_bytes()).older
@@ -540,20 +573,35 @@ def test_a_refused_step_is_told_once_where_the_newer_ones_turn_out_damaged(run: 
     assert (value, sorted(skipped)) == (6, [folder(2), folder(7)])
 
 
+def test_a_refused_step_is_told_once_for_a_process_and_not_called_newer(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    days_back(manifest(run, 2), 0.5)
+    caplog.set_level(logging.INFO, "aiockpt")
+    discover.told.clear()
+    for _ in range(2):
+        with aiockpt.Checkpointer(archive(run, 2), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+            ckpt.load(state(-1)).result(30)
+    assert caplog.text.count("step-00000002 is skipped") == 1
+    assert caplog.text.count(", passed over: step-00000002\n") == 2
+
+
 def test_a_manifest_names_the_lowest_generation_of_all_places_and_the_newest_steps_first(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, *range(66))
-    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.copy(65, far).result(30)
     save(near, 65, value=1.0)
-    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(66, state(66)).result(30)
     older = decode_manifest(manifest(near, 66).read_bytes()).older
     assert older == tuple((folder(step), 1) for step in range(65, 1, -1))
 
 
 def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([run, aiockpt.Tier(tmp_path / "weights", content="weights")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [run, aiockpt.Tier(tmp_path / "weights", content="weights")], limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         model = torch.nn.Linear(2, 2)
         ckpt.save(6, {"model": model, "step": 6}).result(30)
     copied = decode_manifest(manifest(tmp_path / "weights", 6).read_bytes())
@@ -562,6 +610,8 @@ def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path
 
 @pytest.mark.parametrize(("days", "found"), [(2, True), (0.9, False)])
 def test_a_refused_step_that_is_older_by_a_day_is_passed_over(run: Path, days: float, found: bool) -> None:
+    for step in range(1, NEWEST + 1):
+        changed(run, step, older=msgspec.UNSET)
     days_back(manifest(run, 2), days)
     if found:
         value, skipped = load(archive(run, 2))
@@ -602,7 +652,7 @@ def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of
 
 def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: Path) -> None:
     save(run, 6)
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(2).result(30)
     save(run, 2, value=22.0)
     days_back(manifest(run, 2), -0.01)
@@ -638,14 +688,14 @@ def test_a_newer_format_is_no_damage(run: Path, changes: dict[str, Any]) -> None
         load(run, NEWEST)
     assert load(run, 4) == (4, {})
     save_without_loading(run, 6)
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.prune(aiockpt.Retention(last=1)).result(30)
         assert any(info.step == NEWEST and info.problem for info in ckpt.steps().result(30))
     assert manifest(run, NEWEST).exists()
 
 
 def save_without_loading(root: Path, step: int) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(step, state(step)).result(30)
 
 
@@ -698,7 +748,7 @@ def test_a_receipt_that_is_too_long_is_not_read_and_its_save_is_garbage(run: Pat
     os.utime(receipt, (1e9, 1e9))
     place = FaultyBackend(LocalBackend(str(run)), [Fault(do="hang", verb="get", match="*/r00000.json", times=None)])
     assert load(place) == (NEWEST, {})
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         pruned = ckpt.prune().result(30)
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(9)]
     assert not (run / folder(9)).exists()
@@ -715,14 +765,14 @@ def test_a_bad_decision_record_of_a_dead_save_is_told_and_holds_up_no_prune(run:
     os.utime(record.parent / "r" / "r00000.json", (1e9, 1e9))
     other = dead_save(run, 8)
     (other / "r" / "r00000.json").unlink()
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         pruned = ckpt.prune().result(30)
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(8)]
     ((step_id, reason),) = pruned.left
     assert step_id == folder(9)
     assert "DECISION.json" in reason
     assert load(run) == (NEWEST, {})
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(9, state(9)).result(30)
     assert load(run) == (9, {})
 
@@ -732,7 +782,7 @@ def test_a_committed_step_with_anything_in_it_can_be_deleted(run: Path, way: Way
     (record,) = (run / folder(2)).glob("a-*/DECISION.json")
     way(record)
     (run / folder(2) / "dangling").symlink_to("nowhere")
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(2).result(30)
     assert not (run / folder(2)).exists()
     assert load(run) == (NEWEST, {})
@@ -792,7 +842,7 @@ def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newe
     for step, way in way_of.items():
         way(manifest(run, step))
     _clear(data_file(run, 3))
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
     assert [step.step for step in pruned.steps] == [1]
     assert load(run)[0] == 2
@@ -800,7 +850,7 @@ def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newe
 
 def test_who_has_found_a_step_damaged_does_not_keep_it_in_place_of_another(run: Path) -> None:
     flipped(data_file(run, NEWEST))
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(state(-1)).result(30)
         assert loaded is not None
         pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
@@ -821,7 +871,7 @@ def test_an_older_generation_is_no_garbage_while_the_newer_one_is_bad(run: Path,
         flipped(data)
     else:
         _clear(data if bad == "data" else data.parent.parent)
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load(state(-1)).result(30)
         ckpt.prune(aiockpt.Retention(last=5, grace_s=0)).result(30)
     value, skipped = load(run)
@@ -840,7 +890,7 @@ def test_votes_that_wait_for_their_commit_are_no_newer_than_a_save_that_comes_la
 
 
 def resume(place: Path | Backend) -> int:
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return ckpt.resume(state(-1))
 
 
@@ -909,7 +959,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with aiockpt.Checkpointer(run, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         ckpt.save(1, state(10.0)).result(30)
         ckpt.save(2, state(20.0)).result(30)
         ckpt.save(3, state(30.0)).result(30)
@@ -921,14 +971,17 @@ def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pyt
 
 def test_who_has_loaded_is_not_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(run, 6)
-    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:  # going back is deliberate
+    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # going back is deliberate
         ckpt.load(state(-1), 2).result(30)
         ckpt.save(3, state(33.0)).result(30)
     assert warnings(caplog) == []
 
 
 def test_two_jobs_on_one_folder_are_told_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as one, aiockpt.Checkpointer(tmp_path, io=SMALL) as other:
+    with (
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as one,
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as other,
+    ):
         one.load(state(-1)).result(30)
         other.load(state(-1)).result(30)
         one.save(1, state(1)).result(30)

@@ -44,7 +44,7 @@ WRITE_FAILS = Fault(do="fail", verb="upload.write", error=errno.EIO)
 
 
 def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL)
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL))
     failed = ckpt.save(1, run.state)
     _until_done(failed)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1") as caught:
@@ -65,14 +65,14 @@ def _until_done(future: aiockpt.SaveFuture) -> None:
 
 
 def test_close_raises_what_nobody_was_told(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL)
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL))
     ckpt.save(1, run.state)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
         ckpt.close()
 
 
 def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
-    with aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.StorageError):
             ckpt.save(1, run.state).result(30)
         ckpt.save(2, run.state).result(30)
@@ -80,7 +80,7 @@ def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
 
 def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run) -> None:
     def trainer() -> None:
-        with aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL)) as ckpt:
             ckpt.save(1, run.state)
             raise KeyError("the trainer's own bug")
 
@@ -91,14 +91,14 @@ def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run
 
 def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
     told: list[aiockpt.SaveFuture] = []
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL, on_error=told.append)
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL), on_error=told.append)
     failed = ckpt.save(1, run.state)
     _until_done(failed)
     ckpt.save(2, run.state).result(30)
     assert told == [failed]
     ckpt.close()
 
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS, name="y"), io=SMALL, on_error="warn")
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS, name="y"), limits=aiockpt.Limits(io=SMALL), on_error="warn")
     _until_done(ckpt.save(1, run.state))
     with pytest.warns(RuntimeWarning, match="save of step 1") as warned:
         ckpt.save(2, run.state)
@@ -108,7 +108,7 @@ def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
 
 def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> None:
     backend = broken(Fault(do="hang", verb="upload.finish", match="step-00000001*", times=None))
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, run.state)
         assert save.cancel()
         with pytest.raises(SaveCancelledError, match="step 1"):
@@ -120,7 +120,7 @@ def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> N
 
 
 async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("cancelled-wait"), io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(MemoryBackend("cancelled-wait"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, run.state)
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -130,7 +130,7 @@ async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:
 
 def test_too_many_saves_are_skipped_when_the_policy_says_so(run: Run) -> None:
     backend = broken(Fault(do="hang", verb="upload.finish", times=1))
-    with aiockpt.Checkpointer(backend, io=SMALL, max_in_flight=1, when_full="skip") as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL, max_in_flight=1, when_full="skip")) as ckpt:
         first = ckpt.save(1, run.state)
         skipped = ckpt.save(2, run.state)
         with pytest.raises(SaveSkippedError, match="in flight"):
@@ -139,7 +139,7 @@ def test_too_many_saves_are_skipped_when_the_policy_says_so(run: Run) -> None:
 
 
 def test_a_state_that_cannot_be_saved_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.UnsupportedStateError, match=r"extra\.thing"):
             ckpt.save(1, {"model": torch.nn.Linear(2, 2), "extra": {"thing": object()}})
         assert ckpt.steps().result(30) == ()
@@ -170,7 +170,7 @@ def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -
 
 
 def test_a_step_may_be_an_integer_of_numpy_to_look_at_and_load(run: Run) -> None:
-    with aiockpt.Checkpointer(MemoryBackend("numpy"), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(MemoryBackend("numpy"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, run.state).result(30)
         assert ckpt.describe(np.int64(3)).result(30).info.step == 3  # type: ignore[arg-type]
         assert ckpt.load(run.state, np.int64(3)).result(30) is not None  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_options_that_cannot_work_are_refused_with_their_names() -> None:
         lambda: aiockpt.IO(slab_bytes=12345678),
         lambda: aiockpt.IO(pool_bytes=1),
         lambda: aiockpt.Retention(last=0),
-        lambda: aiockpt.Checkpointer("memory://x", max_in_flight=0),
+        lambda: aiockpt.Checkpointer("memory://x", limits=aiockpt.Limits(max_in_flight=0)),
         lambda: aiockpt.Checkpointer("memory://x", every=0),
         lambda: aiockpt.Checkpointer("nowhere://x"),
     ):
@@ -193,7 +193,7 @@ def test_options_that_cannot_work_are_refused_with_their_names() -> None:
 def test_a_metric_may_be_a_loss_that_was_not_detached(run: Run) -> None:
     loss = run.model(torch.ones(8, run.width)).sum()
     assert loss.requires_grad
-    with aiockpt.Checkpointer(MemoryBackend("metrics"), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(MemoryBackend("metrics"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state, metrics={"loss": loss}).result(30)  # warnings are errors here
         assert ckpt.describe(1).result(30).info.metrics == {"loss": pytest.approx(loss.item())}
 
@@ -216,7 +216,7 @@ def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> No
 
 
 def test_a_load_that_nobody_waited_for_is_an_error_at_the_next_call(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         load = ckpt.load(run.state)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
@@ -229,7 +229,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run
         async def space(self):  # type: ignore[no-untyped-def]
             return (await super().space()).__class__(free_bytes=1000, total_bytes=2000)
 
-    with aiockpt.Checkpointer(Small("small"), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(Small("small"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(StorageFullError, match="1,000 free"):
             ckpt.save(1, run.state).result(30)
         assert ckpt.steps().result(30) == ()
@@ -238,7 +238,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run
 def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: Run) -> None:
     io = aiockpt.IO(pool_bytes=4096, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
     backend = broken(Fault(do="hang", verb="upload.write", times=None))
-    ckpt = aiockpt.Checkpointer(backend, io=io, deadlines=aiockpt.Deadlines(slab_s=0.05))
+    ckpt = aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=io, deadlines=aiockpt.Deadlines(slab_s=0.05)))
     save = ckpt.save(1, run.state)
     with pytest.raises(StorageTimeoutError, match="pool_bytes"):
         save.result(30)
@@ -247,7 +247,9 @@ def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: R
 
 def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: Run) -> None:
     backend = broken(Fault(do="hang", verb="put_new", match="*MANIFEST*"))
-    with aiockpt.Checkpointer(backend, io=SMALL, deadlines=aiockpt.Deadlines(commit_s=0.1)) as ckpt:
+    with aiockpt.Checkpointer(
+        backend, limits=aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(commit_s=0.1))
+    ) as ckpt:
         with pytest.raises(aiockpt.CommitTimeoutError, match="unknown"):
             ckpt.save(1, run.state).result(30)
         assert [info.step for info in ckpt.finish_commits().result(30)] == [1]
@@ -257,7 +259,7 @@ def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: R
 def test_a_lost_answer_is_no_conflict(run: Run) -> None:
     for match in ("*MANIFEST*", "*r00000.json", "*DECISION*"):
         backend = broken(Fault(do="lose_answer", verb="put_new", match=match), name=match)
-        with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             save = ckpt.save(1, run.state)
             error = save.exception(30)
             assert error is None or isinstance(error, aiockpt.StorageError)
@@ -265,7 +267,7 @@ def test_a_lost_answer_is_no_conflict(run: Run) -> None:
 
 
 def test_an_existing_step_is_not_reported_against_its_own_call(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL, on_exists="raise") as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="raise") as ckpt:
         ckpt.save(1, run.state).result(30)
         again = ckpt.save(1, run.state)
         with pytest.raises(StepExistsError):
@@ -280,7 +282,7 @@ def test_a_closed_checkpointer_says_so(run: Run) -> None:
 
 
 async def test_blocking_forms_are_refused_inside_an_event_loop(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("blocking"), io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(MemoryBackend("blocking"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(BlockingCallError, match="await the futures"):
             ckpt.wait()
         with pytest.raises(BlockingCallError, match=r"write `await ckpt.aclose\(\)`"):
@@ -295,7 +297,7 @@ async def test_blocking_forms_are_refused_inside_an_event_loop(run: Run) -> None
 
 
 async def test_to_resume_is_refused_inside_an_event_loop_before_anything_is_begun(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("resume"), io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(MemoryBackend("resume"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for _ in range(3):  # however fast the load would have been
             with pytest.raises(BlockingCallError, match=r"write `await ckpt.load\(state\)`"):
                 ckpt.resume(run.state)
@@ -304,7 +306,7 @@ async def test_to_resume_is_refused_inside_an_event_loop_before_anything_is_begu
 
 
 async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("forgotten"), io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(MemoryBackend("forgotten"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         await ckpt.save(1, run.state)
         load = ckpt.load(run.state)
         with pytest.raises(
@@ -316,7 +318,7 @@ async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(r
 
 
 def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(MemoryBackend("seen"), io=SMALL)
+    ckpt = aiockpt.Checkpointer(MemoryBackend("seen"), limits=aiockpt.Limits(io=SMALL))
     save = ckpt.save(1, run.state)
     save.result(30)
     ckpt.wait()
@@ -328,7 +330,7 @@ def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused_with_a_clear_message(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(MemoryBackend("fork"), io=SMALL)
+    ckpt = aiockpt.Checkpointer(MemoryBackend("fork"), limits=aiockpt.Limits(io=SMALL))
     pid = os.fork()
     if not pid:
         try:
@@ -371,7 +373,9 @@ aiockpt.Checkpointer(backend).save(1, {{"x": torch.arange(10)}})
 
 def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
     state = {"x": torch.arange(50_000)}
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path / "run", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)
+    ) as ckpt:
         for step in range(10):
             ckpt.save(step, state).result(30)
         ckpt.wait()
@@ -426,7 +430,7 @@ def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
 
 
 def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         asked, may_wait, found = threading.Event(), threading.Event(), []
 
@@ -446,7 +450,7 @@ def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend,
 
 
 def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         thread = threading.Thread(target=ckpt.load, args=(run.state,))
         thread.start()

@@ -26,7 +26,7 @@ def infos(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
     run = Run(1)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(run.state).result(30) is None
         ckpt.save(7, run.state).result(30)
         ckpt.save(7, run.state).result(30)
@@ -43,7 +43,7 @@ def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: p
 
 def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_exists="skip") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result(30)
         ckpt.save(7, {"w": torch.ones(3)}).result(30)
     assert infos(caplog)[1] == f"step 7 is committed already, and left as it is, in file://{tmp_path}"
@@ -51,7 +51,7 @@ def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytes
 
 def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, worker="process") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), worker="process") as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result(60)
     (line,) = infos(caplog)
     assert line.startswith("saved step 7: ")
@@ -60,7 +60,7 @@ def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog
 
 def test_a_save_that_fails_is_no_line_of_success(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_error=lambda future: None) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
         (tmp_path / "step-00000007").write_text("in the way")
         assert ckpt.save(7, {"w": torch.ones(3)}).exception(30) is not None
     assert infos(caplog) == []
@@ -68,11 +68,11 @@ def test_a_save_that_fails_is_no_line_of_success(tmp_path: Path, caplog: pytest.
 
 def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_write_works(tmp_path: Path) -> None:
     saved, fresh = Run(1), Run(2)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(7, saved.state).result(30)
 
     async def notebook() -> int:
-        async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             with pytest.raises(aiockpt.BlockingCallError, match="await"):
                 ckpt.load(fresh.state).result()
             loaded = await ckpt.load(fresh.state)
@@ -85,7 +85,7 @@ def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_wri
 
 def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
     async def notebook() -> None:
-        async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             await ckpt.save(7, {"w": torch.ones(3)})
             load = ckpt.load({"w": torch.zeros(3)})
             with pytest.raises(aiockpt.UsageError, match="never waited for"):
@@ -97,14 +97,14 @@ def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
 
 def hanging(place: Path) -> FaultyBackend:
     """Return a place with a step whose first read of data hangs."""
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result(30)
     return FaultyBackend(LocalBackend(str(place)), [Fault(do="hang", verb="read", match="*.safetensors")])
 
 
 def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> None:
     into = {"w": torch.zeros(3)}
-    with aiockpt.Checkpointer(hanging(tmp_path), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(hanging(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load({"w": torch.zeros(3)}).cancel()
         assert ckpt.load(into).result(30) is not None
         ckpt.save(8, into).result(30)
@@ -113,7 +113,7 @@ def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> 
 
 def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
-    with aiockpt.Checkpointer(hanging(tmp_path), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(hanging(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         load = ckpt.load(state)
         assert load.cancel()
         until(load.done, "the end of the load")
@@ -123,7 +123,7 @@ def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word
 
 
 def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result(30)
         assert isinstance(ckpt.load({"v": torch.zeros(3)}).exception(30), aiockpt.StateMismatchError)
         into = {"w": torch.zeros(3)}
@@ -140,13 +140,13 @@ def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -
             await asyncio.sleep(0.01)
             return await super().get(key, max_bytes)
 
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"w": torch.full((3,), 1.0)}).result(30)
         ckpt.save(2, {"w": torch.full((3,), 2.0)}).result(30)
     into = {"w": torch.zeros(3)}
 
     async def notebook() -> None:
-        async with aiockpt.Checkpointer(Slow(LocalBackend(str(tmp_path)), []), io=SMALL) as ckpt:
+        async with aiockpt.Checkpointer(Slow(LocalBackend(str(tmp_path)), []), limits=aiockpt.Limits(io=SMALL)) as ckpt:
             with pytest.raises(aiockpt.BlockingCallError):
                 ckpt.load(into, 2).result()
             await ckpt.load(into, 1)
@@ -193,7 +193,7 @@ def test_a_small_state_keeps_a_small_reserve(tmp_path: Path, monkeypatch: pytest
             return Space(total_bytes=free, free_bytes=free)
 
     inner = LocalBackend(str(tmp_path))
-    with aiockpt.Checkpointer(Small(inner, []), io=SMALL, on_error=lambda future: None) as ckpt:
+    with aiockpt.Checkpointer(Small(inner, []), limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
         ckpt.save(1, {"w": torch.ones(1 << 18)}).result(30)
         refused = ckpt.save(2, {"w": torch.ones(1 << 20)}).exception(30)
     assert isinstance(refused, aiockpt.StorageFullError)

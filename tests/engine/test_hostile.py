@@ -53,14 +53,14 @@ HOSTILE: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
 def test_it_is_refused_before_anything_is_opened(tmp_path: Path, change: Change) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"x": torch.arange(1000, dtype=torch.float32)}).result(30)
     path = tmp_path / "step-00000001" / "MANIFEST-1.json"
     hostile = change(decode_manifest(path.read_bytes()))
     path.write_bytes(seal(msgspec.json.encode(hostile)))
     backend = RecordingBackend(LocalBackend(tmp_path))
     target = torch.zeros(1000)
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.CorruptionError):
             ckpt.load({"x": target}, 1).result(30)
         with pytest.raises(aiockpt.NoValidCheckpointError):

@@ -21,7 +21,7 @@ def data_files(root: Path) -> list[Path]:
 
 def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
     run.train()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
     weights, rest = data_files(tmp_path)
     loaded = load_file(weights)
@@ -38,7 +38,7 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run: Run) -> None:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"model": run.model}).result(30)
     target = {name: torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
     folder = data_files(tmp_path / "run")[0].parent
@@ -50,7 +50,7 @@ def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run:
 def test_large_states_are_cut_into_several_files_that_all_open(tmp_path: Path) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=100_000)
     state = {f"t{number}": torch.randn(100, 100) for number in range(10)}
-    with aiockpt.Checkpointer(tmp_path, io=io) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, state).result(30)
         target = {name: torch.zeros(100, 100) for name in state}
         ckpt.load(target).result(30)

@@ -15,7 +15,6 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.submit import Submitter
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed
 from aiockpt.options import Snapshot
@@ -61,7 +60,7 @@ def interrupt_once(work: Callable[..., Any], after: bool) -> Callable[..., Any]:
 @pytest.mark.parametrize("verb", ["create", "upload.write"])
 def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, verb: str) -> None:
     run, hanging = Run(1), Fault(do="hang", verb=verb, match="step-00000002/*", times=None)
-    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [hanging]), io=SMALL)
+    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [hanging]), limits=aiockpt.Limits(io=SMALL))
     ckpt.save(1, run.state).result(SOON_S)
     save = ckpt.save(2, run.state)
     save.snapshotted().result(SOON_S)
@@ -69,7 +68,7 @@ def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, verb: s
     assert isinstance(save.exception(0), SaveCancelledError)
     assert not threads_of_ours()
     ckpt.close()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as again:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as again:
         loaded = again.load(run.state).result(SOON_S)
     assert loaded is not None
     assert loaded.step == 1
@@ -87,9 +86,9 @@ def close_interrupted(ckpt: aiockpt.Checkpointer, after_s: float) -> None:
 def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path) -> None:
     run = Run(1)
     hanging = [Fault(do="hang", verb="reader.read", times=None), Fault(do="hang", verb="upload.write", times=None)]
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
-    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), hanging), io=SMALL)
+    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), hanging), limits=aiockpt.Limits(io=SMALL))
     ckpt.save(2, run.state)  # what the close waits for
     load = ckpt.load(Run(2).state)
     close_interrupted(ckpt, 0.5)
@@ -99,7 +98,9 @@ def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path
 
 def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(tmp_path: Path) -> None:
     state = {"weight": torch.arange(2 << 20)}
-    ckpt = aiockpt.Checkpointer(tmp_path, worker="process", io=aiockpt.IO(bandwidth=8 << 20))  # 16 MiB: two seconds
+    ckpt = aiockpt.Checkpointer(
+        tmp_path, worker="process", limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=8 << 20))
+    )  # 16 MiB: two seconds
     save = ckpt.save(1, state)
     save.snapshotted().result(SOON_S)
     close_interrupted(ckpt, 0.2)
@@ -110,7 +111,6 @@ def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrup
 
 
 WHERE = [
-    (Submitter, "_begin"),
     (PendingCopies, "add"),
     (LoopThread, "in_worker"),
     (SaveJob, "prepare"),
@@ -128,7 +128,9 @@ def test_a_save_that_is_interrupted_anywhere_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, snapshot: Snapshot
 ) -> None:
     run, watch = Run(1), Watch()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[watch], on_error=lambda future: None) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[watch], on_error=lambda future: None
+    ) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt_once(getattr(owner, name), after))

@@ -129,6 +129,21 @@ def test_a_layout_that_changes_between_two_saves_of_a_run_is_noticed(save: Calla
         assert same(buffer, optimizer.state[model.kernel]["momentum_buffer"])
 
 
+def test_a_part_of_a_larger_tensor_is_saved_as_it_is_at_each_save(save: Callable[..., None], tmp_path: Path) -> None:
+    larger = torch.zeros(4, 6)
+    state = {"part": larger[1:3, ::2], "beside": torch.zeros(3)}
+
+    def fill(step: int) -> dict[str, Any]:
+        larger.fill_(step)
+        return state
+
+    save(*(partial(fill, step) for step in range(3)))
+    for step in range(3):
+        assert torch.equal(
+            load(tmp_path, {"part": None, "beside": None}, step)["part"], torch.full((2, 3), float(step))
+        )
+
+
 class Bases(torch.optim.Optimizer):
     """Keeps, beside what is like the parameter, a basis that lies columns first, and lists of such."""
 

@@ -254,11 +254,15 @@ def test_ranks_leave_out_together_and_a_name_may_mean_something_on_one_of_them(t
     assert torch.equal(saved[0]["model"]["0"]["base"].weight, found[0]["model"]["0"]["base"].weight)
 
 
+@pytest.mark.parametrize("owns", ["all parameters", "the frozen ones"])
 def test_a_rule_that_leaves_nothing_out_because_an_optimizer_owns_all_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, owns: str
 ) -> None:
     state = job()
-    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
+    parameters = state["model"].parameters()
+    state["optimizer"] = torch.optim.AdamW(
+        one for one in parameters if owns == "all parameters" or not one.requires_grad
+    )
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         for step in range(3):
             ckpt.save(step, state, only=aiockpt.trainable()).result()

@@ -50,7 +50,7 @@ def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
     backend = LocalBackend(tmp_path / "run", world=World(files=cast(Files, files)))
     with (
         blockbuster_ctx("aiockpt"),
-        aiockpt.Checkpointer(backend, io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt,
+        aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)) as ckpt,
     ):
         for step in range(3):
             run.train()

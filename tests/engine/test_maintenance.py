@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine import maintenance
+from aiockpt.engine.save import RECORD_FILES
 from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
@@ -38,7 +39,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def steps(root: Path) -> list[int]:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return [info.step for info in ckpt.steps().result(30)]
 
 
@@ -49,14 +50,14 @@ def facts(*rows: tuple[int, int, str, str | None]) -> list[StepFacts]:
 def test_the_last_every_and_best_steps_are_kept(tmp_path: Path) -> None:
     rules = aiockpt.Retention(last=2, every=4, best=Best("loss", count=2))
     losses = [9.0, 8.0, 1.0, 7.0, 6.0, 2.0, 5.0, 4.0, 3.0, float("nan")]
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=rules) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
         for step, loss in enumerate(losses):
             ckpt.save(step, STATE, metrics={"loss": loss}).result(30)
     assert steps(tmp_path) == [9, 8, 5, 4, 2, 0]
 
 
 def test_the_newest_and_the_newest_verified_step_are_never_deleted(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(5):
             ckpt.save(step, STATE).result(30)
         ckpt.verify(1).result(30)
@@ -72,7 +73,7 @@ def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_
 ) -> None:
     recorded = RecordingBackend(LocalBackend(str(tmp_path)))
     gate = Gate(recorded, "put_new", "*/MANIFEST-1.json", times=1)
-    with aiockpt.Checkpointer(gate, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, STATE)
         assert gate.reached.wait(30)
 
@@ -90,7 +91,7 @@ def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_
 
 def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
     recorded = RecordingBackend(LocalBackend(str(tmp_path)))
-    with aiockpt.Checkpointer(recorded, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+    with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=3)) as ckpt:
         for step in range(6):
             ckpt.save(step, STATE).result(30)
     read = Counter(done.key for done in recorded.operations if done.verb == "get" and "MANIFEST" in done.key)
@@ -99,7 +100,7 @@ def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(4):
             ckpt.save(step, STATE).result(30)
         ckpt.verify(3).result(30)
@@ -126,9 +127,8 @@ def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tm
         {"retention": 3},
         {"retention": {"last": 1}},
         {"every": "10"},
-        {"io": 8},
+        {"limits": 8},
         {"on_exists": "overwrite"},
-        {"when_full": "drop"},
         {"on_error": "ignore"},
     ],
 )
@@ -138,7 +138,7 @@ def test_an_option_of_the_wrong_kind_is_refused_and_not_ignored(tmp_path: Path, 
 
 
 def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(3):
             ckpt.save(step, STATE).result(30)
         (tmp_path / "step-00000000" / "lease-abc").write_bytes(b"")
@@ -148,13 +148,13 @@ def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
 
 
 def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (500, 1000):
             ckpt.save(step, state(step)).result(30)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)) as ckpt:
         ckpt.load(state(0), 500).result(30)
         ckpt.save(600, state(600)).result(30)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         infos = ckpt.steps().result(30)
         assert [info.step for info in infos] == [600, 1000]
         assert infos[0].parent == "step-00000500"
@@ -164,7 +164,7 @@ def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(t
 
 
 def test_going_back_within_one_checkpointer_begins_a_new_branch_too(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=3)) as ckpt:
         for step in (100, 200, 300):
             ckpt.save(step, state(step)).result(30)
         ckpt.load(state(0), 100).result(30)
@@ -177,12 +177,12 @@ def test_going_back_within_one_checkpointer_begins_a_new_branch_too(tmp_path: Pa
 def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=True)
     shutil.copytree(tmp_path, tmp_path / "again")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, state(3)).result(30)
     assert attempt.exists()
     read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
     target = state(0)
-    with aiockpt.Checkpointer(read_only, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(read_only, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(target).result(30)
     assert loaded is not None
     assert target["value"] == 3
@@ -191,7 +191,7 @@ def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Pat
 def test_votes_that_cannot_be_finished_here_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dead_attempt(tmp_path, voted=True)
     read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
-    with aiockpt.Checkpointer(read_only, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(read_only, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for _ in range(3):
             assert ckpt.load(state(0)).result(30) is None
             assert ckpt.steps().result(30) == ()
@@ -201,14 +201,14 @@ def test_votes_that_cannot_be_finished_here_are_told_once(tmp_path: Path, caplog
 
 def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage == ()
 
 
 def save_and_keep(root: Path, count: int) -> None:
     """Save step 7 *count* times; nothing of the generations before is collected."""
     place = FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb="delete", times=None)])
-    with aiockpt.Checkpointer(place, io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         for value in range(count):
             ckpt.save(7, state(value)).result(30)
 
@@ -233,7 +233,7 @@ def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
     (folder / f"a-{overtaken}" / "DECISION.json").unlink()
     for generation in {1, 2, 3} - set(committed):
         (folder / f"MANIFEST-{generation}.json").unlink()
-    with aiockpt.Checkpointer(ours, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(ours, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage
     assert overtaken in {one.attempt for one in garbage}
 
@@ -249,7 +249,7 @@ def test_the_lineage_follows_runs_and_their_parents() -> None:
 
 def save_steps(root: Path, steps: range, *, load: int | None = None, last: int = 2, worker: Worker = "thread") -> None:
     rules = aiockpt.Retention(last=last)
-    with aiockpt.Checkpointer(root, io=SMALL, retention=rules, worker=worker) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
         if load is not None:
             assert ckpt.load(state(0), load).result(30) is not None
         for step in steps:
@@ -277,7 +277,7 @@ def test_a_line_of_many_resumes_says_where_its_newest_came_from(tmp_path: Path) 
 def test_a_run_whose_parent_was_deleted_keeps_no_more_steps(tmp_path: Path) -> None:
     save_steps(tmp_path, range(1, 4), last=9)
     save_steps(tmp_path, range(4, 5), load=3, last=9)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(3).result(30)
     save_steps(tmp_path, range(5, 6), load=4)
     assert steps(tmp_path) == [5, 4]
@@ -304,7 +304,7 @@ def test_whatever_the_history_the_newest_is_kept(rows: list[tuple[int, int, str]
 
 
 def test_an_older_generation_is_collected_after_the_new_one_is_committed(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state(1)).result(30)
         ckpt.save(1, state(2)).result(30)
         ckpt.wait()
@@ -315,7 +315,7 @@ def test_an_older_generation_is_collected_after_the_new_one_is_committed(tmp_pat
 
 def dead_attempt(root: Path, *, voted: bool) -> Path:
     """Leave what a job leaves that was killed before, or after, its vote."""
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(7, state(7)).result(30)
         ckpt.wait()
     folder = root / "step-00000007"
@@ -330,7 +330,7 @@ def dead_attempt(root: Path, *, voted: bool) -> Path:
 def test_a_commit_whose_job_died_after_its_vote_is_rolled_forward(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
     target = state(0)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(target).result(30)
     assert loaded is not None
     assert (loaded.step, target["value"]) == (7, 7)
@@ -338,13 +338,13 @@ def test_a_commit_whose_job_died_after_its_vote_is_rolled_forward(tmp_path: Path
 
 def test_an_explicit_step_is_rolled_forward_too(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.describe(7).result(30).info.step == 7
 
 
 def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=False)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state(0)).result(30) is None
         assert ckpt.prune(aiockpt.Retention()).result(30).garbage == ()
         assert attempt.exists()
@@ -358,11 +358,11 @@ FULL = Fault(do="fail", verb="put*", times=None, error=errno.ENOSPC)
 
 def test_a_place_that_takes_no_byte_more_is_cleaned_up_all_the_same(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=False)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result(30)
         ckpt.save(9, state(9)).result(30)
-    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL]), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL]), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(last=3, grace_s=0)).result(30)
         assert ([step.step for step in pruned.steps], pruned.left, pruned.failed) == ([1], (), ())
         assert not attempt.parent.exists()
@@ -380,7 +380,7 @@ class NoRenames(FaultyBackend):
 def test_a_step_of_a_full_store_that_can_rename_nothing_is_deleted(tmp_path: Path) -> None:
     save_steps(tmp_path, range(1, 4), last=9)
     recorded = RecordingBackend(NoRenames(LocalBackend(tmp_path), [FULL]))
-    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(2).result(30)
     assert steps(tmp_path) == [3, 1]
     first = next(done.key for done in recorded.operations if done.verb == "delete")
@@ -399,7 +399,9 @@ def test_what_was_collected_on_a_full_disk_can_not_be_committed_any_more(tmp_pat
         for path in (folder / "MANIFEST-1.json", attempt / "DECISION.json", receipt):
             path.unlink()
     stays = Fault(do="fail", verb="delete", match="*DECISION.json", times=None)
-    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL, stays]), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        FaultyBackend(LocalBackend(tmp_path), [FULL, stays]), limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         if committed:
             with pytest.raises(aiockpt.StorageError):
                 ckpt.delete(7).result(30)
@@ -409,7 +411,7 @@ def test_what_was_collected_on_a_full_disk_can_not_be_committed_any_more(tmp_pat
     for path, was in ((receipt, votes), (data, content)):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(was)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.finish_commits().result(30) == ()
         assert ckpt.load(state(0)).result(30) is None
         shutil.rmtree(receipt.parent)
@@ -425,7 +427,7 @@ def test_a_full_disk_takes_no_data_file_from_a_committed_step(tmp_path: Path) ->
     for receipts in tmp_path.glob("*/a-*/r"):
         shutil.rmtree(receipts)
     recorded = RecordingBackend(FaultyBackend(LocalBackend(tmp_path), [FULL]))
-    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(1).result(30)
     assert "move" not in {done.verb for done in recorded.operations}
     assert steps(tmp_path) == [2]
@@ -444,18 +446,49 @@ class SmallDisk(FaultyBackend):
         return Space((5 - self.steps_there) * 1_000_000, 5_000_000)
 
 
-def test_a_save_finds_room_that_retention_makes_for_it(tmp_path: Path) -> None:
+class FewInodes(SmallDisk):
+    """Inodes for five steps, and bytes for any number."""
+
+    async def space(self) -> Space:
+        return Space(1 << 40, 1 << 40, (5 - self.steps_there) * 20)
+
+
+@pytest.mark.parametrize("disk", [SmallDisk, FewInodes])
+def test_a_save_finds_room_that_retention_makes_for_it(tmp_path: Path, disk: type[SmallDisk]) -> None:
     save_steps(tmp_path, range(1, 6), last=9)
-    with aiockpt.Checkpointer(SmallDisk(LocalBackend(tmp_path)), io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(
+        disk(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)
+    ) as ckpt:
         ckpt.load(state(0)).result(30)
         ckpt.save(6, state(6)).result(30)
     assert steps(tmp_path) == [6, 5]
 
 
+def test_inodes_are_counted_before_a_save_as_bytes_are(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 6), last=9)
+    before = sorted(tmp_path.rglob("*"))
+    with aiockpt.Checkpointer(FewInodes(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.load(state(0)).result(30)
+        with pytest.raises(
+            aiockpt.StorageFullError, match=r"step 6 makes \d+ files and folders, .* 0 inodes free \(df -i\)"
+        ):
+            ckpt.save(6, state(6)).result(30)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_first_step_makes_no_more_files_and_folders_than_are_counted(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 2))
+    made = len(list((tmp_path / "step-00000001").rglob("*"))) + 1
+    (data,) = (tmp_path / "step-00000001").glob("a-*/d")
+    assert made <= len(list(data.iterdir())) + RECORD_FILES
+
+
 def test_retention_is_applied_when_a_save_finds_no_room_while_it_writes(tmp_path: Path) -> None:
     save_steps(tmp_path, range(1, 6), last=9)
     full = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="create", error=errno.EDQUOT)])
-    with aiockpt.Checkpointer(full, io=SMALL, retention=aiockpt.Retention(last=2), on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(
+        full, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2), on_error="warn"
+    ) as ckpt:
         ckpt.load(state(0)).result(30)
         with pytest.raises(aiockpt.StorageError):
             ckpt.save(6, state(6)).result(30)
@@ -467,7 +500,7 @@ def test_retention_is_applied_when_a_save_finds_no_room_while_it_writes(tmp_path
 def test_a_collected_attempt_can_not_be_committed_any_more(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=True)
     (attempt / "DECISION.json").write_text('{"decision":"collect","attempt":"x","write_id":"y"}')
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.finish_commits().result(30) == ()
         assert ckpt.load(state(0)).result(30) is None
 
@@ -480,13 +513,13 @@ def test_a_receipt_with_a_flipped_bit_is_no_vote(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[position] ^= 4
         receipt.write_bytes(bad)
-        with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             assert ckpt.finish_commits().result(30) == ()
 
 
 def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path: Path) -> None:
     """The second saver notes the generation, then the first commits it."""
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as rival:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as rival:
         committed: list[int] = []
 
         class Interloper(LocalBackend):
@@ -498,7 +531,7 @@ def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path
                     await anyio.to_thread.run_sync(lambda: rival.save(1, state(1)).result(30))
                 return await super().create(key, size)
 
-        with aiockpt.Checkpointer(Interloper(tmp_path), io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(Interloper(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
             with pytest.raises(aiockpt.CommitConflictError, match="the winner stands"):
                 ckpt.save(1, state(2)).result(30)
             target = state(0)
@@ -508,7 +541,7 @@ def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path
 
 
 def test_deleting_a_step_removes_every_trace(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, STATE).result(30)
         ckpt.save(2, STATE).result(30)
         ckpt.delete(1).result(30)
@@ -522,7 +555,9 @@ def test_deleting_a_step_removes_every_trace(tmp_path: Path) -> None:
 def test_saves_of_one_step_at_once_are_generations_in_the_order_of_the_calls(
     tmp_path: Path, worker: Worker, snapshot: Snapshot
 ) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, worker=worker, snapshot=snapshot, max_in_flight=3) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, limits=aiockpt.Limits(io=SMALL, max_in_flight=3), worker=worker, snapshot=snapshot
+    ) as ckpt:
         saves = [ckpt.save(10, state(value)) for value in range(3)]
         assert [save.result(30).generation for save in saves] == [1, 2, 3]
         target = state(9)
@@ -531,7 +566,7 @@ def test_saves_of_one_step_at_once_are_generations_in_the_order_of_the_calls(
 
 
 def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_exists="skip") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
         first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
         assert not first.result(30).existed
         assert second.result(30).existed
@@ -539,7 +574,7 @@ def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Pa
 
 def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) -> None:
     stuck = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="create", match="*")])
-    with aiockpt.Checkpointer(stuck, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(stuck, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
         until(lambda: stuck.schedule.fired, "the first save's file")
         first.cancel()
@@ -547,10 +582,10 @@ def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) ->
 
 
 def test_deleting_a_step_asks_little_of_the_place(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, STATE).result(30)
     recorded = RecordingBackend(LocalBackend(str(tmp_path)))
-    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(1).result(30)
     asked = [done.verb for done in recorded.operations]
     found = ["list", "get"]  # which copies there are
@@ -562,7 +597,7 @@ def test_a_folder_that_is_not_ours_is_ignored(tmp_path: Path) -> None:
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "step-1").mkdir()
     (tmp_path / "readme.txt").write_text("x")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state(0)).result(30) is None
         ckpt.save(1, STATE).result(30)
     assert steps(tmp_path) == [1]

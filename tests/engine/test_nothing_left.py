@@ -61,7 +61,7 @@ def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
         if turn == 2:
             gc.collect()
             before = tasks()
-        with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, **options(name, tmp_path)) as ckpt:
+        with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL), **options(name, tmp_path)) as ckpt:
             use(ckpt, 10 * turn)
             ckpt.load({"weight": torch.zeros(200, 100)}).result()
     assert not ours()
@@ -71,7 +71,9 @@ def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 async def test_no_thread_is_left_after_aclose(tmp_path: Path, name: str) -> None:
     before = ours()  # a worker of the event loop of an earlier test may end late
-    async with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, **options(name, tmp_path)) as ckpt:
+    async with aiockpt.Checkpointer(
+        tmp_path / "run", limits=aiockpt.Limits(io=SMALL), **options(name, tmp_path)
+    ) as ckpt:
         use(ckpt, 10)
         await ckpt.load({"weight": torch.zeros(200, 100)})
     assert ours() <= before

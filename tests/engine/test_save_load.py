@@ -64,7 +64,7 @@ def test_the_newest_step_is_taken_and_an_explicit_one_on_request(ckpt: aiockpt.C
 def test_a_state_changed_right_after_the_save_does_not_change_the_checkpoint(backend: Backend, fused: bool) -> None:
     run = Run(fused=fused)
     run.train(2)
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         at_save = run.digest()
         future = ckpt.save(2, run.state)
         assert future.snapshotted().done()
@@ -78,7 +78,7 @@ def test_a_state_changed_right_after_the_save_does_not_change_the_checkpoint(bac
 
 
 def test_several_saves_are_in_flight_and_all_are_committed(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL, max_in_flight=3) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL, max_in_flight=3)) as ckpt:
         futures = []
         for step in range(8):
             run.train()
@@ -89,7 +89,7 @@ def test_several_saves_are_in_flight_and_all_are_committed(backend: Backend, run
 def test_a_tensor_larger_than_the_pool_works(backend: Backend) -> None:
     io = aiockpt.IO(pool_bytes=8192, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
     state = {"big": torch.randn(100_003), "small": torch.arange(3)}
-    with aiockpt.Checkpointer(backend, io=io) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(0, state).result(30)
         target = {"big": torch.zeros(100_003), "small": torch.zeros(3, dtype=torch.int64)}
         ckpt.load(target).result(30)
@@ -98,7 +98,7 @@ def test_a_tensor_larger_than_the_pool_works(backend: Backend) -> None:
 
 
 async def test_an_async_trainer_awaits_every_stage(backend: Backend, run: Run) -> None:
-    async with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert await ckpt.load(run.state) is None
         run.train(2)
         at_save = run.digest()
@@ -130,7 +130,7 @@ async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer
 
     monkeypatch.setattr(CopyProgram, "run", slow_copy)
     run.train(2)
-    async with aiockpt.Checkpointer(MemoryBackend("held"), io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(MemoryBackend("held"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         at_save = run.digest()
         save = ckpt.save(2, run.state)
         assert not save.snapshotted().done()
@@ -246,12 +246,12 @@ def test_verifying_a_step_marks_it(ckpt: aiockpt.Checkpointer, run: Run) -> None
 
 
 def test_saving_a_step_again_adds_a_generation_skips_or_raises(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.save(1, run.state).result(30).generation == 1
         run.train()
         again = run.digest()
         assert ckpt.save(1, run.state).result(30).generation == 2
-    with aiockpt.Checkpointer(backend, io=SMALL, on_exists="skip") as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
         skipped = ckpt.save(1, Run(seed=8).state).result(30)
         assert (skipped.existed, skipped.generation) == (True, 2)
         other = Run(seed=5)
@@ -259,7 +259,7 @@ def test_saving_a_step_again_adds_a_generation_skips_or_raises(backend: Backend,
         assert other.digest() == again
     with (
         pytest.raises(aiockpt.UsageError, match="committed already"),
-        aiockpt.Checkpointer(backend, io=SMALL, on_exists="raise") as ckpt,
+        aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="raise") as ckpt,
     ):
         ckpt.save(1, run.state).result(30)
 
@@ -267,13 +267,15 @@ def test_saving_a_step_again_adds_a_generation_skips_or_raises(backend: Backend,
 def test_the_policy_form_is_five_lines(backend: Backend) -> None:
     run = Run()
     for _ in range(2):
-        with aiockpt.Checkpointer(backend, io=SMALL, every=3, retention=aiockpt.Retention(last=2)) as ckpt:
+        with aiockpt.Checkpointer(
+            backend, limits=aiockpt.Limits(io=SMALL), every=3, retention=aiockpt.Retention(last=2)
+        ) as ckpt:
             start = ckpt.resume(run.state)
             for step in range(start, start + 5):
                 loss = run.train()
                 ckpt.step(step, run.state, metrics={"loss": loss})
             assert start in (0, 4)
-    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert [info.step for info in ckpt.steps().result(30)] == [6, 3]
         with pytest.raises(aiockpt.UsageError, match="every=N"):
             ckpt.step(1, run.state)
@@ -281,7 +283,7 @@ def test_the_policy_form_is_five_lines(backend: Backend) -> None:
 
 def test_events_tell_the_story_of_a_save(backend: Backend, run: Run) -> None:
     watch = Watch()
-    with aiockpt.Checkpointer(backend, io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.load(run.state).result(30)
     names = [type(event).__name__ for event in watch.events]
@@ -295,13 +297,15 @@ def test_an_observer_that_raises_harms_nothing(backend: Backend, run: Run, caplo
         def on_event(self, event: Event) -> None:
             raise ValueError("my bug")
 
-    with aiockpt.Checkpointer(backend, io=SMALL, observers=[Broken()]) as ckpt:
+    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), observers=[Broken()]) as ckpt:
         assert ckpt.save(1, run.state).result(30).step == 1
     assert "not called again" in caplog.text
 
 
 def test_warming_up_makes_room_and_changes_nothing(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, io=aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384)) as ckpt:
+    with aiockpt.Checkpointer(
+        backend, limits=aiockpt.Limits(io=aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384))
+    ) as ckpt:
         ckpt.warm_up(run.state).result(30)
         allocated = ckpt.statistics().pool.allocated_bytes
         assert allocated > 0
@@ -311,7 +315,7 @@ def test_warming_up_makes_room_and_changes_nothing(backend: Backend, run: Run) -
 
 def test_after_the_first_save_the_pool_holds_all_that_the_next_one_needs(run: Run) -> None:
     io = aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384)
-    with aiockpt.Checkpointer(MemoryBackend("pool"), io=io) as ckpt:
+    with aiockpt.Checkpointer(MemoryBackend("pool"), limits=aiockpt.Limits(io=io)) as ckpt:
         held = ckpt.save(1, run.state).result(30).bytes
         ckpt.wait()
         while ckpt.statistics().pool.allocated_bytes < held:
@@ -338,7 +342,7 @@ def test_of_saves_that_run_at_once_the_one_called_last_is_the_newest(tmp_path: P
             later_began.set()  # step 2 has begun its attempt
             return await super().create(key, size)
 
-    with aiockpt.Checkpointer(Slow(str(tmp_path), world=World()), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(Slow(str(tmp_path), world=World()), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": torch.full((3,), float(step))})
     with aiockpt.Checkpointer(tmp_path) as ckpt:

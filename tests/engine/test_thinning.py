@@ -11,6 +11,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import CheckpointError
+from aiockpt.events import Event, GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Worker
 from aiockpt.testing.recording import Call, RecordingFiles
@@ -53,13 +54,13 @@ def files(root: Path, step: int) -> list[str]:
 
 def weights_are(where: Any, step: int, value: float) -> bool:
     bare = state(-1)["model"]
-    with aiockpt.Checkpointer(where, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(where, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load({"model": bare}, step).result(30) is not None
     return all(bool((tensor == value).all()) for tensor in bare.parameters())
 
 
 def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state(1)).result(30)
     (manifest,) = manifests(tmp_path, 1)
     # What the state has beside the module, too, bears that name, and so it lies in no file of the module's.
@@ -73,14 +74,14 @@ def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worker: Worker) -> None:
     rules = aiockpt.Retention(last=4, optimizer=2)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=rules, worker=worker) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
         for step in range(1, 7):
             ckpt.save(step, state(step)).result(30)
     assert {step: len(files(tmp_path, step)) for step in (3, 4, 5, 6)} == {3: 2, 4: 2, 5: 3, 6: 3}
     assert [manifest.generation for manifest in manifests(tmp_path, 4)] == [2]
     for step in (3, 4, 5, 6):
         assert weights_are(tmp_path, step, step)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert [info.problem for info in ckpt.steps().result(30)] == [None] * 4
         for step in (3, 6):
             ckpt.verify(step).result(30)
@@ -92,21 +93,35 @@ def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worke
             ckpt.load(state(-1), 4).result(30)
 
 
+class Deletions:
+    """Keeps the events of what was deleted."""
+
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StepDeleted | GarbageDeleted):
+            self.told.append(event)
+
+
 def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_whole(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    seen = Deletions()
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[seen]) as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save(step, state(step)).result(30)
         ckpt.verify(2).result(30)
         told = ckpt.prune(KEEP_ONE, dry_run=True).result(30)
+        assert not seen.told
         assert [(thin.step, thin.bytes > 0) for thin in told.thinned] == [(3, True)]
         assert [doomed.step for doomed in told.steps] == [1]
         assert [thin.step for thin in ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned] == [3, 1]
         assert ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned == ()
+        assert seen.told
     assert {step: len(files(tmp_path, step)) for step in (1, 2, 3, 4)} == {1: 2, 2: 3, 3: 2, 4: 3}
 
 
 def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.ones(5)}).result(30)
         pruned = ckpt.prune(KEEP_ONE).result(30)
@@ -117,11 +132,11 @@ def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_pat
 
 def test_weights_that_a_load_passes_over_are_sound_and_count_for_the_rules(tmp_path: Path) -> None:
     """A resume that finds nothing whole has looked at every thinned step, and damaged none of them."""
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=KEEP_ONE) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=KEEP_ONE) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result(30)
     (tmp_path / "step-00000003" / "MANIFEST-1.json").write_bytes(b"")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(CheckpointError):
             ckpt.load(state(0)).result(30)
         pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30)
@@ -132,7 +147,7 @@ def test_weights_that_a_load_passes_over_are_sound_and_count_for_the_rules(tmp_p
 def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=KEEP_ONE)]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).committed(str(far)).result(30)
     assert len(files(far, 1)) == 2
@@ -144,7 +159,7 @@ def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tm
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt, pytest.raises(CheckpointError):
+    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt, pytest.raises(CheckpointError):
         ckpt.load(state(-1), 1).result(30)
 
 

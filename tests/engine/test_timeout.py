@@ -108,10 +108,10 @@ def test_neither_a_load_nor_the_first_save_waits_for_a_tier_that_refuses(
     for module, name in ((tiers, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 1000)  # this test has 60 s
     state = {"x": torch.zeros(5000)}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(30)
     far = Retrying(Answering(repeat(REFUSED)))
-    with aiockpt.Checkpointer([tmp_path, aiockpt.Tier(far, deadline=0.1)], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path, aiockpt.Tier(far, deadline=0.1)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state).result(30) is not None
         assert ckpt.save(2, state).result(30).durable
     said = [record.getMessage() for record in caplog.records if "again and again" in record.getMessage()]

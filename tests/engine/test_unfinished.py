@@ -27,7 +27,7 @@ VOTE = Fault(do="hang", verb="put_new", match="step-00000002/*/r00000.json")
 
 
 def save(root: Path, step: int) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(step, STATE).result(30)
 
 
@@ -35,7 +35,7 @@ def save(root: Path, step: int) -> None:
 def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
     """Save step 2 up to the vote, and no further, for the length of the block."""
     held = FaultyBackend(LocalBackend(str(root)), [VOTE])
-    with aiockpt.Checkpointer(held, io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(held, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         future = ckpt.save(2, STATE)
         until(lambda: held.schedule.fired, "the vote", timeout_s=30)
         try:
@@ -45,7 +45,7 @@ def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
 
 
 def loaded(place: object) -> int | None:
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:  # type: ignore[arg-type]
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # type: ignore[arg-type]
         found = ckpt.load(STATE).result(30)
         return None if found is None else found.step
 
@@ -142,7 +142,7 @@ def test_an_attempt_of_which_nothing_is_left_is_not_told_of(tmp_path: Path, capl
 
 def test_who_only_looks_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
-    with writing(tmp_path), aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with writing(tmp_path), aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.verify().result(30)
         ckpt.steps().result(30)
     assert told(caplog) == []

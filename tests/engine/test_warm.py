@@ -138,3 +138,90 @@ def test_what_comes_into_a_list_of_plain_values_between_two_walks_is_found(late:
     assert found.structure == anew.structure
     assert found.values == anew.values
     assert [shard.name for shard in found.tensors] == [shard.name for shard in anew.tensors]
+
+
+def test_the_same_tensors_under_another_plan_are_copied_by_that(tmp_path: Path) -> None:
+    """A hook shows a tensor of the state as a weight of a module, too, now and then: then it lies in a file of its own."""
+    model, tensor, shown = nn.Identity(), torch.ones(3000), dict[str, torch.Tensor]()
+    model._register_state_dict_hook(lambda _, found, *__: found.update(shown))  # type: ignore[no-untyped-call]
+    state = {"tensor": tensor, "other": torch.ones(20), "model": model}
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(3):
+            shown.update({"extra": tensor}) if step % 2 == 0 else shown.clear()
+            tensor.fill_(step)
+            ckpt.save(step, state).result(20)
+        for step in range(3):
+            assert ckpt.read(step, "tensor").result(60).eq(step).all()
+
+
+def test_tensors_of_another_shape_are_written_by_another_plan(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": nn.Linear(2, 2)}
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(3):
+            state["some"] = [torch.full((step + 1,), float(step))]
+            ckpt.save(step, state).result(20)
+        assert [ckpt.read(step, "some[0]").result(60).tolist() for step in range(3)] == [[0], [1, 1], [2, 2, 2]]
+
+
+def test_a_tensor_of_a_list_is_copied_from_where_it_is(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": nn.Linear(2, 2), "some": []}
+    kept: list[Any] = []
+
+    def change(step: int) -> None:
+        kept.append(state["some"])
+        state["some"] = [torch.full((4,), float(step))]
+
+    assert read_each(tmp_path, state, change, "some[0]") == [0, 1, 2]
+
+
+def test_what_was_seen_to_change_is_copied_by_the_next_call_of_the_same_state() -> None:
+    walker, mutability = StateWalker(), Mutability()
+    state = with_optimizer(nn.Linear(4, 4))
+    walked = walker.walk(state)
+    assert mutability.split(walked, state, trusting=False).copied_bytes == 0
+    mutability.distrust(["model.weight"])
+    assert mutability.split(walker.walk(state), state, trusting=False).kinds["model.weight"] == "torn"
+
+
+def test_what_an_eager_save_trusts_a_lazy_one_of_the_same_state_copies() -> None:
+    walker, mutability = StateWalker(), Mutability()
+    state = {"model": nn.Linear(4, 4)}
+    walked = walker.walk(state)
+    assert mutability.split(walked, state, trusting=True).copied_bytes == 0
+    assert mutability.split(walked, state, trusting=False).copied_bytes == 80
+
+
+def read_each(folder: Path, state: dict[str, Any], change: Callable[[int], object], name: str) -> list[float]:
+    """Save *state* three times, changed before each; return what each step has as the first element of *name*."""
+    with aiockpt.Checkpointer(folder) as ckpt:
+        for step in range(3):
+            change(step)
+            ckpt.save(step, state).result(60)
+        return [ckpt.read(step, name).result(60).flatten()[0].item() for step in range(3)]
+
+
+def test_a_tensor_that_is_copied_aside_is_copied_again_by_each_save(tmp_path: Path) -> None:
+    turned = torch.zeros(3, 4).t()
+    assert read_each(tmp_path, {"turned": turned}, turned.fill_, "turned") == [0, 1, 2]
+
+
+def test_a_tensor_that_is_replaced_in_a_dict_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"t": torch.zeros(4), "other": torch.ones(4)}
+    kept: list[torch.Tensor] = []
+
+    def change(step: int) -> None:
+        kept.append(state["t"])
+        state["t"] = torch.full((4,), float(step))
+
+    assert read_each(tmp_path, state, change, "t") == [0, 1, 2]
+
+
+def test_a_parameter_whose_memory_is_replaced_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    kept: list[torch.Tensor] = []
+
+    def change(step: int) -> None:
+        kept.append(model.weight.data)
+        model.weight.data = torch.full((4, 4), float(step))
+
+    assert read_each(tmp_path, {"model": model}, change, "model.weight") == [0, 1, 2]

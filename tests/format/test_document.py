@@ -227,8 +227,12 @@ def test_a_tree_at_each_limit_is_accepted_and_beyond_it_refused() -> None:
         check_tree(b'"' + bytes(document.MAX_TREE_BYTES) + b'"', "it")
 
 
-@pytest.mark.parametrize("escaped", ["", '\\"{'])
+@pytest.mark.parametrize("escaped", ["", '\\"{', "\\", '"', '\\\\"', '\\"\\'])
 def test_brackets_and_commas_in_strings_are_text(escaped: str) -> None:
     text = json.dumps("[" * 1000 + "," * 2 * document.MAX_TREE_NODES + escaped).encode()
     assert check_tree(text, "it") == 1
     check_tree(b"[" + text + b"," + text + b"]", "it")
+    depth = document.MAX_TREE_DEPTH
+    check_tree(b"[" * depth + text + b"]" * depth, "it")
+    with pytest.raises(ManifestError, match="deeper"):
+        check_tree(b"[" * depth + text + b",[]" + b"]" * depth, "it")

@@ -20,7 +20,6 @@ def test_keys_are_as_the_format_says() -> None:
     assert names.manifest_key("step-00001000", 3) == "step-00001000/MANIFEST-3.json"
     assert names.verified_key("best", 3) == "best/VERIFIED-3.json"
     assert names.attempt_folder("best", ATTEMPT) == "best/a-3f9c21d07b44"
-    assert names.data_key("best", ATTEMPT, 7, 2) == "best/a-3f9c21d07b44/d/r00007-0002.safetensors"
     assert names.data_path(ATTEMPT, 7, 2) == "a-3f9c21d07b44/d/r00007-0002.safetensors"
     assert names.receipt_folder("best", ATTEMPT) == "best/a-3f9c21d07b44/r"
     assert names.receipt_key("best", ATTEMPT, 7) == "best/a-3f9c21d07b44/r/r00007.json"

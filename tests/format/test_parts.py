@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import manifest as manifest_module
-from aiockpt.format import merge, merge_parts, parts, validate
+from aiockpt.format import merge, parts, pieces, validate
 from aiockpt.format.checksum import ALGORITHM, digest128
 from aiockpt.format.manifest import (
     FileEntry,
@@ -29,9 +29,9 @@ from aiockpt.format.manifest import (
 )
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, part_path
-from aiockpt.format.parts import PieceRows, PieceTable, attach, detach, lay_out, part_paths, table_of
-from aiockpt.format.tiling import tiles
-from aiockpt.format.validate import check_manifest, pieces_by_file, tiles_all, volume_of
+from aiockpt.format.parts import attach, detach, part_paths
+from aiockpt.format.pieces import PieceRows, PieceTable, lay_out, sort_boxes, table_of
+from aiockpt.format.validate import check_manifest, pieces_by_file
 from tests.example_counts import examples
 from tests.paper import paper_receipt
 
@@ -41,10 +41,10 @@ WHERE = ("step-00001000", 2)
 
 @pytest.fixture(autouse=True)
 def columns_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one piece be many, and two votes: every manifest has a table, and tensors' rows are looked at as arrays."""
+    """Let one piece be many, and a few tensors: every table has blobs, and is looked at some tensors after the others."""
     monkeypatch.setattr(merge, "MAX_PIECES", 0)
-    monkeypatch.setattr(merge_parts, "VOTES_AT_ONCE", 2)
-    monkeypatch.setattr(validate, "_FEW_ROWS", 0)
+    monkeypatch.setattr(pieces, "TENSORS_AT_ONCE", 5)
+    monkeypatch.setattr(validate, "_ROWS_AT_ONCE", 7)
 
 
 def merged(receipts: list[Receipt]) -> Manifest:
@@ -81,24 +81,39 @@ def grid(ranks: int = 6) -> list[Receipt]:
 def as_table(plain: Manifest) -> Manifest:
     """Return a manifest with the pieces of *plain* in a table, as they are."""
     tensors = plain.tensors
-    pieces = [piece for entry in tensors.values() for piece in entry.pieces]
+    every = [piece for entry in tensors.values() for piece in entry.pieces]
     table = PieceTable(
         [len(entry.shape) for entry in tensors.values()],
         [len(entry.pieces) for entry in tensors.values()],
-        file=np.array([piece.file for piece in pieces], np.uint64),
-        start=np.array([piece.start for piece in pieces], np.uint64),
-        end=np.array([piece.end for piece in pieces], np.uint64),
-        offsets=np.array([number for piece in pieces for number in piece.offsets], np.uint64),
-        sizes=np.array([number for piece in pieces for number in piece.sizes], np.uint64),
+        file=np.array([piece.file for piece in every], np.uint64),
+        start=np.array([piece.start for piece in every], np.uint64),
+        end=np.array([piece.end for piece in every], np.uint64),
+        offsets=np.array([number for piece in every for number in piece.offsets], np.uint64),
+        sizes=np.array([number for piece in every for number in piece.sizes], np.uint64),
     )
     return replace(plain, tensors=lay_out(tensors, table), requires=("parts",))
 
 
+def one_by_one(votes: list[Receipt]) -> dict[str, tuple[Piece, ...]]:
+    """Merge piece by piece: of equal boxes that of the lowest rank, by their offsets."""
+    found: dict[str, dict[object, Piece]] = {}
+    base = 0
+    for vote in sorted(votes, key=lambda vote: vote.rank):
+        for name, entry in vote.tensors.items():
+            for piece in entry.pieces:
+                moved = replace(piece, file=piece.file + base)
+                found.setdefault(name, {}).setdefault((piece.offsets, piece.sizes), moved)
+        base += len(vote.files)
+    return {name: tuple(sorted(some.values(), key=lambda piece: piece.offsets)) for name, some in found.items()}
+
+
 def plainly(votes: list[Receipt]) -> Manifest:
-    """Merge as few pieces are merged."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "MAX_PIECES", 10**6)
-        return merged(votes)
+    """Merge *votes* into a manifest as it is decoded from JSON."""
+    whole = merged(votes)
+    plain = one_by_one(votes)
+    return replace(
+        whole, requires=(), tensors={name: replace(one, pieces=plain[name]) for name, one in whole.tensors.items()}
+    )
 
 
 def test_a_merge_into_columns_has_the_pieces_of_a_merge_one_by_one() -> None:
@@ -144,6 +159,39 @@ def test_pieces_of_unlike_sizes_that_two_ranks_hold_are_taken_once() -> None:
     assert [piece.file for piece in merged(votes).tensors["matrix"].pieces] == [0, 1]
 
 
+def test_of_few_pieces_those_with_equal_offsets_lie_in_the_order_of_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    votes = grid(2)
+    for rank, at in enumerate([1, 0]):
+        both = tuple(Piece(0, 4096, 4096 + size, (at,), (size,)) for size in (1, 0))
+        votes[rank] = replace(votes[rank], tensors={"vector": TensorEntry("U8", (2,), both)})
+    assert [piece.sizes for piece in merged(votes).tensors["vector"].pieces] == [(0,), (1,), (0,), (1,)]
+    monkeypatch.setattr(merge, "MAX_PIECES", 4)
+    assert tuple(merged(votes).tensors["vector"].pieces) == one_by_one(votes)["vector"]
+    assert [piece.sizes for piece in merged(votes).tensors["vector"].pieces] == [(1,), (0,), (1,), (0,)]
+
+
+def test_a_table_that_is_not_kept_beside_the_manifest_is_written_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "MAX_PIECES", 10**6)
+    monkeypatch.setattr(merge, "_MEMO_PIECES", 0)
+    whole = merged(grid())
+    assert table_of(whole.tensors) is not None
+    assert detach(whole) == (whole, {})
+    before = list(whole.tensors["matrix"].pieces)
+    assert encode_manifest(whole) == encode_manifest(plainly(grid()))
+    rows = whole.tensors["matrix"].pieces
+    assert (list(rows), rows[-1], rows[1:3]) == (before, before[-1], before[1:3])
+    assert whole == decode_manifest(encode_manifest(whole))
+
+
+def test_a_table_that_no_reader_accepts_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = as_table(plainly(grid()))
+    table = table_of(whole.tensors)
+    assert table is not None
+    table.sizes[-1] = 2**48
+    with pytest.raises(ManifestError, match=r"cannot be read: Expected `int` <= 281474976710655 - at"):
+        encode_manifest(replace(whole, requires=()))
+
+
 def test_one_number_above_four_bytes_widens_its_column_and_loses_none() -> None:
     votes = grid()
     far = 2**32 + 4096
@@ -153,13 +201,8 @@ def test_one_number_above_four_bytes_widens_its_column_and_loses_none() -> None:
         votes[4],
         tensors={**votes[4].tensors, "vector": replace(vector, pieces=(piece,))},
     )
-    found = merge_parts.make_table(votes, *_described(votes))
+    found = merge._merge_pieces(votes)
     assert [piece.start for piece in found["vector"].pieces] == [4156, 4156, 4156, 4156, far, 4156]
-
-
-def _described(votes: list[Receipt]) -> tuple[Any, Any, Any]:
-    described = merge._Described(votes)
-    return described.entries, described.alike, described.check
 
 
 def test_columns_that_turn_out_to_be_few_become_a_plain_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +218,9 @@ def test_columns_that_turn_out_to_be_few_become_a_plain_manifest(monkeypatch: py
     ("piece", "message"),
     [
         (Piece(1, 4156, 4157, (3,), (1,)), "rank 3 places 'vector' in a file that it does not have"),
-        (Piece(0, 4156, 4157, (3, 0), (1, 1)), "rank 3 places 'vector' with other dimensions"),
+        (Piece(0, 4156, 4157, (3, 0), (1, 1)), "a piece of 'vector' has 2 offsets and 2 sizes in 1 dimensions"),
+        (Piece(0, 4156, 4157, (-1,), (1,)), r"a piece of 'vector' at \(-1,\) of sizes \(1,\) is outside the shape"),
+        (Piece(0, 2**63, 2**63 + 1, (3,), (1,)), "a piece of 'vector' has bytes 9223372036854775808–"),
         (Piece(0, 4156, 4157, (2,), (1,)), "leave a gap"),
     ],
 )
@@ -342,8 +387,14 @@ def test_descriptions_that_fit_no_table_are_refused_before_a_blob_is_read(
 def test_a_manifest_whose_parts_were_not_read_is_not_believed() -> None:
     with pytest.raises(ManifestError, match="not in a table"):
         check_manifest(detach(merged(grid()))[0], *WHERE)
-    with pytest.raises(ManifestError, match="the other way round"):
-        check_manifest(replace(merged(grid()), requires=()), *WHERE)
+
+
+def test_a_table_of_more_pieces_than_json_may_have_needs_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replace(merged(grid()), requires=())
+    check_manifest(whole, *WHERE)
+    monkeypatch.setattr(validate, "MAX_PIECES", 13)
+    with pytest.raises(ManifestError, match="14 pieces are more than 13"):
+        check_manifest(whole, *WHERE)
 
 
 def _refusal(found: Manifest) -> str | None:
@@ -372,28 +423,20 @@ def test_a_table_is_refused_where_plain_pieces_are_and_for_the_same_reason(data:
     assert _refusal(as_table(hostile)) == _refusal(hostile)
 
 
-@examples(100)
-@given(st.data())
-def test_boxes_tile_as_arrays_when_they_tile_one_by_one(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(data.draw(st.integers(0, 6))):  # cut boxes into two, so that they tile
-        offsets, sizes = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
-        axis = data.draw(st.integers(0, len(shape) - 1))
-        at = data.draw(st.integers(0, sizes[axis]))
-        for low, high in ((0, at), (at, sizes[axis])):
-            move = (*offsets[:axis], offsets[axis] + low, *offsets[axis + 1 :])
-            boxes.append((move, (*sizes[:axis], high - low, *sizes[axis + 1 :])))
-    if data.draw(st.booleans()):  # move one, so that they do not
-        offsets, sizes = boxes[data.draw(st.integers(0, len(boxes) - 1))]
-        moved = tuple(data.draw(st.integers(0, limit - size)) for limit, size in zip(shape, sizes, strict=True))
-        boxes = [(moved, sizes) if box == (offsets, sizes) else box for box in boxes]
-    lows, extents = (np.array(side, np.int64).reshape(len(boxes), len(shape)) for side in zip(*boxes, strict=True))
-    same_volume = sum(int(np.prod(sizes)) for _, sizes in boxes) == int(np.prod(shape))
-    if same_volume:  # what the caller has checked before
-        assert tiles_all(shape, lows, extents) == tiles(shape, boxes)
-
-
 def test_volumes_do_not_wrap() -> None:
-    sizes = np.array([[2**31, 2**31]] * 8, np.int64)
-    assert volume_of(sizes) == 2**65
+    wide = Piece(0, 4096, 4096 + 2**60, (0, 0), (2**30, 2**30))
+    file = FileEntry.of(data_path(ATTEMPT, 0, 0), size=4096 + 2**60, rank=0, algo=ALGORITHM, block=1 << 30, sums=b"")
+    twenty = TensorEntry("U8", (2**30, 2**30), (wide,) * 20)
+    with pytest.raises(ManifestError, match=f"'wide' overlap: they hold {20 * 2**60} elements of {2**60}"):
+        validate._check_tensors({"wide": twenty}, (file,), "here", None, whole=True)
+
+
+def test_what_else_a_reader_must_know_stays_announced() -> None:
+    detached, _ = detach(replace(merged(grid()), requires=("parts", "dtypes")))
+    assert detached.requires == ("parts", "dtypes")
+
+
+def test_equal_boxes_of_two_tensors_are_two() -> None:
+    owner, offsets, sizes = np.array([0, 1, 0, 1]), np.zeros((4, 1), np.int64), np.full((4, 1), 5)
+    order, fresh = sort_boxes(owner, 2, offsets, sizes)
+    assert (order.tolist(), fresh.tolist()) == ([0, 2, 1, 3], [True, False, True, False])

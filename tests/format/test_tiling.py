@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.format.tiling import Extent, tiles
+from aiockpt.format.tiling import are_tiled
 from tests.example_counts import examples
 
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box as (offsets, sizes)."""
+
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def as_arrays(shape: tuple[int, ...], boxes: list[Extent], rank: int) -> tuple[list[int], Any, Any]:
+    """Return a shape and its boxes with *rank* dimensions."""
+    more = rank - len(shape)
+    lows = np.array([(*low, *(0,) * more) for low, _ in boxes], np.int64).reshape(len(boxes), rank)
+    extents = np.array([(*sizes, *(1,) * more) for _, sizes in boxes], np.int64).reshape(len(boxes), rank)
+    return [*shape, *(1,) * more], lows, extents
+
+
+OTHERS: list[tuple[tuple[int, ...], list[Extent], bool]] = [
+    ((2, 2), [((0, 0), (1, 1)), ((0, 1), (2, 1)), ((1, 0), (1, 1))], True),
+    ((3,), [((2,), (1,)), ((0,), (2,))], True),
+    ((3,), [((1,), (2,))], False),
+    ((), [], False),
+    ((4, 8), [((0, 0), (4, 8)), ((0, 4), (4, 4))], False),
+    ((0, 1), [], True),
+]
+
+
+def tiles(shape: tuple[int, ...], boxes: list[Extent]) -> bool:
+    """Return whether *boxes* tile *shape*, asked alone and among others whose answers are known."""
+    shape_there, lows, extents = as_arrays(shape, boxes, len(shape))
+    alone = are_tiled(np.array([shape_there], np.int64), np.array([len(boxes)]), lows, extents)
+    rank = max(len(shape), 2)
+    every = [*OTHERS[:3], (shape, boxes, bool(alone[0])), *OTHERS[3:]]
+    shapes, low, size = zip(*(as_arrays(one, some, rank) for one, some, _ in every), strict=True)
+    counts = np.array([len(some) for _, some, _ in every])
+    together = are_tiled(np.array(shapes, np.int64), counts, np.concatenate(low), np.concatenate(size))
+    assert together.tolist() == [answer for *_, answer in every]
+    return bool(alone[0])
 
 
 @st.composite

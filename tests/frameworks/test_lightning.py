@@ -188,6 +188,16 @@ def test_a_trainer_fits_twice_in_one_process(ours: bool) -> None:
     assert trainer.global_step == 12
 
 
+@pytest.mark.parametrize("limit", ["--max-steps=8", "--epochs=1"])
+def test_a_fit_that_a_resume_leaves_nothing_to_train_says_so(limit: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = fit("--every-steps=4", limit)
+    assert "nothing is left to do" not in caplog.text
+    again = fit("--every-steps=4", limit)
+    assert caplog.text.count("nothing is left to do") == 1
+    assert again.global_step == first.global_step
+    assert_equal(weights(again), weights(first))
+
+
 @pytest.mark.parametrize("kind", ["--metric=list", "--metric=running"])
 def test_a_metric_that_keeps_samples_or_counts_goes_on_in_the_middle_of_an_epoch(kind: str) -> None:
     straight = fit("--dir", "straight", "--every-steps=4", "--epochs=2", kind).callback_metrics
@@ -519,7 +529,9 @@ def replace(plugin: Any) -> None:
 
 def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
     plug_in().save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
-    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(io=aiockpt.IO(bandwidth=4e6))
+    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
+        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
+    )
     plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(4 << 20)}, "new.ckpt")  # takes seconds
     plugin.remove_checkpoint("old.ckpt")
     while not list(Path("new.ckpt").rglob("*.safetensors")):
@@ -532,7 +544,9 @@ def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
 
 
 def test_a_checkpoint_is_loaded_that_is_still_being_written_and_a_folder_has_one() -> None:
-    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(io=aiockpt.IO(bandwidth=4e6))
+    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
+        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
+    )
     plugin.save_checkpoint({"global_step": 1, "weight": torch.zeros(3)}, "last.ckpt")
     plugin.save_checkpoint({"global_step": 2, "weight": torch.ones(1 << 20)}, "last.ckpt")
     assert plugin.load_checkpoint("last.ckpt")["global_step"] == 2

@@ -63,7 +63,7 @@ def fields_state() -> dict[str, Any]:
 if __name__ == "__main__":
     place = Path(__file__).parent / "fields" / f"v{aiockpt.__version__}"
     rules = aiockpt.Retention(optimizer=1)
-    with aiockpt.Checkpointer(place, io=aiockpt.IO(block_bytes=4096), retention=rules) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=aiockpt.IO(block_bytes=4096)), retention=rules) as ckpt:
         for step in (6, 7):
             sys.stdout.write(f"{ckpt.save(step, fields_state(), exclude=LEFT_OUT, user={'by': 'hand'}).result()}\n")
         ckpt.verify(7).result()

@@ -213,7 +213,7 @@ def begun(state: State) -> list[Any]:
 
 
 def write(place: Path, *states: State) -> None:
-    with aiockpt.Checkpointer(place, io=aiockpt.IO(block_bytes=4096)) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=aiockpt.IO(block_bytes=4096))) as ckpt:
         for step, state in enumerate(states):
             under_way = begun(state)
             sys.stdout.write(f"{ckpt.save(step, state).result()} {len(under_way)}\n")

@@ -62,6 +62,6 @@ def golden_state() -> dict[str, Any]:
 
 if __name__ == "__main__":
     with aiockpt.Checkpointer(
-        Path(__file__).parent / f"v{aiockpt.__version__}", io=aiockpt.IO(block_bytes=4096)
+        Path(__file__).parent / f"v{aiockpt.__version__}", limits=aiockpt.Limits(io=aiockpt.IO(block_bytes=4096))
     ) as ckpt:
         sys.stdout.write(f"{ckpt.save(7, golden_state(), metrics={'loss': 0.25}).result()}\n")

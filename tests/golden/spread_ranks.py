@@ -91,7 +91,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     writes = not (folder / "spread").exists()
     dist.barrier()
     wrong: list[str] = []
-    with aiockpt.Checkpointer(folder / "spread", io=aiockpt.IO(block_bytes=4096)) as ckpt:
+    with aiockpt.Checkpointer(folder / "spread", limits=aiockpt.Limits(io=aiockpt.IO(block_bytes=4096))) as ckpt:
         for case, (kind, wrap) in enumerate(CASES):
             state, wanted = made(case, filled=writes), made(case, filled=True)
             saved = {**state, "optimizer": aiockpt.per_rank(state["optimizer"])} if case == OWN else state

@@ -20,11 +20,13 @@ from aiockpt.events import BarrierWaited, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.runtime.world import World
 from aiockpt.testing.twin_accelerator import TwinAccelerator
+from tests.seams import program_of
 from tests.watch import Watch
 
 KIB = 1024
 SMALL = aiockpt.IO(slab_bytes=64 * KIB, block_bytes=64 * KIB, read_bytes=64 * KIB)
 ONE_SLAB = aiockpt.IO(pool_bytes=64 * KIB, slab_bytes=64 * KIB, block_bytes=64 * KIB, read_bytes=64 * KIB)
+LIMITS = aiockpt.Limits(io=SMALL)
 
 
 class Queued(torch.optim.Optimizer):
@@ -60,10 +62,9 @@ class Run:
         self.twin.finish()
         return {"note": self.note.clone(), **{name: held.clone() for name, held in self.model.state_dict().items()}}
 
-    def open(self, place: Path, **options: Any) -> aiockpt.Checkpointer:
-        return aiockpt.Checkpointer(
-            place, observers=[self.watch], world=World(accelerator=self.twin), **dict[str, Any](io=SMALL) | options
-        )
+    def open(self, place: Path, *, limits: aiockpt.Limits = LIMITS, **options: Any) -> aiockpt.Checkpointer:
+        world = World(accelerator=self.twin)
+        return aiockpt.Checkpointer(place, observers=[self.watch], world=world, limits=limits, **options)
 
 
 def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
@@ -83,7 +84,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("snapshot", ["eager", "lazy", "device"])
 def test_every_save_is_the_state_at_its_call(snapshot: Snapshot, pace: Any, io: aiockpt.IO, tmp_path: Path) -> None:
     run, expected = Run(TwinAccelerator(pace)), {}
-    with run.open(tmp_path, snapshot=snapshot, io=io) as ckpt:
+    with run.open(tmp_path, snapshot=snapshot, limits=aiockpt.Limits(io=io)) as ckpt:
         for step in range(4):
             expected[step] = run.copied()
             run.optimizer.step()  # may be carried out after the call, and must be in what is saved
@@ -202,8 +203,8 @@ def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> 
 
 def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
-    deadlines = aiockpt.Deadlines(slab_s=0.1)
-    with run.open(tmp_path, snapshot="device", on_error="warn", deadlines=deadlines) as ckpt:
+    limits = aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(slab_s=0.1))
+    with run.open(tmp_path, snapshot="device", on_error="warn", limits=limits) as ckpt:
         run.twin.hold()
         error = ckpt.save(1, run.state).exception(60)
         assert isinstance(error, StorageTimeoutError)
@@ -339,16 +340,15 @@ def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
     with run.open(tmp_path) as ckpt:
         ckpt.save(1, run.state).result(60)
-        program = ckpt._engine._program
-        assert program is not None
+        program = program_of(ckpt)
         ckpt.save(2, run.state).result(60)
-        assert ckpt._engine._program is program
+        assert program_of(ckpt) is program
 
 
 async def test_in_an_event_loop_an_eager_save_is_guarded_the_same_way(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
     expected = run.copied()
-    async with run.open(tmp_path, max_in_flight=1) as ckpt:
+    async with run.open(tmp_path, limits=aiockpt.Limits(io=SMALL, max_in_flight=1)) as ckpt:
         for step in range(2):
             save = ckpt.save(step, run.state)
             run.optimizer.step()

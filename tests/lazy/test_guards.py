@@ -57,8 +57,8 @@ def test_every_kind_of_the_table_is_met_and_treated_as_it_says() -> None:
     walker, mutability = StateWalker(), Mutability(["model.named"], ["model.frozen"])
     mutability.distrust(["model.torn.bias"])
     walked = walker.walk(state)
-    still = mutability.copy_mutable(walked, state, trusting=False, reuse=True)
-    kinds = mutability.kinds
+    split = mutability.split(walked, state, trusting=False)
+    still, kinds = split.copy(walked, reuse=True), split.kinds
     expected = {
         "model.owned.weight": "owned",
         "model.rows.weight": "unhooked",
@@ -76,7 +76,7 @@ def test_every_kind_of_the_table_is_met_and_treated_as_it_says() -> None:
     copied = {kind.key for kind in KINDS if kind.copied}
     for live, held in zip(walked.tensors, still.tensors, strict=True):
         assert (live is not held) == (kinds[live.name] in copied), live.name
-        assert (live in mutability.in_place) == (live is held)
+        assert (live in split.in_place) == (live is held)
 
 
 def add_to(tensor: torch.Tensor) -> None:
@@ -116,8 +116,7 @@ def test_the_first_kind_of_the_table_that_fits_decides(monkeypatch: pytest.Monke
     for kinds, expected in ((KINDS, "named"), (KINDS[::-1], "other")):
         monkeypatch.setattr(mutability_module, "KINDS", kinds)
         mutability = Mutability(["tensor"])
-        mutability.copy_mutable(StateWalker().walk(state), state, trusting=False, reuse=True)
-        assert mutability.kinds == {"tensor": expected}
+        assert mutability.split(StateWalker().walk(state), state, trusting=False).kinds == {"tensor": expected}
 
 
 @pytest.mark.parametrize(

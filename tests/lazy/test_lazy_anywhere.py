@@ -76,7 +76,7 @@ def test_a_save_inside_a_step_is_copied_in_the_call(
     async def step() -> None:
         optimizer.step(closure)
 
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
         before = values(model)
         anyio.run(step) if in_loop else optimizer.step(closure)
         gate.open.set()
@@ -94,8 +94,8 @@ def test_a_change_by_hand_waits_for_the_copies_of_all_checkpointers(tmp_path: Pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     with (
-        aiockpt.Checkpointer(tmp_path / "near", io=SMALL) as near,
-        aiockpt.Checkpointer(tmp_path / "far", io=SMALL, snapshot="lazy") as far,
+        aiockpt.Checkpointer(tmp_path / "near", limits=aiockpt.Limits(io=SMALL)) as near,
+        aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL), snapshot="lazy") as far,
     ):
         near.save(0, state).result(SOON_S)
         nn.init.ones_(model.first.weight)
@@ -123,8 +123,8 @@ def test_a_change_by_hand_waits_for_the_copies_of_all_checkpointers(tmp_path: Pa
 
 def test_no_checkpointer_saves_where_this_thread_changes_the_state_by_hand(tmp_path: Path) -> None:
     with (
-        aiockpt.Checkpointer(tmp_path / "near", io=SMALL) as near,
-        aiockpt.Checkpointer(tmp_path / "far", io=SMALL) as far,
+        aiockpt.Checkpointer(tmp_path / "near", limits=aiockpt.Limits(io=SMALL)) as near,
+        aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as far,
     ):
         with near.mutating(), pytest.raises(UsageError, match="inside mutating"):
             far.save(0, {"x": torch.ones(3)})
@@ -153,7 +153,12 @@ def test_threads_with_models_of_their_own_share_a_checkpointer(tmp_path: Path, s
 
     sys.setswitchinterval(1e-5)
     try:
-        with aiockpt.Checkpointer(tmp_path, snapshot=snapshot, io=SMALL, max_in_flight=8, debug="digest") as ckpt:
+        with aiockpt.Checkpointer(
+            tmp_path,
+            snapshot=snapshot,
+            limits=aiockpt.Limits(io=SMALL, max_in_flight=8),
+            lazy=aiockpt.Lazy(debug="digest"),
+        ) as ckpt:
             threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
             for thread in threads:
                 thread.start()
@@ -175,7 +180,7 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
     refused: list[Exception] = []
     told = threading.Event()
     commit = Gate(LocalBackend(str(tmp_path)), "put_new")  # a future that is done calls back at once, in this thread
-    with aiockpt.Checkpointer(commit, snapshot="lazy", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(commit, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
 
         def again(_: object) -> None:
             try:
@@ -205,7 +210,7 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
 
 async def test_tensors_in_lists_of_one_rank_are_saved_lazily_read_and_loaded(tmp_path: Path) -> None:
     held = {"lists": [torch.ones(2), {"deep": [torch.full((3,), 4.0)]}]}
-    async with aiockpt.Checkpointer(tmp_path, snapshot="lazy", immutable=["own.lists"]) as ckpt:
+    async with aiockpt.Checkpointer(tmp_path, snapshot="lazy", lazy=aiockpt.Lazy(immutable=["own.lists"])) as ckpt:
         await ckpt.save(1, {"own": aiockpt.per_rank(held)})
         assert (await ckpt.read(1, "own.lists[1].deep[0]@rank0")).tolist() == [4.0, 4.0, 4.0]
         found: dict[str, Any] = {"own": aiockpt.per_rank({"lists": [torch.zeros(2), {"deep": [torch.zeros(3)]}]})}

@@ -87,14 +87,14 @@ def test_no_window_is_copied_from_where_its_tensors_are_no_more(
             move(parameters[3])
 
     monkeypatch.setattr(copying, "_copy_beside", copy_and_move)
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         assert error_of(ckpt.save(1, state)).tensors == ("model.3",)
     assert len(copied) < 4
 
 
 def test_the_digests_leave_storages_as_they_are(tmp_path: Path) -> None:
     state = pair()
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", debug="digest") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", lazy=aiockpt.Lazy(debug="digest")) as ckpt:
         ckpt.save(1, state).result(60)
     move(state["model"][0])
 

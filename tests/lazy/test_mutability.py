@@ -16,7 +16,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 
 import aiockpt
 from aiockpt.adapters.native import StateWalker
-from aiockpt.lazy.mutability import Mutability
+from aiockpt.lazy.mutability import Mutability, SplitState
 from aiockpt.lazy.optimizer_owned import is_announced
 from tests.lazy.copy_gate import CopyGate
 
@@ -307,3 +307,12 @@ def test_small_tensors_that_are_copied_together_are_what_they_were_whatever_thei
             tensor.fill_(1 - turn % 2)
         assert all(map(torch.equal, (shard.data for shard in still), expected))
     assert held[0] == held[1] == held[2] == held[3]
+
+
+def test_copies_are_kept_of_one_state_at_a_time() -> None:
+    walkers, mutability = [StateWalker(), StateWalker()], Mutability()
+    walked = [walker.walk({"x": torch.zeros(3)}) for walker in walkers]
+    for one in walked:
+        mutability.split(one, {}, trusting=False)
+    kept = [one.known.find(SplitState, (False, frozenset())) is not None for one in walked]
+    assert kept == [False, True]

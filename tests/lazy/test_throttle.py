@@ -63,7 +63,7 @@ WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, OneLayer, aiockpt.SaveFu
 def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
     run, place = run_of_48_slabs(), held_place()
     weight = run.model.weight.detach().clone()
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         known(ckpt, 1000.0)
         save = ckpt.save(1, run.state)
         until(lambda: used(ckpt) == BATCH, "a turn of slabs in use")
@@ -79,7 +79,7 @@ def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
 
 def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         known(ckpt, 1000.0)
         ckpt.save(1, run.state).result(30)
         seen = ckpt._engine.pool.statistics()
@@ -90,7 +90,7 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
 @pytest.mark.parametrize("quiet_s", [None, 0.5])
 def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
     run, place = run_of_48_slabs(), held_place()
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         if quiet_s is not None:
             known(ckpt, quiet_s)
         save = ckpt.save(1, run.state)
@@ -107,7 +107,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
         wait(throttle, left_bytes, timeout_s)
         assert inside.acquire(blocking=False)
 
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         ckpt.save(1, run.state).snapshotted().result(30)
         known(ckpt, 600.0)  # who waited for that would hang
         monkeypatch.setattr(Throttle, "wait", seen)
@@ -123,7 +123,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
 
 def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         for step in range(3):
             ckpt.save(step, run.state).result(30)
             run.step()
@@ -228,7 +228,7 @@ def test_turns_overlap_when_one_after_the_other_would_take_too_long() -> None:
 def test_a_bandwidth_is_kept() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
     io = msgspec.structs.replace(IO, bandwidth=10e6)
-    with aiockpt.Checkpointer(place, io=io) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=io)) as ckpt:
         result = ckpt.save(1, run.state).result(30)
     assert result.seconds >= 0.8 * result.bytes / 10e6
 
@@ -247,7 +247,7 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
         raise OSError(12, "no memory")
 
     run = run_of_48_slabs()
-    with aiockpt.Checkpointer("memory://", snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer("memory://", snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         monkeypatch.setattr(ckpt._engine.pool, "warm_up", refuse)
         ckpt.save(1, run.state).result(30)
         ckpt.save(2, run.state).result(30)
@@ -272,7 +272,7 @@ def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPat
         raise anyio.get_cancelled_exc_class()
 
     run = run_of_48_slabs()
-    with aiockpt.Checkpointer("memory://", io=IO, on_error=lambda _: None) as ckpt:
+    with aiockpt.Checkpointer("memory://", limits=aiockpt.Limits(io=IO), on_error=lambda _: None) as ckpt:
         monkeypatch.setattr(ckpt._destination, "save", cancelled)
         assert ckpt.save(1, run.state).exception(30) is not None
         monkeypatch.undo()

@@ -157,7 +157,7 @@ def test_what_trainers_do_between_a_save_and_its_copy_is_never_published_and_onl
 ) -> None:
     optimizer, change = HABITS[habit]
     run = Run(optimizer)
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", on_error="warn", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", on_error="warn", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         first = ckpt.save(1, run.state)
         assert gate.reached.wait(30)
         change(run)
@@ -173,6 +173,26 @@ def test_what_trainers_do_between_a_save_and_its_copy_is_never_published_and_onl
         assert equal(saved(ckpt, 2), before)
     (warned,) = [record.getMessage() for record in caplog.records if "from the start" in record.getMessage()]
     assert "Checkpointer(lazy=Lazy(mutable=['model" in warned
+
+
+def test_what_has_changed_when_something_else_ends_a_save_is_copied_in_the_call_of_the_next(
+    tmp_path: Path, gate: CopyGate
+) -> None:
+    run = Run(torch.optim.SGD)
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", on_error="warn", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        first = ckpt.save(1, run.state)
+        assert gate.reached.wait(30)
+        add_by_hand(run)
+        assert first.cancel()
+        gate.open.set()
+        until(first.done, "the end of the save")
+        gate.open.clear()
+        before = run.weights()
+        second = ckpt.save(2, run.state)
+        add_by_hand(run)
+        gate.open.set()
+        second.result(60)
+        assert equal(saved(ckpt, 2), before)
 
 
 # --- an operation that is under way when the copy ends -----------------------------------------------------------------
@@ -251,7 +271,7 @@ def test_what_is_counted_after_the_copy_is_found_on_the_thread_of_the_next_hook(
     hook: str, ends: bool, gate: CopyGate
 ) -> None:
     run, writes = Run(), Gate(MemoryBackend(f"torn-{uuid.uuid4()}"), verb="create")
-    with aiockpt.Checkpointer(writes, snapshot="lazy", on_error="warn", max_in_flight=3) as ckpt:
+    with aiockpt.Checkpointer(writes, snapshot="lazy", on_error="warn", limits=aiockpt.Limits(max_in_flight=3)) as ckpt:
         held = LocalShards(ckpt, run, gate)
         if ends:
             end(held.weight)

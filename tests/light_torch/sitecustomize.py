@@ -20,6 +20,8 @@ from typing import Any
 
 LIGHT = ("torch._dynamo", "torch._meta_registrations", "torch.export")
 """Modules that are empty until they are used."""
+BY_ITSELF = ("torch._dynamo.config",)
+"""Parts of them that need nothing of the rest: each DTensor reads these."""
 NEED_SHAPES = ("torch._inductor", "torch.distributed.tensor")
 """Modules that compute shapes without data."""
 
@@ -39,7 +41,21 @@ class _Light(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if (self.__name__, name) == ("torch._dynamo", "utils"):
+            return _Utils()
         return getattr(_import_real(self.__name__), name)
+
+
+class _Utils:
+    """What DDP asks of ``torch._dynamo.utils``; the real ones answer the rest."""
+
+    @staticmethod
+    def get_optimize_ddp_mode() -> str:
+        """Return the mode of a program that sets none."""
+        return "ddp_optimizer"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_import_real("torch._dynamo").utils, name)
 
 
 class _LightLoader(Loader):
@@ -51,7 +67,11 @@ class _LightLoader(Loader):
         if module.__name__ == "torch._meta_registrations" and hasattr(
             sys.modules["torch._C"], "_set_generator_metaclass"
         ):
-            import_module("torch._C")._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
+            # Since torch 2.14 it has another name.
+            renamed = find_spec("torch._custom_class_base") is not None
+            base = import_module("torch._custom_class_base" if renamed else "torch._opaque_base")
+            metaclass = base.CustomClassBaseMeta if renamed else base.OpaqueBaseMeta
+            import_module("torch._C")._set_generator_metaclass(metaclass)
 
 
 class _Finder(MetaPathFinder):
@@ -64,7 +84,11 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in self.light:
-            return ModuleSpec(fullname, _LightLoader(), is_package=True)
+            spec = ModuleSpec(fullname, _LightLoader(), is_package=True)
+            spec.submodule_search_locations = [f"{folder}/{fullname.rpartition('.')[2]}" for folder in path or ()]
+            return spec
+        if fullname in BY_ITSELF:
+            return None
         if fullname in NEED_SHAPES:
             _import_real("torch._meta_registrations")
         below = next((name for name in self.light if fullname.startswith(f"{name}.")), None)
@@ -81,7 +105,8 @@ def _import_real(name: str) -> ModuleType:
     """Put the real module in the place of the light one, and return it."""
     if name in _finder.light:
         _finder.light.remove(name)
-        sys.modules.pop(name, None)
+        for replaced in (name, *(part for part in BY_ITSELF if part.startswith(f"{name}."))):
+            sys.modules.pop(replaced, None)
         vars(sys.modules["torch"]).pop(name.rpartition(".")[2], None)
     return import_module(name)
 

@@ -60,7 +60,7 @@ class Gate(LocalBackend):
 
 def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> None:
     endpoint = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]) as ckpt:
         ckpt.save(7, STATE).result()
         with pytest.raises(aiockpt.StepNotFoundError):
             ckpt.load(STATE, 8).result()
@@ -74,7 +74,7 @@ def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> N
 
 def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
     place, endpoint = Gate(tmp_path), Endpoint(0, overdue_s=0.05)
-    with aiockpt.Checkpointer(place, io=SMALL, observers=[endpoint], on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
         status, said = health(endpoint)
         assert (status, said["well"], said["durable_step"], said["world_size"]) == (200, True, None, 1)
         save = ckpt.save(7, STATE)
@@ -101,7 +101,9 @@ def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> N
 def test_metrics_are_those_of_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = prometheus_client.CollectorRegistry()
     endpoint = Endpoint(0, registry=registry)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[Metrics(registry), endpoint]) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[Metrics(registry), endpoint]
+    ) as ckpt:
         ckpt.save(3, STATE).result()
         status, kind, body = get(endpoint, "/metrics")
         assert status == 200
@@ -115,7 +117,7 @@ def test_metrics_are_those_of_prometheus(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_it_only_answers_questions(tmp_path: Path) -> None:
     endpoint = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]):
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]):
         assert get(endpoint, "/health", "POST")[0] == 405
         assert get(endpoint, "/metrics", "DELETE")[0] == 405
         assert get(endpoint, "/", "GET")[0] == 404
@@ -124,9 +126,11 @@ def test_it_only_answers_questions(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path / "1", io=SMALL, observers=[first]):
+    with aiockpt.Checkpointer(tmp_path / "1", limits=aiockpt.Limits(io=SMALL), observers=[first]):
         until(lambda: first.port, "it listens")
-        with aiockpt.Checkpointer(tmp_path / "2", io=SMALL, observers=[Endpoint(first.port)]) as ckpt:
+        with aiockpt.Checkpointer(
+            tmp_path / "2", limits=aiockpt.Limits(io=SMALL), observers=[Endpoint(first.port)]
+        ) as ckpt:
             ckpt.save(1, STATE).result()
             until(lambda: "stopped working" in caplog.text, "it is told")
     (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -136,7 +140,10 @@ def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCa
 
 def test_the_log_says_where_it_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     endpoint = Endpoint(0)
-    with caplog.at_level("INFO", "aiockpt"), aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]):
+    with (
+        caplog.at_level("INFO", "aiockpt"),
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]),
+    ):
         until(lambda: "health and metrics of this rank" in caplog.text, "it listens")
     assert f"http://127.0.0.1:{endpoint.port}" in caplog.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.findings import find_problems
 from aiockpt.monitor.html import html_report
-from aiockpt.monitor.html.html_report import ReportData, StageGrid, gather, size_map, write_html_report
+from aiockpt.monitor.html.html_report import ReportData, StageGrid, gather, html_page, size_map
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
 from aiockpt.monitor.spans import BLOCKS, spans
@@ -136,7 +137,7 @@ def plotly() -> None:
 
 @pytest.mark.usefixtures("plotly")
 def test_the_page_is_one_file_that_asks_for_nothing(data: ReportData, tmp_path: Path) -> None:
-    write_html_report(data, tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(html_page(data), "utf-8")
     page = (tmp_path / "page.html").read_text("utf-8")
     assert "default-src 'none'" in page
     ours = re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", page, count=1, flags=re.DOTALL)
@@ -150,7 +151,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(data: ReportData, tmp_path: 
 @pytest.mark.usefixtures("plotly")
 def test_what_a_run_told_cannot_become_part_of_the_page(data: ReportData, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>"
-    write_html_report(msgspec.structs.replace(data, name=evil), tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(html_page(msgspec.structs.replace(data, name=evil)), "utf-8")
     page = (tmp_path / "page.html").read_text("utf-8")
     assert evil not in page
     assert "\\u003c/script>\\u003cscript>alert(1)" in page
@@ -163,7 +164,7 @@ def test_credentials_are_not_in_the_page(tmp_path: Path) -> None:
     found = spans(told)
     summary, points = summarize(told, found), save_points(told)
     name = "s3://user:swordfish@host/run"
-    write_html_report(gather(name, told, found, summary, points, [], None), tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(html_page(gather(name, told, found, summary, points, [], None)), "utf-8")
     assert "swordfish" not in (tmp_path / "page.html").read_text("utf-8")
 
 
@@ -172,7 +173,7 @@ def test_without_plotly_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UsageError, match=r'pip install "aiockpt\[report\]"; --text needs nothing'):
-        write_html_report(data, tmp_path / "page.html")
+        (tmp_path / "page.html").write_text(html_page(data), "utf-8")
     assert not (tmp_path / "page.html").exists()
 
 
@@ -215,6 +216,30 @@ def test_sizes_are_found_where_the_trace_says_that_the_run_is(tmp_path: Path) ->
     page = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "-o", str(page)]).exit_code == 0
     assert data_in(page)["sizes"]["step"] == 3
+
+
+@pytest.mark.usefixtures("plotly")
+def test_a_page_or_a_timeline_for_stdout_is_written_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SLOW.write(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["report", "run", "-o", "-"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("<!doctype html>")
+    assert done.stdout.rstrip().endswith("</html>")
+    done = CliRunner().invoke(app, ["report", "run", "--chrome", "-"])
+    assert done.exit_code == 0
+    assert len(json.loads(done.stdout)["traceEvents"]) > 10
+    for two in (
+        ["-o", "-", "--text"],
+        ["-o", "-", "--json"],
+        ["-o", "-", "--chrome", "t.json"],
+        ["--chrome", "-", "-o", "p"],
+    ):
+        refused = CliRunner().invoke(app, ["report", "run", *two])
+        assert "has room for one of -o, --chrome, --text and --json" in str(refused.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("asked", [["--text"], ["--json"], ["--chrome", "timeline.json"]])

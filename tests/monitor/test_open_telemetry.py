@@ -68,7 +68,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 def test_a_save_and_a_load_are_spans_with_their_stages_below_them(tmp_path: Path) -> None:
     traced = Traced()
     began_ns = time.time_ns()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
         ckpt.save(3, STATE).result()
         ckpt.load(STATE).result()
     ended_ns = time.time_ns()
@@ -93,7 +93,7 @@ def test_a_save_and_a_load_are_spans_with_their_stages_below_them(tmp_path: Path
 def test_a_whole_begins_before_its_stages_and_ends_after_them(tmp_path: Path) -> None:
     traced = Traced()
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[traced.observer]) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
         for step in range(5):  # a small state is copied before or after its save begins on the loop
             ckpt.save(step, STATE).committed(tmp_path / "far").result()
         ckpt.load(STATE).result()
@@ -113,7 +113,7 @@ def test_a_whole_begins_before_its_stages_and_ends_after_them(tmp_path: Path) ->
 def test_a_save_is_a_child_of_the_span_that_the_program_is_in(tmp_path: Path) -> None:
     traced = Traced()
     with (
-        aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt,
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt,
         traced.tracer.start_as_current_span("train"),
     ):
         ckpt.save(1, STATE).result()
@@ -128,7 +128,9 @@ class Full(LocalBackend):
 def test_what_failed_or_was_not_made_is_an_error(tmp_path: Path) -> None:
     traced = Traced()
     with (
-        aiockpt.Checkpointer(Full(tmp_path), io=SMALL, observers=[traced.observer], on_error="warn") as ckpt,
+        aiockpt.Checkpointer(
+            Full(tmp_path), limits=aiockpt.Limits(io=SMALL), observers=[traced.observer], on_error="warn"
+        ) as ckpt,
         pytest.raises(StorageError),
     ):
         ckpt.save(1, STATE).result()
@@ -141,12 +143,12 @@ def test_what_failed_or_was_not_made_is_an_error(tmp_path: Path) -> None:
 
 def test_a_load_that_fails_ends_with_its_stage(tmp_path: Path) -> None:
     traced = Traced()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, STATE).result()
     (data,) = tmp_path.glob("step-*/a-*/d/*")
     data.write_bytes(data.read_bytes()[:-1] + b"\xff")
     with (
-        aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt,
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt,
         pytest.raises(aiockpt.CheckpointError),
     ):
         ckpt.load(STATE, 1).result()
@@ -159,7 +161,7 @@ def test_a_load_that_fails_ends_with_its_stage(tmp_path: Path) -> None:
 def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(tmp_path: Path) -> None:
     traced = Traced()
     two_files = {"x": torch.arange(1000), "model": torch.nn.Linear(8, 8)}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
         for step in (1, 2):
             ckpt.save(step, two_files).result()
         for data in tmp_path.glob("step-00000002/a-*/d/*"):
@@ -192,7 +194,7 @@ def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error()
 def test_a_copy_to_another_tier_is_a_span_of_its_own(tmp_path: Path) -> None:
     traced = Traced()
     tiers = [aiockpt.Tier("memory://otel"), aiockpt.Tier(tmp_path)]
-    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[traced.observer]) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
         ckpt.save(1, STATE).committed(tmp_path).result()
     copy = traced.one("aiockpt.copy")
     assert attributes(copy)["aiockpt.url"] == f"file://{tmp_path}"
@@ -203,7 +205,9 @@ def test_a_copy_that_is_given_up_says_why(tmp_path: Path) -> None:
     traced = Traced()
     (tmp_path / "file").touch()
     far = aiockpt.Tier(tmp_path / "file" / "far", deadline=0.01)
-    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "near"), far], io=SMALL, observers=[traced.observer]) as ckpt:
+    with aiockpt.Checkpointer(
+        [aiockpt.Tier(tmp_path / "near"), far], limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]
+    ) as ckpt:
         ckpt.save(1, STATE).result()
     copy = traced.one("aiockpt.copy")
     assert copy.status.status_code is StatusCode.ERROR
@@ -211,7 +215,7 @@ def test_a_copy_that_is_given_up_says_why(tmp_path: Path) -> None:
 
 
 async def test_the_global_provider_is_taken_where_none_is_named(tmp_path: Path) -> None:
-    async with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[OpenTelemetry()]) as ckpt:
+    async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[OpenTelemetry()]) as ckpt:
         await ckpt.save(1, STATE)
         await anyio.lowlevel.checkpoint()
 

@@ -37,13 +37,13 @@ def windows() -> Windows:
 
 async def save(place: Any, step: int = 7, **options: Any) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=32768)
-    async with aiockpt.Checkpointer(place, io=io, **options) as ckpt:
+    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=io), **options) as ckpt:
         await ckpt.save(step, STATE)
 
 
 async def load(place: Any) -> None:
     like = {name: torch.zeros_like(value) for name, value in STATE.items()}
-    async with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert await ckpt.load(like) is not None
     assert all(torch.equal(like[name], STATE[name]) for name in STATE)
 

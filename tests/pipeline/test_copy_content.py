@@ -64,7 +64,7 @@ async def copy(sources: list[Backend], target: Backend, content: Content) -> Man
 
 async def check_model(place: Any) -> None:
     bare = model(0)
-    async with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert await ckpt.load({"model": bare}, only=["model"]) is not None
         assert (await ckpt.verify(1)).step == 1
     assert all(torch.equal(mine, other) for mine, other in zip(bare.parameters(), model(1).parameters(), strict=True))

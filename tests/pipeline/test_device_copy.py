@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.engine.snapshotter import Unguarded
+from aiockpt.engine.job import Unguarded
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.pipeline.device_copy import SMALL_BYTES
 from aiockpt.pipeline.snapshot import CopyProgram
@@ -117,13 +117,19 @@ def test_the_twin_tears_a_snapshot_that_does_not_follow_the_compute_stream() -> 
     assert Snapshot(twin, state).take(after=())["weight"].eq(0).any()
 
 
+def windows_of(program: CopyProgram) -> Sequence[Sequence[Any]]:
+    """Return what devices move into each window."""
+    assert program._devices is not None
+    return program._devices.windows
+
+
 def moved_together(sizes: Mapping[str, int]) -> list[set[int]]:
     """Return the sizes of the tensors that travel as one, for each such journey."""
     twin = TwinAccelerator("late")
     state = placed(twin, **{name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()})
     walked = StateWalker().walk(state)
     plan = plan_save(walked, slab_bytes=1 << 20, file_bytes=1 << 30)
-    parts = CopyProgram(plan, walked.tensors, twin)._devices.windows
+    parts = windows_of(CopyProgram(plan, walked.tensors, twin))
     runs = [run for of_window in parts for part in of_window for run in part.runs if len(run.pieces) > 1]
     return [{piece.size for piece in run.pieces} for run in runs]
 
@@ -139,7 +145,7 @@ def test_what_travels_together_is_one_piece_of_work_and_exact() -> None:
     state = placed(twin, **{f"small{number}": torch.randn(number) for number in range(90)})
     snapshot = Snapshot(twin, state)
     assert_equal(snapshot.take(), state)
-    assert twin.work_count == sum(map(len, snapshot.program._devices.windows))
+    assert twin.work_count == sum(map(len, windows_of(snapshot.program)))
 
 
 def test_what_is_not_row_major_is_made_so_in_the_lane() -> None:
@@ -151,7 +157,7 @@ def test_what_is_not_row_major_is_made_so_in_the_lane() -> None:
     snapshot = Snapshot(twin, state)
     found = snapshot.take()
     assert_equal(found, {name: tensor.contiguous() for name, tensor in state.items()})
-    assert snapshot.program.serves(snapshot.walked.tensors)
+    assert snapshot.program.in_place
 
 
 def test_of_what_is_made_row_major_the_device_holds_no_more_than_is_on_its_way() -> None:
@@ -203,7 +209,7 @@ def test_a_program_serves_as_long_as_the_tensors_are_where_they_were() -> None:
     for _ in range(3):
         state["weight"].add_(1)
         assert_equal(snapshot.take(), state)
-        assert snapshot.program.serves(snapshot.walked.tensors)
+        assert snapshot.program.in_place
 
 
 def test_a_snapshot_that_nobody_wants_any_more_leaves_no_slab_under_way() -> None:
@@ -224,7 +230,7 @@ def test_a_slab_that_the_device_never_fills_is_never_used_again() -> None:
     twin.hold()
     with pytest.raises(StorageTimeoutError, match="device"):
         snapshot.take(timeout_s=0.05)
-    assert snapshot.pool.statistics().used_slabs == sum(map(bool, snapshot.program._devices.windows)) == 3
+    assert snapshot.pool.statistics().used_slabs == sum(map(bool, windows_of(snapshot.program))) == 3
     twin.release()
     slab = snapshot.pool.take(1)
     slab.memory[:] = b"\x00" * len(slab.memory)

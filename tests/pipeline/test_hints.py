@@ -21,6 +21,7 @@ from aiockpt.pipeline.discover import Hints, look_for_hints
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.tools.cli.survey import open_place
 from tests.small_run import SMALL
 
 STATE = {"x": torch.arange(100)}
@@ -31,7 +32,7 @@ def look(backend: Backend) -> Hints:
 
 
 def make_run(root: Path) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, STATE).result(30)
 
 
@@ -58,6 +59,48 @@ def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) ->
     with aiockpt.Checkpointer(tmp_path / "step-00000007") as ckpt:  # of that name, and no step
         assert ckpt.resume(STATE) == 0
         ckpt.save(1, STATE).result(30)
+
+
+def test_a_link_into_a_step_is_told_from_a_link_to_a_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    for name, target in (("latest", "run/step-00000003"), ("above", "run"), ("again", "latest")):
+        (tmp_path / name).symlink_to(target)
+    named = re.escape(f" leads to {tmp_path}/run/step-00000003")
+    for place in (
+        tmp_path / "latest",
+        tmp_path / "again",
+        f"file://{tmp_path}/latest/",
+        tmp_path / "latest" / "of mine",
+    ):
+        with pytest.raises(UsageError, match=f"{named}.*, and the step: {tmp_path}/run 3"):
+            aiockpt.Checkpointer(place)
+    with pytest.raises(UsageError, match=named):
+        open_place(tmp_path / "latest")
+    (tmp_path / "run" / "latest").symlink_to("step-00000003")
+    for place in (tmp_path / "above", tmp_path / "run"):
+        with aiockpt.Checkpointer(place) as ckpt:
+            assert ckpt.latest().result(30) == 3
+    (tmp_path / "empty").symlink_to("run/step-00000099")
+    with aiockpt.Checkpointer(tmp_path / "run" / "step-00000099") as ckpt:
+        assert ckpt.latest().result(30) is None
+
+
+def test_a_checkpoint_of_dcp_is_no_place_unless_steps_lie_beside_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "both")
+    for folder in ("old", "both"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / ".metadata").write_bytes(b"")
+    (tmp_path / "latest").symlink_to("old")
+    for place in (tmp_path / "old", tmp_path / "latest"):
+        advice = re.escape(f"resume(state, fork='dcp://{place}'); aiockpt convert dcp://{place} RUN")
+        with pytest.raises(UsageError, match=f"{place} is a checkpoint of torch.distributed.checkpoint.*{advice}"):
+            aiockpt.Checkpointer(place)
+        with pytest.raises(UsageError, match=advice):
+            open_place(place)
+    with aiockpt.Checkpointer(tmp_path / "both") as ckpt:
+        assert ckpt.latest().result(30) == 3
+        with pytest.raises(UsageError, match="no place for steps"):
+            ckpt.copy(3, tmp_path / "old").result(30)
 
 
 def test_the_folder_of_a_step_elsewhere_is_found_out_by_the_first_look() -> None:
@@ -119,7 +162,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_load_of_nothing_says_what_may_have_been_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_run(tmp_path / "run")
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(STATE).result(30) is None
     assert warnings(caplog) == [f"nothing is loaded, and {LocalBackend(str(tmp_path)).url}/run holds steps"]
 
@@ -131,7 +174,7 @@ def test_a_load_of_something_or_from_an_empty_place_says_nothing(
     make_run(tmp_path)
     make_run(tmp_path / "inner")
     for place, step in ((tmp_path, 3), (tmp_path / "empty", None), (tmp_path / "not there", None)):
-        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             loaded = ckpt.load(STATE).result(30)
             assert (None if loaded is None else loaded.step) == step
     assert warnings(caplog) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 from aiockpt.backends.memory import MemoryBackend
@@ -14,6 +16,7 @@ from aiockpt.pipeline.discover import (
     StepEntry,
     fall_back,
     find_copy,
+    is_news,
     look_at,
     newest_manifest,
     newest_vote,
@@ -48,9 +51,10 @@ async def test_what_is_known_of_a_step_that_is_gone_is_forgotten() -> None:
     assert heads.recall(entry, stat) is None
 
 
-def test_the_same_news_are_told_once() -> None:
-    heads = Heads()
-    assert [heads.is_news(text) for text in ("a", "b", "a")] == [True, True, False]
+def test_the_same_news_of_a_place_are_told_once_for_a_process() -> None:
+    one, other = (MemoryBackend(f"news-{uuid.uuid4()}") for _ in range(2))
+    told = [(one, "a"), (one, "b"), (one, "a"), (MemoryBackend(one.url.removeprefix("memory://")), "b"), (other, "a")]
+    assert [is_news(*each) for each in told] == [True, True, False, False, True]
 
 
 async def test_a_generation_that_is_being_deleted_is_not_told_as_damaged() -> None:

@@ -8,21 +8,11 @@ import pytest
 from aiockpt.errors import CorruptionError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest, encode_manifest
 from aiockpt.format.names import manifest_key
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_first
+from aiockpt.pipeline.discover import Listed, StepEntry, look_at, newest_first
 from aiockpt.planning.weights import CONTENT
 from aiockpt.planning.write_plan import WEIGHTS
 from aiockpt.storage.backend import Backend
 from tests.pipeline.generations import SECOND, STEP, made, refusing, saved_twice
-
-
-class One(msgspec.Struct, frozen=True):
-    """A step that is listed."""
-
-    backend: Backend
-    entry: StepEntry
-
-    def without(self, entry: StepEntry) -> One:
-        return One(self.backend, entry)
 
 
 class Reader:
@@ -34,11 +24,11 @@ class Reader:
 
     async def read(self, backend: Backend, listed: StepEntry | None = None) -> None:
         """Read all of *backend*, as *listed*, or as it is."""
-        one = One(backend, listed or await look_at(backend, STEP))
+        one = Listed(backend, listed or await look_at(backend, STEP))
         async for _, manifest in newest_first([one], self._pass_over):
             self.got.append(manifest.generation)
 
-    def _pass_over(self, one: One, error: CorruptionError) -> None:
+    def _pass_over(self, one: Listed, error: CorruptionError) -> None:
         self.told.append(str(error))
 
 

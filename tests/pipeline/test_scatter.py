@@ -29,7 +29,7 @@ def test_columns_come_to_their_places_through_scratch_memory_for_a_few_of_them(t
     saved = make_tensors()
     whole = {name: torch.zeros_like(saved[name]) for name in ("t1", "t8")}
     halves = {name: half(tensor) for name, tensor in saved.items() if name not in whole}
-    with aiockpt.Checkpointer(tmp_path, io=IO) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=IO)) as ckpt:
         ckpt.save(1, saved).result()
         loaded = ckpt.load({**whole, **{name: leaf for name, (_, leaf) in halves.items()}}).result()
     assert loaded
@@ -43,7 +43,7 @@ def test_columns_come_to_their_places_through_scratch_memory_for_a_few_of_them(t
 
 def test_a_block_that_is_damaged_in_the_last_pass_is_found(tmp_path: Path) -> None:
     saved = make_tensors()
-    with aiockpt.Checkpointer(tmp_path, io=IO) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=IO)) as ckpt:
         ckpt.save(1, saved).result()
         last = max(tmp_path.rglob("*.safetensors"))
         content = bytearray(last.read_bytes())

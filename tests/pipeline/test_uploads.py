@@ -10,7 +10,7 @@ import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageAccessError
 from aiockpt.events import GarbageDeleted
-from aiockpt.format.names import data_key, receipt_key, step_id
+from aiockpt.format.names import data_path, receipt_key, step_id
 from aiockpt.pipeline.collect import DeadUploads, abort_leftovers, find_leftovers
 from aiockpt.storage.backend import UnfinishedUpload
 from aiockpt.storage.retry import Retrying
@@ -52,7 +52,7 @@ def run(place: Place, main: object) -> None:
 
 def test_what_a_dead_save_began_is_aborted_once_it_is_old_enough() -> None:
     place = Place()
-    keys = [data_key(step_id(2), DEAD, rank, 0) for rank in (0, 1)]
+    keys = [f"{step_id(2)}/{data_path(DEAD, rank, 0)}" for rank in (0, 1)]
 
     async def main() -> None:
         place.leave(*keys)
@@ -74,9 +74,9 @@ def test_what_is_not_ours_or_not_dead_is_left_alone() -> None:
         "somebody/elses.bin",
         f"{step_id(2)}/a-{DEAD}/d/notes.txt",
         f"{step_id(2)}/data.safetensors",
-        f"inner/{data_key(step_id(2), DEAD, 0, 0)}",
+        f"inner/{step_id(2)}/{data_path(DEAD, 0, 0)}",
         f"{step_id(2)}/a-DEADBEEF0000/d/r00000-0000.safetensors",
-        data_key(step_id(2), BUSY, 0, 0),
+        f"{step_id(2)}/{data_path(BUSY, 0, 0)}",
     ]
 
     async def main() -> None:
@@ -91,10 +91,10 @@ def test_a_rank_that_voted_has_finished_and_the_others_of_its_attempt_have_not()
     place = Place()
 
     async def main() -> None:
-        place.leave(*(data_key(step_id(2), DEAD, rank, 0) for rank in (0, 1)))
+        place.leave(*(f"{step_id(2)}/{data_path(DEAD, rank, 0)}" for rank in (0, 1)))
         place.store.put(receipt_key(step_id(2), DEAD, 0), b"a vote")
         place.wait(2 * DAY_S)
-        assert await place.find() == [data_key(step_id(2), DEAD, 1, 0)]
+        assert await place.find() == [f"{step_id(2)}/{data_path(DEAD, 1, 0)}"]
 
     run(place, main)
 
@@ -122,7 +122,7 @@ def test_missing_rights_are_told_and_fail_neither_a_prune_nor_a_save(may_list: b
     world = SimulatedWorld(drawn.files, place.clock, drawn.token)
 
     async def main() -> None:
-        place.leave(data_key(step_id(9), DEAD, 0, 0))
+        place.leave(f"{step_id(9)}/{data_path(DEAD, 0, 0)}")
         place.wait(2 * DAY_S)
         job = Process(Retrying(backend, world=world), world, retention=aiockpt.Retention(last=1))
         assert (await job.save(1, tiny_state(1.0))).exception() is None
@@ -138,7 +138,7 @@ def test_retention_looks_for_them_after_a_save_and_then_each_hour() -> None:
     place = Place()
     drawn, watch = simulated_world(1), Watch()
     world = SimulatedWorld(drawn.files, place.clock, drawn.token)
-    key = data_key(step_id(9), DEAD, 0, 0)
+    key = f"{step_id(9)}/{data_path(DEAD, 0, 0)}"
 
     async def main() -> None:
         job = Process(Retrying(place.backend, world=world), world, (watch,), retention=aiockpt.Retention(last=1))

@@ -258,6 +258,9 @@ def test_every_wrong_tensor_is_named_twenty_of_them_in_full() -> None:
         spread([[whole("fine", 3)], half])
     assert "w20:" not in str(caught.value)
     assert caught.value.ranks == (1,)
+    with pytest.raises(RanksDisagreeError, match="w19:") as caught:
+        spread([[whole("fine", 3)], half[:20]])
+    assert "more" not in str(caught.value)
 
 
 def test_many_ranks_are_named_by_the_first_five() -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(150)
 def newest(root: Path) -> int | None:
     """Load the newest step as a new process would, and return its value, after checking its tensor."""
     state: dict[str, Any] = {"weight": torch.zeros(200, 100), "value": -1}
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(state).result()
     if loaded is None:
         return None
@@ -230,7 +230,7 @@ def reach(ckpt: aiockpt.Checkpointer, step: int, state: dict[str, Any]) -> aiock
 
 
 def test_who_catches_it_and_goes_on_is_told_again_and_saves_nothing(tmp_path: Path, state: dict[str, Any]) -> None:
-    with aiockpt.Checkpointer(tmp_path, on_preempt="save", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert reach(ckpt, 1, state) is None
         tell()
         with pytest.raises(aiockpt.Preempted) as first:
@@ -251,7 +251,7 @@ def test_other_threads_save_on_and_never_end_the_run(tmp_path: Path, state: dict
         except BaseException as error:  # noqa: BLE001
             ended.append(error)
 
-    with aiockpt.Checkpointer(tmp_path, on_preempt="save", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         tell()
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -264,7 +264,9 @@ def test_other_threads_save_on_and_never_end_the_run(tmp_path: Path, state: dict
 def test_a_state_that_cannot_be_saved_ends_the_run_too_and_names_the_last_step_that_was(
     tmp_path: Path, state: dict[str, Any]
 ) -> None:
-    with aiockpt.Checkpointer(tmp_path, on_preempt=aiockpt.Preemption(recent_s=0), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, on_preempt=aiockpt.Preemption(recent_s=0), limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         reach(ckpt, 1, state)
         ckpt.save(1, state).result()
         tell()
@@ -279,7 +281,9 @@ def test_a_folder_that_cannot_be_flushed_keeps_the_last_step_all_the_same(
 ) -> None:
     files = FaultyFiles(OsFiles(), [Fault(do="fail", verb="fsync", times=None, error=errno.EINVAL)])
     place = LocalBackend(tmp_path, world=World(files))
-    with aiockpt.Checkpointer(place, on_preempt=aiockpt.Preemption(recent_s=0), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        place, on_preempt=aiockpt.Preemption(recent_s=0), limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         assert not ckpt.save(1, state).result().durable
         tell()
         with pytest.raises(aiockpt.Preempted) as ended:
@@ -288,7 +292,9 @@ def test_a_folder_that_cannot_be_flushed_keeps_the_last_step_all_the_same(
 
 
 def test_when_full_skip_does_not_skip_the_last_save(tmp_path: Path, state: dict[str, Any]) -> None:
-    with aiockpt.Checkpointer(tmp_path, on_preempt="save", io=SMALL, max_in_flight=1, when_full="skip") as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL, max_in_flight=1, when_full="skip")
+    ) as ckpt:
         tell()
         ckpt_save = threading.Thread(target=lambda: ckpt.save(1, state))
         ckpt_save.start()
@@ -299,7 +305,7 @@ def test_when_full_skip_does_not_skip_the_last_save(tmp_path: Path, state: dict[
 
 
 async def test_inside_an_event_loop_it_ends_as_well(tmp_path: Path, state: dict[str, Any]) -> None:
-    async with aiockpt.Checkpointer(tmp_path, on_preempt="save", io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         reach(ckpt, 1, state)
         tell()
         with pytest.raises(aiockpt.Preempted) as ended:
@@ -311,13 +317,13 @@ def test_the_last_step_goes_to_the_fastest_durable_tier_though_its_rule_does_not
     tmp_path: Path, state: dict[str, Any]
 ) -> None:
     tiers = [aiockpt.Tier("memory://preempted"), aiockpt.Tier(tmp_path / "disk", every=10)]
-    with aiockpt.Checkpointer(tiers, on_preempt="save", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         reach(ckpt, 7, state)
         tell()
         with pytest.raises(aiockpt.Preempted) as ended:
             reach(ckpt, 8, state)
     assert (ended.value.step, ended.value.code) == (8, 75)
-    with aiockpt.Checkpointer(tmp_path / "disk", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "disk", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.latest().result() == 8
 
 
@@ -335,7 +341,9 @@ def test_of_two_durable_tiers_the_last_step_goes_to_the_one_that_was_faster(
 ) -> None:
     slow, fast = LocalBackend(tmp_path / "slow", world=World(files=SlowFiles())), LocalBackend(tmp_path / "fast")
     anew = aiockpt.Preemption(recent_s=0)
-    with aiockpt.Checkpointer([aiockpt.Tier(slow), aiockpt.Tier(fast)], on_preempt=anew, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [aiockpt.Tier(slow), aiockpt.Tier(fast)], on_preempt=anew, limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         first = ckpt.save(1, state)
         assert first.result().url == slow.url
         first.committed(fast).result()
@@ -344,7 +352,7 @@ def test_of_two_durable_tiers_the_last_step_goes_to_the_one_that_was_faster(
             reach(ckpt, 2, state)
     assert (ended.value.step, ended.value.code) == (2, 75)
     for place, step in ((tmp_path / "fast", 2), (tmp_path / "slow", 1)):
-        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             assert ckpt.latest().result() == step
 
 
@@ -354,7 +362,7 @@ def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rul
     rarely, slow = tmp_path / "rarely", LocalBackend(tmp_path / "slow", world=World(files=SlowFiles()))
     tiers = [aiockpt.Tier("memory://flushed"), aiockpt.Tier(rarely, every=10), aiockpt.Tier(slow)]
     flushes = aiockpt.Preemption(recent_s=1000)
-    with aiockpt.Checkpointer(tiers, on_preempt=flushes, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, on_preempt=flushes, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(7, state)
         tell()
         with pytest.raises(aiockpt.Preempted, match="step 7 is flushed and committed") as ended:
@@ -362,7 +370,7 @@ def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rul
         assert save.result().url == slow.url
     assert (ended.value.step, ended.value.code) == (7, 75)
     for place, steps_there in ((rarely, []), (tmp_path / "slow", [7])):
-        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             assert [info.step for info in ckpt.steps().result()] == steps_there
 
 

@@ -67,8 +67,8 @@ def test_what_is_left_for_the_last_save_follows_from_what_saves_take() -> None:
     handler = PreemptionHandler(aiockpt.Preemption(grace_s=20), None)
     assert handler._needed_s == 20 + MARGIN_S, "nothing is measured: the grace stands for it"
     for seconds in (4.0, 10.0, 6.0):
-        handler.saves._take("file:///disk", seconds)
-    handler.saves._take("s3://bucket", 60.0)
+        handler.saves._note_seconds("file:///disk", seconds)
+    handler.saves._note_seconds("s3://bucket", 60.0)
     assert handler._needed_s == 15 + MARGIN_S, (
         "the longest of the last ones, of the fastest place, and half of it again"
     )

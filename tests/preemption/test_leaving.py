@@ -158,7 +158,7 @@ def test_only_a_state_that_has_not_moved_since_the_last_call_is_saved_as_its_ste
     batches = iter(loader)
 
     def fail() -> None:
-        with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+        with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
             ckpt.step(7, state)
             CHANGES[change]({**state, "batches": aiockpt.per_rank(batches)} if change != "a plain value" else state)
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -180,7 +180,7 @@ def test_the_end_of_a_worker_does_not_interrupt_the_last_save(tmp_path: Path) ->
 
     earlier = signal.signal(signal.SIGCHLD, fail)
     try:
-        with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+        with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
             tell()
             with pytest.raises(aiockpt.Preempted) as ended:
                 ckpt.step(7, {"own": Ends()})
@@ -240,7 +240,7 @@ with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s
 
 
 def test_a_loop_that_is_over_saves_its_last_step_and_ends_well(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
         state = {"weight": torch.full((200, 100), 4.0), "value": 4}
         ckpt.step(4, state)
         os.kill(os.getpid(), signal.SIGUSR1)

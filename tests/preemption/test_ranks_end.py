@@ -50,7 +50,7 @@ def newest(root: Path) -> int | None:
     own = {f"own{rank}": torch.zeros(100) for rank in range(WORLD_SIZE)}
     shared = torch.zeros(40, 10)
     state = {"shared": shared, "value": -1, **own}
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(state).result()
     if loaded is None:
         return None

@@ -23,7 +23,7 @@ from tests.example_counts import examples
 @given(blueprints(), st.integers(0, 2**32), st.sampled_from(WAYS))
 def test_any_state_comes_back_in_any_way_it_is_loaded(blueprint: Blueprint, seed: int, way: object) -> None:
     assert callable(way)
-    with aiockpt.Checkpointer(f"memory://{uuid.uuid4().hex}", io=IO) as ckpt:
+    with aiockpt.Checkpointer(f"memory://{uuid.uuid4().hex}", limits=aiockpt.Limits(io=IO)) as ckpt:
         way(Saved(ckpt, blueprint, seed, random.Random(seed)), random.Random(seed))
 
 

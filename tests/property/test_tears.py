@@ -44,6 +44,7 @@ ELEMENTS = 16 * 1024
 TENSORS = 4
 SLAB = 64 * 1024
 IO = aiockpt.IO(slab_bytes=SLAB, block_bytes=SLAB, read_bytes=SLAB)
+DIGESTS: dict[str, Any] = {"limits": aiockpt.Limits(io=IO), "lazy": aiockpt.Lazy(debug="digest")}
 WINDOWS = 2 * TENSORS
 """At least: a parameter fills one, and so does its momentum."""
 
@@ -162,7 +163,9 @@ class Bench:
         self.steps = 0
         self.ckpt: aiockpt.Checkpointer | None = None
         if mode == "process":
-            self.ckpt = aiockpt.Checkpointer(folder, worker="process", snapshot="lazy", on_error="warn", io=IO)
+            self.ckpt = aiockpt.Checkpointer(
+                folder, worker="process", snapshot="lazy", on_error="warn", limits=aiockpt.Limits(io=IO)
+            )
 
     def close(self) -> None:
         if self.ckpt is not None:
@@ -178,12 +181,14 @@ class Bench:
             if ckpt is None:
                 world = None if twin is None else World(accelerator=twin)
                 kind: Any = "device" if self.mode == "device" else "lazy"
-                opened = aiockpt.Checkpointer(place, snapshot=kind, on_error="warn", io=IO, world=world)
+                opened = aiockpt.Checkpointer(
+                    place, snapshot=kind, on_error="warn", limits=aiockpt.Limits(io=IO), world=world
+                )
                 ckpt = stack.enter_context(opened)
             else:
                 mutability = lazy_of(ckpt)._mutability
                 mutability._torn, mutability._newly_torn = frozenset(), []  # each try is the first one
-                mutability.forget()
+                mutability._known.release()
                 self._stop_writer(True)
                 stack.callback(self._stop_writer, False)
             self.steps += 1
@@ -360,7 +365,7 @@ def test_what_waits_and_what_is_replaced_leaves_the_state_of_the_call(
     gates, state = Gates(monkeypatch), State(mesh if on_dtensor else None)
     expected = state.copied()
     place = MemoryBackend(f"tears-{uuid.uuid4()}")
-    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         gates.hold(WINDOWS if moment == "at the end" else 3)
         save = ckpt.save(1, state.tree)
         assert gates.reached.wait(60)
@@ -382,7 +387,7 @@ def test_digests_see_what_nothing_else_does(
     gates, state = Gates(monkeypatch), State(mesh, twin)
     world = None if twin is None else World(accelerator=twin)
     place = MemoryBackend(f"tears-{uuid.uuid4()}")
-    options: Any = {"snapshot": "lazy", "debug": "digest", "on_error": "warn", "io": IO, "world": world}
+    options: Any = {"snapshot": "lazy", "on_error": "warn", "world": world, **DIGESTS}
     with aiockpt.Checkpointer(place, **options) as ckpt:
         gates.hold(3)
         save = ckpt.save(1, state.tree)
@@ -397,7 +402,7 @@ def test_digests_see_what_nothing_else_does(
 def test_digests_are_compared_when_the_device_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = TwinAccelerator("late")
     gates, state = Gates(monkeypatch), State(None, twin)
-    options: Any = {"snapshot": "lazy", "debug": "digest", "on_error": "warn", "io": IO}
+    options: Any = {"snapshot": "lazy", "on_error": "warn", **DIGESTS}
     place = MemoryBackend(f"tears-{uuid.uuid4()}")
     with aiockpt.Checkpointer(place, world=World(accelerator=twin), **options) as ckpt:
         gates.hold(-1)

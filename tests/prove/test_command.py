@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aiockpt.prove.assignment import VARIABLE
+from tests.watch import until
 
 SCRIPT = [sys.executable, "-m", "tests.prove.scripts"]
 
@@ -98,7 +99,7 @@ def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
             time.sleep(0.05)
         running.send_signal(number)
         assert running.wait(60) == 128 + number
-    assert not left_behind(tmp_path)
+    until(lambda: not left_behind(tmp_path), "the end of what was killed")
 
 
 @pytest.mark.parametrize(

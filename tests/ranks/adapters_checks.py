@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -25,7 +25,7 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import per_rank
 from aiockpt.errors import UnsupportedStateError
 from aiockpt.lazy.mutability import Mutability
-from tests.ranks.adapters_worker import Gathered, check, gather
+from tests.ranks.adapters_worker import Gathered, check, gather, mesh_of
 
 Make = Callable[[nn.Module], nn.Module]
 
@@ -216,7 +216,7 @@ def tied_parameters_are_tied_on_ranks_that_hold_nothing_too() -> None:
 
 @check(2)
 def tensor_parallel_parameters_are_known_by_their_full_shape() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
 
     def make(net: nn.Module) -> nn.Module:
         return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -273,9 +273,7 @@ def fsdp1_is_refused_while_it_is_gathered_and_without_original_parameters() -> N
 @check(2)
 def one_parallelism_loads_into_another() -> None:
     def tensor_parallel(net: nn.Module) -> nn.Module:
-        return parallelize_module(
-            net, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        )
+        return parallelize_module(net, mesh_of(2), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     makes: list[Make] = [lambda net: net, fsdp2, tensor_parallel, wrap_fsdp1]
     for source in makes:
@@ -290,7 +288,7 @@ def one_parallelism_loads_into_another() -> None:
 
 @check(2)
 def a_partial_dtensor_is_refused_and_one_of_a_rank_too() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     raises("partial sums", lambda: StateWalker().walk({"x": partial}))
     spread = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
@@ -302,14 +300,14 @@ def an_unknown_placement_is_refused() -> None:
     class Odd(Placement):
         pass
 
-    spread: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    spread: Any = distribute_tensor(torch.ones(4), mesh_of(2), [Shard(0)])
     spread._spec = DTensorSpec(spread.device_mesh, (Odd(),), tensor_meta=spread._spec.tensor_meta)
     raises("unknown placement", lambda: StateWalker().walk({"x": spread}))
 
 
 @check(2)
 def a_local_tensor_that_does_not_fit_its_placement_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     wrong = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,))
     raises("local tensor has shape (3,), not (4,)", lambda: StateWalker().walk({"x": wrong}))
 
@@ -328,7 +326,7 @@ def a_rank_outside_the_mesh_holds_nothing() -> None:
 
 @check(2)
 def a_collective_that_still_runs_is_waited_for() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).redistribute(
         placements=[Replicate()], async_op=True
     )
@@ -369,7 +367,7 @@ class Averages:
     """An object whose state is made of DTensors, and that wants such back."""
 
     def __init__(self, value: float) -> None:
-        self.mean = distribute_tensor(torch.full((5, 2), value), init_device_mesh("cpu", (2,)), [Shard(0)])
+        self.mean = distribute_tensor(torch.full((5, 2), value), mesh_of(2), [Shard(0)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "count": torch.ones(2)}
@@ -396,7 +394,7 @@ def a_checkpointed_layer_has_the_names_of_the_bare_one() -> None:
 
 @check(2)
 def state_of_a_replicated_parameter_without_axes_is_made_like_it() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
 
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -433,7 +431,7 @@ def every_placement_on_every_mesh_is_put_together_again() -> None:
     torch.manual_seed(0)
     choices: list[Any] = [Replicate(), Shard(0), Shard(1), Shard(2)]
     for sizes in ((4,), (2, 2), (4, 1), (2, 1, 2)):
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = mesh_of(*sizes)
         for _ in range(12):
             placements = [choices[int(torch.randint(4, ()))] for _ in sizes]
             shape = torch.randint(1, 8, (3,)).tolist()
@@ -450,7 +448,7 @@ def round_trip(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> N
 
 @check(4)
 def strided_shards_are_put_together_again() -> None:
-    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    flat, square = mesh_of(4), mesh_of(2, 2)
     for shape in ((12, 2), (24, 1), (8, 8)):
         full = torch.randn(shape)
         round_trip(full, square, [_StridedShard(0, split_factor=2), Shard(0)])
@@ -464,7 +462,7 @@ def strided_shards_are_put_together_again() -> None:
 
 @check(4)
 def shards_in_another_order_than_the_mesh_are_put_together_again() -> None:
-    mesh, full = init_device_mesh("cpu", (2, 2)), torch.randn(10, 3)
+    mesh, full = mesh_of(2, 2), torch.randn(10, 3)
     first, second = mesh.get_local_rank(0), mesh.get_local_rank(1)
     local = full.chunk(2)[second].chunk(2)[first].clone()
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
@@ -476,7 +474,7 @@ def shards_in_another_order_than_the_mesh_are_put_together_again() -> None:
 
 @check(4)
 def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
-    mesh, holder = init_device_mesh("cpu", (4,)), nn.Module()
+    mesh, holder = mesh_of(4), nn.Module()
     holder.weight = nn.Parameter(
         distribute_tensor(torch.randn(3, 16, 4), mesh, [_StridedShard(1, split_factor=2)], src_data_rank=None)
     )
@@ -488,13 +486,13 @@ def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
 
 @check(4)
 def hsdp_holds_replicas_of_shards() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
     there_and_back(lambda net: fsdp2(net, mesh=mesh), Net)
 
 
 @check(4)
 def tensor_parallel_under_fsdp2_is_read_with_its_strided_shards() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
 
     def make(net: nn.Module) -> nn.Module:
         parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -509,7 +507,7 @@ def tensor_parallel_under_fsdp2_is_read_with_its_strided_shards() -> None:
 @check(4)
 def three_dimensions_are_read_with_replicas_and_strided_shards() -> None:
     for sizes in ((2, 1, 2), (1, 2, 2)):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        mesh = mesh_of(*sizes, names=("replicate", "shard", "tensor"))
 
         def make(net: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
             parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -520,5 +518,5 @@ def three_dimensions_are_read_with_replicas_and_strided_shards() -> None:
 
 @check(4)
 def fsdp1_hybrid_shards_are_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of(2, 2)
     there_and_back_fsdp1(Even, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)

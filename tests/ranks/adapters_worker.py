@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
+from aiockpt.adapters.matcher import LoadTarget
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import open_target
 from aiockpt.format.values import unite
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
@@ -46,6 +51,12 @@ def check(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return register
 
 
+@cache
+def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks of these sizes. There is one of each: its groups connect every rank with every other."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def window(full: torch.Tensor, box: Box) -> torch.Tensor:
     """The part of a full tensor that a box means."""
     return full[tuple(slice(low, high) for low, high in zip(box.offsets, box.end, strict=True))]
@@ -65,6 +76,17 @@ def parts(shard: TensorShard) -> list[tuple[Box, torch.Tensor]]:
     return found
 
 
+def packed(tensor: torch.Tensor) -> bytearray:
+    """Return the elements as bytes: torch pickles each tensor as a file of its own, which takes a hundred times as long."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytearray(dense.reshape(-1).view(torch.uint8).numpy())
+
+
+def unpacked(data: bytearray, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of these elements; of none there is no memory to look at."""
+    return torch.frombuffer(data, dtype=dtype).view(sizes) if data else torch.empty(sizes, dtype=dtype)
+
+
 class Gathered:
     """What all ranks hold together: every tensor put together from the boxes of all ranks."""
 
@@ -75,7 +97,7 @@ class Gathered:
                 shard.shape,
                 shard.data.dtype,
                 shard.dtype,
-                [(box, part.clone()) for box, part in parts(shard)],
+                [(box, packed(part)) for box, part in parts(shard)],
             )
             for shard in walked.tensors
         ]
@@ -92,7 +114,8 @@ class Gathered:
                 full = self.full.setdefault(name, torch.empty(shape, dtype=dtype))
                 mask = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
                 assert tuple(full.shape) == tuple(shape), name
-                for box, part in boxes:
+                for box, data in boxes:
+                    part = unpacked(data, dtype, box.sizes)
                     known = window(mask, box).clone()
                     assert torch.equal(window(full, box)[known], part[known]), f"replicas of {name} differ"
                     window(full, box).copy_(part)

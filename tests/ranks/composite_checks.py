@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import aiockpt
 from aiockpt.errors import StateMismatchError
 from tests.adapters.test_composites import Scaled, equal, scaled
-from tests.ranks.adapters_worker import check
+from tests.ranks.adapters_worker import check, mesh_of
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
 
@@ -36,7 +35,7 @@ def local(seed: int, rows: int) -> Viewed:
 @check(2)
 def a_dtensor_around_a_wrapper_class_comes_back_where_the_sharding_is_the_same() -> None:
     root, rank = shared_folder(), dist.get_rank()
-    mesh: Any = init_device_mesh("cpu", (2,))
+    mesh: Any = mesh_of(2)
 
     def make(seed: int) -> dict[str, Any]:
         uneven, same = local(seed + rank, rows=5 - rank), local(seed + 9, rows=2)
@@ -47,7 +46,7 @@ def a_dtensor_around_a_wrapper_class_comes_back_where_the_sharding_is_the_same()
         }
 
     one, other = make(1), make(50)
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, one, snapshot="lazy" if step == 2 else "eager").result()
             names = {tensor.name for tensor in ckpt.describe(step).result().tensors}

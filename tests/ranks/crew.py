@@ -46,6 +46,9 @@ class Crew:
         url: str | Path | Callable[[int], Any],
         *,
         worlds: Sequence[World | None] | None = None,
+        io: aiockpt.IO = SMALL,
+        deadlines: aiockpt.Deadlines = QUICK,
+        load_group: Any = None,
         **options: Any,
     ) -> None:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -53,8 +56,11 @@ class Crew:
         self.checkpointers = [
             aiockpt.Checkpointer(
                 url if isinstance(url, str | Path) else url(rank),
-                ranks=aiockpt.Ranks(rank, world_size, store),
-                **dict[str, Any](world=worlds[rank] if worlds else None, io=SMALL, deadlines=QUICK) | options,
+                ranks=aiockpt.Ranks(rank, world_size, store, load_group=load_group),
+                **dict[str, Any](
+                    limits=aiockpt.Limits(io=io, deadlines=deadlines), world=worlds[rank] if worlds else None
+                )
+                | options,
             )
             for rank in range(world_size)
         ]

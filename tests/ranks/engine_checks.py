@@ -11,35 +11,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import aiockpt
 from tests.ranks.adapters_checks import Even, job, train
-from tests.ranks.adapters_worker import check, gather
+from tests.ranks.adapters_worker import check, gather, mesh_of
 
 DEADLINES = aiockpt.Deadlines(ranks_s=30, commit_s=30, close_s=60)
 CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def _fsdp2(net: nn.Module) -> nn.Module:
-    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(net, mesh=mesh_of(4))
     return net
 
 
 def _hsdp(net: nn.Module) -> nn.Module:
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     return net
 
 
 def _tensor_parallel(net: nn.Module) -> nn.Module:
-    return parallelize_module(net, init_device_mesh("cpu", (4,)), CUT)
+    return parallelize_module(net, mesh_of(4), CUT)
 
 
 def _tensor_parallel_and_fsdp2(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
     fully_shard(parallelize_module(net, mesh["tensor"], CUT), mesh=mesh["data"])
     return net
 
@@ -77,31 +76,31 @@ def trained(kind: str, seed: int, steps: int) -> dict[str, Any]:
 def open_checkpointer(kind: str, folder: Path) -> aiockpt.Checkpointer:
     """Return a checkpointer as a program of this parallelism has it: a single process knows of no others."""
     ranks = aiockpt.Ranks() if kind == "single" else None
-    return aiockpt.Checkpointer(folder, ranks=ranks, deadlines=DEADLINES)
+    return aiockpt.Checkpointer(folder, ranks=ranks, limits=aiockpt.Limits(deadlines=DEADLINES))
 
 
 @check(4)
 def any_parallelism_saves_and_any_other_loads() -> None:
-    """Each saves values of its own, so that one state serves all loads of a kind."""
+    """Each saves a step with values of its own, so that one state serves all loads of a kind."""
     root = shared_folder()
     expected = {}
-    for seed, source in enumerate(PARALLELISMS):
-        state = trained(source, seed, 2)
+    for step, source in enumerate(PARALLELISMS):
+        state = trained(source, step, 2)
         expected[source] = gather(state)
         if source != "single" or dist.get_rank() == 0:
-            with open_checkpointer(source, root / source) as ckpt:
-                ckpt.save(2, state).result()
+            with open_checkpointer(source, root) as ckpt:
+                ckpt.save(step, state).result()
         dist.barrier()
     for target in PARALLELISMS:
         state = trained(target, 100, 1)
-        for source in PARALLELISMS:
-            with open_checkpointer(target, root / source) as ckpt:
-                loaded = ckpt.load({name: state[name] for name in ("model", "optimizer", "step")}).result()
-            assert loaded is not None, (source, target)
-            found = gather(state)
-            for name, full in expected[source].full.items():
-                assert torch.equal(found.full[name], full), (source, target, name)
-            dist.barrier()
+        with open_checkpointer(target, root) as ckpt:
+            for step, source in enumerate(PARALLELISMS):
+                loaded = ckpt.load({name: state[name] for name in ("model", "optimizer", "step")}, step).result()
+                assert loaded is not None, (source, target)
+                found = gather(state)
+                for name, full in expected[source].full.items():
+                    assert torch.equal(found.full[name], full), (source, target, name)
+        dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(root)
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def run_forked(module: str, world_size: int, folder: Path, timeout_s: float) -> list[int | None]:
     """Run *module* on *world_size* ranks until all have ended; return their exit codes, or None of who had not in time."""
     command = [sys.executable, "-m", "tests.ranks.forked", module, str(world_size), str(folder)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
             codes: list[int | None] = json.loads(_last_line(parent.communicate(timeout=timeout_s)[0]) or "null")

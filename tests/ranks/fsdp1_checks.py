@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from aiockpt.adapters.native import StateWalker
 from tests.ranks.adapters_checks import Even, job, raises, train, wrap_fsdp1
-from tests.ranks.adapters_worker import Gathered, check, gather
+from tests.ranks.adapters_worker import Gathered, check, gather, mesh_of
 
 
 class Images(nn.Module):
@@ -68,7 +67,7 @@ def fsdp1_keeps_parameters_whose_axes_lie_in_another_order() -> None:
 
 @check(4)
 def fsdp1_over_tensor_parallel_parameters_knows_the_full_ones() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
 
     def make(net: nn.Module) -> nn.Module:
         parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import aiockpt
-from tests.ranks.adapters_worker import check
+from tests.ranks.adapters_worker import check, mesh_of
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
 State = dict[str, Any]
@@ -86,7 +85,7 @@ def made_state_of_an_optimizer_lies_in_memory_as_on_the_ranks_that_saved_it() ->
         root = shared_folder()
         saved, fresh = make(1, kind), make(2, kind)
         train(saved, 2)
-        with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+        with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
             ckpt.save(1, saved).result()
             told = {tensor.name: tensor.axes for tensor in ckpt.describe(1).result().tensors}
             ckpt.load(fresh).result()
@@ -104,12 +103,12 @@ def made_state_of_an_optimizer_lies_in_memory_as_on_the_ranks_that_saved_it() ->
 @check(2)
 def what_ranks_have_in_different_orders_says_nothing_of_the_whole() -> None:
     root, rank = shared_folder(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     whole = torch.arange(24.0).view(6, 4)
     state = {"cut": distribute_tensor(whole.clone(), mesh, [Shard(0)])}
     if rank:
         state["cut"] = turned(state["cut"])
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         ckpt.save(1, state).result()
         assert ckpt.describe(1).result().tensors[0].axes is None
         assert torch.equal(ckpt.read(1, "cut").result(), whole)

@@ -108,7 +108,7 @@ def job_of(size: int, folder: Path) -> Iterator[aiockpt.Checkpointer | None]:
         if rank < size:
             store = PrefixStore(f"job-{number}", dist.distributed_c10d._get_default_store())
             ranks = aiockpt.Ranks(rank, size, store)
-            with aiockpt.Checkpointer(folder, ranks=ranks, deadlines=DEADLINES) as ckpt:
+            with aiockpt.Checkpointer(folder, ranks=ranks, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
                 yield ckpt
         else:
             yield None

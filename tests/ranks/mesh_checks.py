@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import aiockpt
 from tests.ranks.adapters_checks import Even, train
-from tests.ranks.adapters_worker import Gathered, check, gather
+from tests.ranks.adapters_worker import Gathered, check, gather, mesh_of
 from tests.ranks.engine_checks import CUT, open_checkpointer, shared_folder
 
 State = dict[str, Any]
@@ -89,7 +88,7 @@ def load_each_other(jobs: Jobs) -> None:
 
 
 def _hsdp_and_tensor_parallel(seed: int) -> State:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tensor"))
     model = seeded(STAGES, seed)
     for part in model.parts.values():
         fully_shard(parallelize_module(part, mesh["tensor"], CUT), mesh=mesh["replicate", "shard"])
@@ -97,7 +96,7 @@ def _hsdp_and_tensor_parallel(seed: int) -> State:
 
 
 def _stages_of_fsdp2_and_tensor_parallel(seed: int) -> State:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "data", "tensor"))
+    mesh = mesh_of(2, 2, 2, names=("stage", "data", "tensor"))
 
     def make(part: nn.Module) -> nn.Module:
         fully_shard(parallelize_module(part, mesh["tensor"], CUT), mesh=mesh["data"])
@@ -108,7 +107,7 @@ def _stages_of_fsdp2_and_tensor_parallel(seed: int) -> State:
 
 def _fsdp2_of_eight(seed: int) -> State:
     model = seeded(STAGES, seed)
-    fully_shard(model, mesh=init_device_mesh("cpu", (8,)))  # most have no row of the six of parts.*.down
+    fully_shard(model, mesh=mesh_of(8))  # most have no row of the six of parts.*.down
     return trained(model)
 
 
@@ -164,7 +163,7 @@ def _expert_parallel(seed: int) -> State:
 
 
 def _expert_parallel_and_fsdp2(seed: int) -> State:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+    mesh = mesh_of(2, 2, names=("expert", "data"))
 
     def make(part: nn.Module) -> nn.Module:
         fully_shard(part, mesh=mesh["data"])

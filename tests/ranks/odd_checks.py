@@ -42,7 +42,7 @@ def from_to(source: Callable[[int], State], target: Callable[[int], State]) -> S
     """Save a state of one kind and load it into one of another kind; where they are of one kind, compare all bytes."""
     root = shared_folder()
     one, other = source(1), target(2)
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         ckpt.save(1, one).result()
         ckpt.load(other).result()
     if source is target:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import aiockpt
 from aiockpt.adapters.native import StateWalker
 from tests.ranks.adapters_checks import train
-from tests.ranks.adapters_worker import check, gather
+from tests.ranks.adapters_worker import check, gather, mesh_of
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
 State = dict[str, Any]
@@ -93,7 +92,7 @@ def groups_of_pipeline_stages_follow_their_parameters_from_two_stages_to_one_to_
     for step, count in enumerate((2, 1, 4)):
         ranks = some_ranks(count, f"pp{count}")
         if ranks is not None:
-            with aiockpt.Checkpointer(root, ranks=ranks, deadlines=DEADLINES) as ckpt:
+            with aiockpt.Checkpointer(root, ranks=ranks, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
                 state = first_stage_of(ranks.rank, count) if step == 0 else stage(ranks.rank, count, 7)
                 if step:
                     ckpt.load(state, step - 1).result()
@@ -121,7 +120,9 @@ def a_parameter_that_two_ranks_have_must_have_the_same_values_on_both() -> None:
     root, ranks = shared_folder(), some_ranks(2, "shared")
     state = stage(0, 1, 1)
     state["optimizer"].param_groups[0]["lr"] = 0.1 + dist.get_rank()
-    with aiockpt.Checkpointer(root, ranks=ranks, deadlines=DEADLINES, on_error=lambda future: None) as ckpt:
+    with aiockpt.Checkpointer(
+        root, ranks=ranks, limits=aiockpt.Limits(deadlines=DEADLINES), on_error=lambda future: None
+    ) as ckpt:
         error = ckpt.save(1, state).exception()
     text = str(error)
     assert "optimizer: lr of model.head.weight (0.1 on rank 0, 1.1 on rank 1)" in text, text
@@ -238,7 +239,7 @@ def fsdp1(net: nn.Module) -> nn.Module:
 
 
 def fsdp2(net: nn.Module) -> nn.Module:
-    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(net, mesh=mesh_of(dist.get_world_size()))
     return net
 
 
@@ -259,7 +260,7 @@ CANNOT_STEP = {("Adafactor", fsdp2), ("Rprop", fsdp2), ("Muon", fsdp1)}
 def saved_and_loaded(one: State, other: State) -> None:
     """Save one state, and load it into the other."""
     root = shared_folder()
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         ckpt.save(1, one).result()
         loaded = ckpt.load(other).result()
     assert loaded is not None
@@ -309,7 +310,7 @@ def state_of_optimizers_of_every_kind_goes_on_beside_sharded_parameters() -> Non
 def refusal(state: State) -> str:
     """Return why a save fails on this rank; it fails on all, and there is no checkpoint."""
     root = shared_folder()
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES, on_error=lambda future: None) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES), on_error=lambda future: None) as ckpt:
         error = ckpt.save(1, state).exception()
         assert error is not None
         assert ckpt.steps().result() == ()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from aiockpt.adapters.native import StateWalker
 from tests.ranks.adapters_checks import raises
-from tests.ranks.adapters_worker import check, gather
+from tests.ranks.adapters_worker import check, gather, mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def spread(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any], *, axis:
 @check(4)
 def ragged_shards_are_put_together_again_and_cut_otherwise() -> None:
     torch.manual_seed(0)
-    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    flat, square = mesh_of(4), mesh_of(2, 2)
     for shape, dims, units in (
         ((10, 6), (0,), (1, 2, 1, 1)),
         ((8, 3), (0,), (1, 2, 1, 0)),
@@ -95,7 +95,7 @@ def ragged_shards_are_put_together_again_and_cut_otherwise() -> None:
 
 @check(4)
 def optimizer_state_of_ragged_parameters_is_made_as_they_are() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of(4)
     full = torch.arange(60.0).view(10, 6)
 
     def make(units: tuple[int, ...], *, with_state: bool) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -123,7 +123,7 @@ MOMENTS = {"exp_avg": 2.0, "exp_avg_sq": 3.0}
 
 @check(4)
 def ragged_shards_that_do_not_add_up_are_refused() -> None:
-    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    flat, square = mesh_of(4), mesh_of(2, 2)
     full = torch.randn(10, 6)
     even = spread(full, flat, [RaggedShard((0,), (1, 2, 1, 1))])
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import aiockpt
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.testing.faults import flip_bit
-from tests.ranks.adapters_worker import check, gather
+from tests.ranks.adapters_worker import check, gather, mesh_of
 from tests.ranks.engine_checks import DEADLINES, open_checkpointer, shared_folder, trained
 
 SMALL = aiockpt.IO(pool_bytes=1 << 22, slab_bytes=1 << 18, block_bytes=1 << 16, read_bytes=1 << 18)
@@ -57,13 +56,14 @@ def total(count: int) -> int:
 
 
 def save_replicas(root: Path, *steps: int) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL, deadlines=DEADLINES)) as ckpt:
         for step in steps:
             ckpt.save(step, {"model": DistributedDataParallel(net(step))}).result()
 
 
-def open_with_group(root: Path, group: Any, **options: Any) -> aiockpt.Checkpointer:
-    return aiockpt.Checkpointer(root, load_group=group, **dict[str, Any](io=SMALL, deadlines=DEADLINES) | options)
+def open_with_group(root: Path, group: Any, io: aiockpt.IO = SMALL) -> aiockpt.Checkpointer:
+    limits = aiockpt.Limits(io=io, deadlines=DEADLINES)
+    return aiockpt.Checkpointer(root, ranks=aiockpt.Ranks(load_group=group), limits=limits)
 
 
 @check(4)
@@ -86,7 +86,7 @@ def replicas_are_read_once_and_received_by_the_others() -> None:
 def without_a_group_every_replica_is_read_by_each() -> None:
     with job_folder() as root:
         save_replicas(root, 1)
-        with aiockpt.Checkpointer(root, io=SMALL, deadlines=DEADLINES) as ckpt:
+        with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL, deadlines=DEADLINES)) as ckpt:
             loaded = ckpt.load({"model": net(0)}).result()
         assert loaded is not None
         assert loaded.received_bytes == 0
@@ -95,7 +95,7 @@ def without_a_group_every_replica_is_read_by_each() -> None:
 
 @check(4)
 def replicas_of_shards_are_read_once_by_the_group_of_each_shard() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
     groups: list[Any] = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == dist.get_process_group_ranks(
         groups[dist.get_rank() % 2]
@@ -131,7 +131,9 @@ def any_parallelism_reads_once_what_another_one_saved() -> None:
 def _save(root: Path, kind: str) -> Any:
     """Save a trained state in blocks of 4 KiB; return it, gathered."""
     state = trained(kind, 1, 2)
-    with aiockpt.Checkpointer(root, io=aiockpt.IO(block_bytes=4096), deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(
+        root, limits=aiockpt.Limits(io=aiockpt.IO(block_bytes=4096), deadlines=DEADLINES)
+    ) as ckpt:
         ckpt.save(2, state).result()
     return gather(state)
 
@@ -172,9 +174,9 @@ def what_is_no_group_of_ours_alone_is_refused() -> None:
     other: Any = dist.new_group([0, 1], backend="gloo")
     everyone: Any = dist.group.WORLD
     with pytest.raises(UsageError, match="training uses"):
-        aiockpt.Checkpointer("memory://refused", load_group=everyone)
+        aiockpt.Checkpointer("memory://refused", ranks=aiockpt.Ranks(load_group=everyone))
     with pytest.raises(UsageError, match="no process group"):
-        aiockpt.Checkpointer("memory://refused", load_group=3)  # type: ignore[arg-type]
+        aiockpt.Checkpointer("memory://refused", ranks=aiockpt.Ranks(load_group=3))
     if dist.get_rank() > 1:  # torch gives a rank outside a group something else
         with pytest.raises(UsageError, match="no process group"):
-            aiockpt.Checkpointer("memory://refused", load_group=other)
+            aiockpt.Checkpointer("memory://refused", ranks=aiockpt.Ranks(load_group=other))

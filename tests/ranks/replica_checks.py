@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import aiockpt
 from tests.docs.pages import ROOT, blocks, section
 from tests.ranks.adapters_checks import Even, train
-from tests.ranks.adapters_worker import check
+from tests.ranks.adapters_worker import check, mesh_of
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
 Made = tuple[dict[str, Any], torch.Tensor, str]
@@ -65,7 +64,7 @@ def _in_a_list() -> Made:
 
 def _fsdp2_ignored_parameter() -> Made:
     net = _net()
-    fully_shard(net, mesh=init_device_mesh("cpu", (2,)), ignored_params={net.get_parameter("down.weight")})
+    fully_shard(net, mesh=mesh_of(2), ignored_params={net.get_parameter("down.weight")})
     return _trained(net, foreach=False), net.down.weight, "model.down.weight"
 
 
@@ -80,7 +79,7 @@ def _fsdp1_ignored_module() -> Made:
 def _ema_of_local_parts() -> Made:
     """Equal here, as it is where all parts begin with zeros; each rank's own as soon as they are trained."""
     net = _net()
-    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(net, mesh=mesh_of(2))
     ema = {name: torch.zeros_like(weight.to_local()) for name, weight in net.named_parameters()}  # type: ignore[attr-defined]
     return {**_trained(net), "ema": ema}, ema["up.weight"], "ema.up\\.weight"
 
@@ -121,7 +120,9 @@ def _tell_differences(make: Callable[[], Made], odd_rank: int, **options: Any) -
     """Save what is equal, then what one rank has differently; it must be named on every rank, and no other tensor."""
     root = shared_folder()
     state, tensor, name = make()
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES, on_error=lambda future: None, **options) as ckpt:
+    with aiockpt.Checkpointer(
+        root, limits=aiockpt.Limits(deadlines=DEADLINES), on_error=lambda future: None, **options
+    ) as ckpt:
         ckpt.save(1, state).result()
         alike = tensor.detach().clone()
         if dist.get_rank() == odd_rank:
@@ -163,7 +164,7 @@ def what_ranks_have_differently_is_told_by_writer_processes() -> None:
 def a_shard_that_its_replicas_have_differently_is_told() -> None:
     def make() -> Made:
         net = _net()
-        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
         weight = net.up.weight
         assert isinstance(weight, DTensor)
         return _trained(net), weight.to_local(), "model.up.weight"
@@ -186,7 +187,7 @@ def batch_statistics_that_ranks_have_differently_are_those_of_rank_0() -> None:
     assert dist.get_rank() == 0 or not torch.equal(mean, of_rank_0)
     for saved in (state, {"model": net.state_dict(), "deep": [{"of": copy.deepcopy(net).state_dict()}]}):
         root = shared_folder()
-        with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+        with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
             ckpt.save(1, saved).result()
             name = "model.1.running_mean" if saved is state else "model.1\\.running_mean"
             assert torch.equal(ckpt.read(1, name).result(), of_rank_0)
@@ -205,7 +206,7 @@ def each_way_out_of_the_guide_brings_back_what_each_rank_had() -> None:
         scope: dict[str, Any] = {"aiockpt": aiockpt, "torch": torch, "model": _net(), "my_experts": mine, "keys": mine}
         exec(way, scope)
         root = shared_folder()
-        with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+        with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
             ckpt.save(1, scope["state"]).result()
             mine.zero_()
             ckpt.load(scope["state"]).result()

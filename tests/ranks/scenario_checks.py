@@ -14,25 +14,24 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import aiockpt
 from tests.ranks.adapters_checks import Even, job, train
-from tests.ranks.adapters_worker import check, gather
+from tests.ranks.adapters_worker import check, gather, mesh_of
 from tests.ranks.engine_checks import DEADLINES, PARALLELISMS, shared_folder
 
 State = dict[str, Any]
 
 
 def save(root: Any, step: int, state: State, **how: Any) -> None:
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         ckpt.save(step, state, **how).result()
 
 
 def load(root: Any, state: State, **how: Any) -> aiockpt.LoadResult:
-    with aiockpt.Checkpointer(root, deadlines=DEADLINES) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(deadlines=DEADLINES)) as ckpt:
         loaded = ckpt.load(state, **how).result()
     assert loaded is not None
     return loaded
@@ -99,7 +98,7 @@ def _ddp_without_broadcasts(net: nn.Module) -> nn.Module:
 
 
 def _hsdp(net: nn.Module) -> nn.Module:
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     return net
 
 
@@ -133,8 +132,8 @@ class Tuned(nn.Module):
 
 def _tuned(net: nn.Module) -> nn.Module:
     net.get_submodule("backbone").requires_grad_(False)
-    fully_shard(net.get_submodule("head"), mesh=init_device_mesh("cpu", (4,)))
-    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(net.get_submodule("head"), mesh=mesh_of(4))
+    fully_shard(net, mesh=mesh_of(4))
     return net
 
 

@@ -61,8 +61,7 @@ def run_rank(number: int, world_size: int, folder: Path) -> None:
     ckpt = aiockpt.Checkpointer(
         Around(LocalBackend(str(place)), after=die),
         ranks=aiockpt.Ranks(rank, RANKS, store),
-        io=SMALL,
-        deadlines=PATIENT,
+        limits=aiockpt.Limits(io=SMALL, deadlines=PATIENT),
         on_error=lambda future: None,
     )
     if "first" not in case:

@@ -45,8 +45,8 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     )
     group: Any = dist.new_group(backend="gloo")
     world = World(files=DyingFiles(20)) if rank == KILLED else None
-    deadlines = aiockpt.Deadlines(ranks_s=60, close_s=NAMING_S)
-    ckpt = aiockpt.Checkpointer(folder / "run", io=SMALL, load_group=group, deadlines=deadlines, world=world)
+    limits = aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(ranks_s=60, close_s=NAMING_S))
+    ckpt = aiockpt.Checkpointer(folder / "run", ranks=aiockpt.Ranks(load_group=group), limits=limits, world=world)
     begun = time.monotonic()
     error = ckpt.load({"w": torch.zeros(4 << 20)}).exception(90)
     seconds = time.monotonic() - begun
@@ -59,7 +59,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_the_others_raise_before_the_deadline_and_name_it(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"w": torch.arange(4 << 20).float()}).result()
     codes = run_forked("tests.ranks.test_killed_while_reading_once", WORLD_SIZE, tmp_path, 150)
     assert codes[KILLED] == -signal.SIGKILL

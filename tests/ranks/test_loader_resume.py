@@ -21,20 +21,20 @@ def make_loader(length: int = 23) -> aiockpt.Loader[list[torch.Tensor]]:
 
 def test_a_run_resumes_with_the_next_batch(tmp_path: Path) -> None:
     loader = make_loader()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         expected = []
         for step, (batch,) in enumerate(loader):
             if step > 2:
                 expected.append(batch.tolist())
             ckpt.save(step, {"loader": loader, "nested": {"step": step}})
     again = make_loader()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load({"loader": again, "nested": {"step": 0}}, step=2).result()
     assert [batch.tolist() for (batch,) in again] == expected
 
 
 def test_a_loader_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(0, {"x": 1}).result()
         with pytest.raises(StateMismatchError, match="loader: in the state but not in the checkpoint"):
             ckpt.load({"x": 1, "loader": make_loader()}).result()

@@ -339,7 +339,7 @@ def test_options_that_must_be_the_same_are_named_where_they_are_not(tmp_path: Pa
                 ckpt.close()
             crew.checkpointers = [
                 aiockpt.Checkpointer(
-                    **dict[str, Any](url=tmp_path, deadlines=PATIENT) | given,
+                    **dict[str, Any](url=tmp_path, limits=aiockpt.Limits(deadlines=PATIENT)) | given,
                     ranks=aiockpt.Ranks(rank, 2, store),
                     on_error="warn",
                 )

@@ -48,7 +48,7 @@ def holds(state: dict[str, Any], value: float) -> bool:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Return a place with the steps 1 and 2, in blocks of 4 KiB."""
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as checkpointer:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_at(step)).result()
     return tmp_path
@@ -225,7 +225,7 @@ class BreaksAt(Peers):
 
 def test_a_group_that_breaks_on_the_way_costs_reading_the_rest_alone(tmp_path: Path) -> None:
     large = {"w": torch.arange(3 << 20).float()}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as checkpointer:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as checkpointer:
         checkpointer.save(1, large).result()
     states = [{"w": torch.zeros(3 << 20)} for _ in range(3)]
     with crew_with_groups(3, tmp_path) as crew:

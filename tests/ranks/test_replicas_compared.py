@@ -80,7 +80,9 @@ def test_a_difference_is_always_told_and_equal_replicas_never_are(seed: int, sna
     world_size = dice.choice([2, 3])
     tree = grow(dice)
     states = [{"of": laid_out(tree, dice)} for _ in range(world_size)]
-    with Crew(world_size, f"memory://{uuid.uuid4().hex}", snapshot=snapshot, debug=debug, on_error="warn") as crew:
+    with Crew(
+        world_size, f"memory://{uuid.uuid4().hex}", snapshot=snapshot, lazy=aiockpt.Lazy(debug=debug), on_error="warn"
+    ) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, states[rank]).result(30))
         odd = dice.randrange(world_size)
         leaves = {name: leaf for name, leaf in leaves_of(states[odd]["of"], "of").items() if leaf.numel()}
@@ -154,7 +156,7 @@ def test_one_element_of_many_is_told_where_all_bytes_are_asked_for(tmp_path: Pat
         state["large"][50, 51] += rank
         return state
 
-    with Crew(2, tmp_path, debug="digest", on_error="warn") as crew:
+    with Crew(2, tmp_path, lazy=aiockpt.Lazy(debug="digest"), on_error="warn") as crew:
         assert_told(errors_of(crew, make), "large")
 
 
@@ -273,7 +275,7 @@ def test_replicas_on_a_device_are_those_of_the_call(tmp_path: Path, pace: Any, s
         return errors
 
     worlds = [World(accelerator=twin) for twin in twins]
-    with Crew(2, tmp_path, worlds=worlds, snapshot=snapshot, debug=debug, on_error="warn") as crew:
+    with Crew(2, tmp_path, worlds=worlds, snapshot=snapshot, lazy=aiockpt.Lazy(debug=debug), on_error="warn") as crew:
         for *before, last in crew.on_all(train):
             assert before == [None] * 3
             assert_told([last], "model.0.weight")

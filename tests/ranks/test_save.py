@@ -22,7 +22,7 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.ranks.crew import PATIENT, QUICK, Crew, coordinator_of
+from tests.ranks.crew import PATIENT, QUICK, SMALL, Crew, coordinator_of
 from tests.watch import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -189,7 +189,9 @@ def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> Non
     with Crew(2, tmp_path, on_error=lambda future: None) as crew:
         crew.checkpointers[1]._parts.shutdown.close()
         crew.checkpointers = [
-            aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks(rank, world, store), deadlines=QUICK)
+            aiockpt.Checkpointer(
+                tmp_path, ranks=aiockpt.Ranks(rank, world, store), limits=aiockpt.Limits(deadlines=QUICK)
+            )
             for rank, world in ((0, 2), (1, 3))
         ]
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
@@ -303,7 +305,7 @@ def test_several_saves_run_at_once_on_all_ranks(tmp_path: Path) -> None:
         futures = [ckpt.save(step, replicated(step)) for step in range(1, 7)]
         return [future.result(30).step for future in futures]
 
-    with Crew(3, tmp_path, max_in_flight=3) as crew:
+    with Crew(3, tmp_path, limits=aiockpt.Limits(io=SMALL, deadlines=QUICK, max_in_flight=3)) as crew:
         assert crew.on_all(save_all) == [[1, 2, 3, 4, 5, 6]] * 3
     for step in range(1, 7):
         assert equal(loaded(tmp_path, replicated(step), step), replicated(step))

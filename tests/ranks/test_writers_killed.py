@@ -28,7 +28,7 @@ def check_loads(place: Any, step: int, grown: bool = False) -> None:
     state: dict[str, Any] = {
         name: torch.zeros_like(value) if name != "step" else None for name, value in expected.items()
     }
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state, step).result(30) is not None
         ckpt.verify(step).result(30)
     for name, value in expected.items():

@@ -60,7 +60,7 @@ def test_writers_and_threads_save_together(tmp_path: Path) -> None:
             crew.checkpointers[rank] = aiockpt.Checkpointer(
                 tmp_path,
                 ranks=aiockpt.Ranks(rank, 3, store),
-                deadlines=QUICK,
+                limits=aiockpt.Limits(deadlines=QUICK),
                 worker=worker,  # type: ignore[arg-type]
             )
         for step in (1, 2):

@@ -57,7 +57,9 @@ def run_rank(pipe: Connection, rank: int, world_size: int, places: list[Any], fi
         store = stores.TCPStore("127.0.0.1", pipe.recv(), world_size, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
     mesh = DeviceMesh("cpu", list(range(world_size)))
-    with aiockpt.Checkpointer(places, worker=worker, io=SMALL, deadlines=DEADLINES, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(
+        places, worker=worker, limits=aiockpt.Limits(io=SMALL, deadlines=DEADLINES), on_error="warn"
+    ) as ckpt:
         pipe.send("ready")
         save: aiockpt.SaveFuture | None = None
         while True:

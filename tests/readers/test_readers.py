@@ -30,13 +30,13 @@ STATE: dict[str, Any] = {"weight": torch.arange(100.0), "value": 1}
 
 def save(root: Path, *steps: int, keep: int | None = None) -> None:
     rules = None if keep is None else aiockpt.Retention(last=keep)
-    with aiockpt.Checkpointer(root, io=SMALL, retention=rules) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
         for step in steps:
             ckpt.save(step, STATE).result()
 
 
 def handed(root: Path, name: str = "eval", **options: Any) -> list[int]:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return [step.step for step in ckpt.watch(name, follow=False, **options)]
 
 
@@ -45,7 +45,7 @@ def leases(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep: int = 1) -> tuple[list[int], dict[str, str]]:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(last=keep)).result()
     return [step.step for step in pruned.steps], dict(pruned.left)
 
@@ -55,7 +55,7 @@ def prune(root: Path, keep: int = 1) -> tuple[list[int], dict[str, str]]:
 
 def test_no_retention_deletes_a_step_that_is_held_and_it_says_who_holds_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with ckpt.hold(1) as held:
             assert (held.step, held.id, held.folder) == (1, "step-00000001", tmp_path / "step-00000001")
             assert held.url == f"file://{tmp_path}"
@@ -70,7 +70,7 @@ def test_no_retention_deletes_a_step_that_is_held_and_it_says_who_holds_it(tmp_p
 
 def test_the_newest_is_held_where_none_is_named_and_what_is_not_there_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with ckpt.hold() as held:
             assert held.step == 2
         with pytest.raises(aiockpt.StepNotFoundError), ckpt.hold(7):
@@ -80,12 +80,15 @@ def test_the_newest_is_held_where_none_is_named_and_what_is_not_there_is_refused
             pass
         with hold:
             assert len(leases(tmp_path)) == 1
-    with aiockpt.Checkpointer(tmp_path / "empty", io=SMALL) as ckpt, pytest.raises(aiockpt.StepNotFoundError):
+    with (
+        aiockpt.Checkpointer(tmp_path / "empty", limits=aiockpt.Limits(io=SMALL)) as ckpt,
+        pytest.raises(aiockpt.StepNotFoundError),
+    ):
         ckpt.hold().__enter__()
 
 
 async def test_in_an_event_loop_it_is_async_with(tmp_path: Path) -> None:
-    async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         await ckpt.save(1, STATE)
         async with ckpt.hold(1) as held:
             assert held.step == 1
@@ -97,7 +100,7 @@ async def test_in_an_event_loop_it_is_async_with(tmp_path: Path) -> None:
 
 def test_closing_the_checkpointer_lets_go(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         hold = ckpt.hold(1)
         hold.__enter__()
     assert leases(tmp_path) == []
@@ -107,7 +110,7 @@ def test_closing_the_checkpointer_lets_go(tmp_path: Path) -> None:
 def test_a_hold_is_renewed_before_its_lease_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "RENEW_S", 0.01)
     save(tmp_path, 1, 2)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt, ckpt.hold(1):
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt, ckpt.hold(1):
         (lease,) = leases(tmp_path)
         long_ago = time.time() - 7 * 3600
         os.utime(lease, (long_ago, long_ago))
@@ -144,7 +147,7 @@ class NoLeases(LocalBackend):
 def test_where_no_lease_can_be_written_nothing_is_said_to_be_held(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (
-        aiockpt.Checkpointer(NoLeases(tmp_path), io=SMALL) as ckpt,
+        aiockpt.Checkpointer(NoLeases(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt,
         pytest.raises(StorageError, match="read-only"),
         ckpt.hold(1),
     ):
@@ -168,7 +171,7 @@ class DeletedMeanwhile(LocalBackend):
 def test_a_step_that_is_deleted_at_that_moment_is_not_held(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (
-        aiockpt.Checkpointer(DeletedMeanwhile(tmp_path), io=SMALL) as ckpt,
+        aiockpt.Checkpointer(DeletedMeanwhile(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt,
         pytest.raises(aiockpt.StepNotFoundError, match="deleted at this moment"),
         ckpt.hold(1),
     ):
@@ -189,13 +192,13 @@ def test_each_reader_is_handed_each_step_once_the_oldest_first(tmp_path: Path) -
 
 
 def steps_of(root: Path) -> Any:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return ckpt.steps().result()
 
 
 def test_a_step_in_which_the_reader_fails_comes_again(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(ZeroDivisionError):
             _ = [1 // (2 - step.step) for step in ckpt.watch("eval", follow=False)]
         for step in ckpt.watch("eval", follow=False):
@@ -219,7 +222,7 @@ def test_a_reader_that_is_killed_is_handed_the_same_step_again(tmp_path: Path) -
 
 def test_it_is_held_while_it_is_handed_out(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in ckpt.watch("eval", follow=False):
             if step.step == 1:
                 gone, left = prune(tmp_path)
@@ -237,14 +240,14 @@ def test_what_is_saved_again_comes_again_and_what_is_thinned_does_not(tmp_path: 
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state).result()
         assert [step.step for step in ckpt.watch("eval", follow=False)] == [1, 2]
         thinned = ckpt.prune(aiockpt.Retention(last=2, optimizer=1)).result().thinned
         assert [step.id for step in thinned] == ["step-00000001"]
         assert [step.step for step in ckpt.watch("eval", follow=False)] == []
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(2, state).result()
         assert [step.step for step in ckpt.watch("eval", follow=False)] == [2]
 
@@ -260,7 +263,7 @@ def test_only_the_newest_is_handed_out_where_that_is_wanted(tmp_path: Path) -> N
 def test_one_that_is_given_back_comes_after_the_others_and_not_at_once(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     order = []
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in ckpt.watch("eval", every_s=0.05):
             order.append(step.step)
             if len(order) == 1:
@@ -268,7 +271,7 @@ def test_one_that_is_given_back_comes_after_the_others_and_not_at_once(tmp_path:
             if len(order) == 3:
                 break
     assert order == [1, 2, 1]
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         watch = ckpt.watch("other", every_s=1000, follow=False)
         for step in watch:
             step.again()
@@ -280,7 +283,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
     seen: list[WatchedStep] = []
 
     async def read() -> None:
-        async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             async for step in ckpt.watch("eval", every_s=0.01):
                 seen.append(step)
                 if step.step == 3:
@@ -289,7 +292,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
-            async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+            async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
                 for step in (1, 2, 3):
                     await ckpt.save(step, STATE)
     assert [step.step for step in seen] == [1, 2, 3]
@@ -297,7 +300,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
 
 
 def test_closing_the_checkpointer_elsewhere_ends_the_wait(tmp_path: Path) -> None:
-    ckpt = aiockpt.Checkpointer(tmp_path, io=SMALL)
+    ckpt = aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL))
     ended: list[BaseException] = []
 
     def read() -> None:
@@ -335,14 +338,14 @@ def test_notes_that_say_nothing_are_told_with_what_to_do(tmp_path: Path) -> None
 
 
 def test_notes_do_not_grow_with_the_run_and_lie_in_the_durable_tier(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         for step in range(6):
             ckpt.save(step, STATE).result()
             ckpt.wait()
             assert [new.step for new in ckpt.watch("eval", follow=False)] == [step]
     assert (tmp_path / "readers" / "eval.json").read_text().count('","') == 1
     tiers = [aiockpt.Tier("memory://readers"), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, STATE).result()
         assert [step.url for step in ckpt.watch("eval", follow=False)] == ["memory://readers"]
     assert (tmp_path / "far" / "readers" / "eval.json").exists()
@@ -350,7 +353,7 @@ def test_notes_do_not_grow_with_the_run_and_lie_in_the_durable_tier(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 65, 7])
 def test_a_name_that_cannot_be_meant_is_refused(tmp_path: Path, name: Any) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.UsageError, match="name the reader"):
             ckpt.watch(name)
         with pytest.raises(aiockpt.UsageError, match="every_s"):

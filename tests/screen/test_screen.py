@@ -59,7 +59,7 @@ def found(manifest: Manifest) -> dict[str, int]:
 
 
 def save(root: Any, step: int, state: dict[str, Any], **options: Any) -> None:
-    with aiockpt.Checkpointer(root, io=SMALL, screen="finite", **options) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), screen="finite", **options) as ckpt:
         ckpt.save(step, state).result()
 
 
@@ -84,7 +84,7 @@ def test_all_of_them_are_counted_wherever_they_lie(tmp_path: Path, seed: int) ->
     manifest = manifest_of(tmp_path, 1)
     wanted = {}
     for name, tensor in state.items():
-        if may_be_not_finite(from_torch_name(str(tensor.dtype))):
+        if may_be_not_finite(from_torch_name(str(tensor.dtype), tensor.dtype.itemsize)):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             wanted[name] = int((~torch.isfinite(real.to(torch.float64))).sum())
     assert found(manifest) == {name: count for name, count in wanted.items() if count}
@@ -182,7 +182,7 @@ def test_weights_are_judged_by_what_they_are(tmp_path: Path) -> None:
     state = trained(bad=True)
     near, far = tmp_path / "near", tmp_path / "far"
     places = [aiockpt.Tier(near), aiockpt.Tier(far, content="weights")]
-    with aiockpt.Checkpointer(places, screen="finite", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(places, screen="finite", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result()
         ckpt.save(2, state).result()
     assert steps(near) == [(2, False), (1, False)]

@@ -40,13 +40,13 @@ def state(fill: bool = False) -> dict[str, Any]:
 
 
 def save(root: Path, *steps: int) -> None:
-    with aiockpt.Checkpointer(root, io=IO) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=IO)) as ckpt:
         for step in steps:
             ckpt.save(step, state()).result()
 
 
 def copy(root: Path, to: Path) -> None:
-    with aiockpt.Checkpointer(root, io=IO) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=IO)) as ckpt:
         for info in ckpt.steps().result():
             ckpt.copy(info.step, to).result()
 
@@ -63,7 +63,7 @@ def flip(file: Path, at: int) -> None:
 
 def is_whole(root: Path, step: int = 1) -> bool:
     """Return whether a new process reads all of the step as it was saved."""
-    with aiockpt.Checkpointer(root, io=IO) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=IO)) as ckpt:
         try:
             ckpt.verify(step).result()
         except aiockpt.CorruptionError:
@@ -74,7 +74,7 @@ def is_whole(root: Path, step: int = 1) -> bool:
 
 
 def repair(root: Path, source: Path | None, step: int = 1) -> Any:
-    with aiockpt.Checkpointer(root, io=IO) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=IO)) as ckpt:
         (done,) = ckpt.repair(step, source).result()
     return done
 
@@ -135,7 +135,7 @@ def test_what_no_copy_has_is_told_and_marked_and_nothing_is_changed(
         flip(data_files(place)[1], 9000)
     before = {path: path.read_bytes() for path in data_files(here)}
     watch = Watch()
-    with aiockpt.Checkpointer(here, io=IO, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO), observers=[watch]) as ckpt:
         (done,) = ckpt.repair(1, there).result()
     assert done.files == ()
     assert "is not what was saved" in done.left
@@ -175,7 +175,9 @@ def test_another_save_of_that_number_is_no_copy(tmp_path: Path) -> None:
 def test_tiers_mend_each_other(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     watch = Watch()
-    with aiockpt.Checkpointer([aiockpt.Tier(near), aiockpt.Tier(far)], io=IO, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        [aiockpt.Tier(near), aiockpt.Tier(far)], limits=aiockpt.Limits(io=IO), observers=[watch]
+    ) as ckpt:
         ckpt.save(1, state()).committed(far).result()
         flip(data_files(near)[0], 9000)
         flip(data_files(far)[1], 9000)
@@ -191,7 +193,7 @@ def test_tiers_mend_each_other(tmp_path: Path) -> None:
 
 def test_an_unknown_step_is_refused_and_a_place_that_is_away_has_no_copy(places: tuple[Path, Path]) -> None:
     here, there = places
-    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO)) as ckpt:
         with pytest.raises(aiockpt.StepNotFoundError):
             ckpt.repair(9).result()
         flip(data_files(here)[0], 9000)
@@ -215,7 +217,7 @@ def test_what_cannot_be_read_back_changes_nothing(places: tuple[Path, Path]) -> 
     before = sorted(here.glob("step-00000001/MANIFEST*"))
     place = LocalBackend(here, world=World(files=BadDisk()), direct=False)
     with (
-        aiockpt.Checkpointer(place, io=IO) as ckpt,
+        aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO)) as ckpt,
         pytest.raises(StorageError, match="cannot be read back; nothing was changed"),
     ):
         ckpt.repair(1, there).result()
@@ -259,7 +261,7 @@ def test_killed_at_any_call_the_step_is_as_it_was_or_whole_and_another_repair_en
     assert is_whole(here)
     for lease in here.glob("step-*/lease-*"):
         os.utime(lease, (0, 0))  # of the one that was killed: it counts for six hours
-    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO)) as ckpt:
         ckpt.prune(aiockpt.Retention()).result()
     assert is_whole(here)
     assert len(data_files(here)) == len(data_files(there)), "nothing is left over"
@@ -321,7 +323,9 @@ OFTEN = aiockpt.Scrub(every_h=0.2 / 3600, bandwidth=None)
 
 def test_a_run_mends_its_tiers_by_itself(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    with aiockpt.Checkpointer([aiockpt.Tier(near), aiockpt.Tier(far)], io=IO, scrub=OFTEN) as ckpt:
+    with aiockpt.Checkpointer(
+        [aiockpt.Tier(near), aiockpt.Tier(far)], limits=aiockpt.Limits(io=IO), scrub=OFTEN
+    ) as ckpt:
         ckpt.save(1, state()).committed(far).result()
         flip(data_files(near)[0], 9000)
         until(lambda: (near / "step-00000001" / "MANIFEST-2.json").exists(), "it was mended")
@@ -330,7 +334,7 @@ def test_a_run_mends_its_tiers_by_itself(tmp_path: Path) -> None:
 
 def test_what_cannot_be_mended_is_told_again_and_again_but_never_raised(tmp_path: Path) -> None:
     watch = Watch()
-    with aiockpt.Checkpointer(tmp_path, io=IO, scrub=OFTEN, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=IO), scrub=OFTEN, observers=[watch]) as ckpt:
         ckpt.save(1, state()).result()
         flip(data_files(tmp_path)[0], 9000)
         until(lambda: len([one for one in watch.events if isinstance(one, StepDamaged)]) >= 2, "it was told twice")
@@ -349,7 +353,7 @@ def test_what_was_read_lately_is_not_read_again_also_after_a_restart(
     repair(tmp_path, None)
     mark = tmp_path / "step-00000001" / "VERIFIED-1.json"
     before = mark.stat().st_mtime_ns
-    with aiockpt.Checkpointer(tmp_path, io=IO, scrub=aiockpt.Scrub()) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=IO), scrub=aiockpt.Scrub()) as ckpt:
         ckpt.save(2, state()).result()
         until(lambda: (tmp_path / "step-00000002" / "VERIFIED-1.json").exists(), "what was never read is read")
         ckpt.save(3, state()).result()
@@ -360,7 +364,9 @@ def test_what_was_read_lately_is_not_read_again_also_after_a_restart(
 def test_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrubber, "LONGEST_LOOK_S", 0.01)
     memory = MemoryBackend()
-    with aiockpt.Checkpointer([aiockpt.Tier(memory), aiockpt.Tier(tmp_path)], io=IO, scrub=aiockpt.Scrub()) as ckpt:
+    with aiockpt.Checkpointer(
+        [aiockpt.Tier(memory), aiockpt.Tier(tmp_path)], limits=aiockpt.Limits(io=IO), scrub=aiockpt.Scrub()
+    ) as ckpt:
         ckpt.save(1, state()).committed(tmp_path).result()
         until(lambda: (tmp_path / "step-00000001" / "VERIFIED-1.json").exists(), "the disk is")
         assert not any("VERIFIED" in stat.key for stat in anyio.run(memory.list, "step-00000001").objects)
@@ -425,7 +431,7 @@ class _FlakyReader:
 def test_what_was_damaged_on_its_way_is_read_once_more_and_the_step_is_leased_meanwhile(tmp_path: Path) -> None:
     save(tmp_path, 1)
     place = Flaky(tmp_path)
-    with aiockpt.Checkpointer(place, io=IO) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO)) as ckpt:
         (done,) = ckpt.repair(1).result()
     assert (done.files, done.left, place.flips) == ((), "", 0)
     assert place.leases == len(data_files(tmp_path))
@@ -457,7 +463,7 @@ class DeletedAtTheRead(LocalBackend):
             await anyio.to_thread.run_sync(self._delete_elsewhere)
 
     def _delete_elsewhere(self) -> None:
-        with aiockpt.Checkpointer(self.path, io=IO) as other:
+        with aiockpt.Checkpointer(self.path, limits=aiockpt.Limits(io=IO)) as other:
             other.delete(1).result()
 
 
@@ -468,11 +474,11 @@ def test_a_step_that_is_deleted_meanwhile_is_not_damaged_and_does_not_come_back(
     here, there = places
     flip(data_files(here)[0], 9000)
     with (
-        aiockpt.Checkpointer(DeletedAtTheRead(here, at), io=IO) as ckpt,
+        aiockpt.Checkpointer(DeletedAtTheRead(here, at), limits=aiockpt.Limits(io=IO)) as ckpt,
         pytest.raises(aiockpt.StepNotFoundError, match="deleted meanwhile"),
     ):
         ckpt.repair(1, there).result()
-    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO)) as ckpt:
         assert [info.step for info in ckpt.steps().result()] == [2]
     assert data_files(here) == []
 
@@ -485,13 +491,15 @@ def test_retention_and_scrub_do_not_see_each_others_work_as_damage(
     always = aiockpt.Scrub(every_h=0.01 / 3600, bandwidth=None)
     rules = aiockpt.Retention(last=1)
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far)]
-    with aiockpt.Checkpointer(tiers, io=IO, scrub=always, retention=rules, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        tiers, limits=aiockpt.Limits(io=IO), scrub=always, retention=rules, observers=[watch]
+    ) as ckpt:
         for step in range(40):
             ckpt.save(step, state()).committed(far).result()
     assert not [one for one in watch.events if isinstance(one, StepRepaired | StepDamaged)]
     assert "damaged" not in caplog.text
     for place in (near, far):
-        with aiockpt.Checkpointer(place, io=IO) as ckpt:
+        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO)) as ckpt:
             assert all(is_whole(place, info.step) for info in ckpt.steps().result()), (
                 "what was being read is left whole"
             )
@@ -508,10 +516,16 @@ class Unwritable(LocalBackend):
 def test_an_outage_is_no_damage(places: tuple[Path, Path]) -> None:
     here, there = places
     outage = StorageError("not now", retryable=False)
-    with aiockpt.Checkpointer(Flaky(here, outage), io=IO) as ckpt, pytest.raises(StorageError, match="not now"):
+    with (
+        aiockpt.Checkpointer(Flaky(here, outage), limits=aiockpt.Limits(io=IO)) as ckpt,
+        pytest.raises(StorageError, match="not now"),
+    ):
         ckpt.repair(1, there).result()
     flip(data_files(here)[0], 9000)
-    with aiockpt.Checkpointer(Unwritable(here), io=IO) as ckpt, pytest.raises(StorageError, match="cannot be written"):
+    with (
+        aiockpt.Checkpointer(Unwritable(here), limits=aiockpt.Limits(io=IO)) as ckpt,
+        pytest.raises(StorageError, match="cannot be written"),
+    ):
         ckpt.repair(1, there).result()
     assert list(here.glob("step-*/DAMAGED*")) == []
 
@@ -524,7 +538,7 @@ def test_a_source_that_is_away_has_no_copy(places: tuple[Path, Path]) -> None:
             raise StorageError("not now", retryable=False)
 
     flip(data_files(here)[0], 9000)
-    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO)) as ckpt:
         (done,) = ckpt.repair(1, Away(here)).result()
     assert done.left
 
@@ -545,7 +559,7 @@ def test_a_step_that_cannot_be_read_now_holds_up_no_other(tmp_path: Path, caplog
             return await super().open(key)
 
     save(tmp_path, 1, 2)
-    with aiockpt.Checkpointer(Partly(tmp_path), io=IO, scrub=OFTEN):
+    with aiockpt.Checkpointer(Partly(tmp_path), limits=aiockpt.Limits(io=IO), scrub=OFTEN):
         until(lambda: (tmp_path / "step-00000001" / "VERIFIED-1.json").exists(), "the other one is read")
     assert "step-00000002" in caplog.text
     assert "cannot be read again now" in caplog.text
@@ -567,11 +581,11 @@ def test_a_copy_that_was_thinned_has_other_files_and_is_none(tmp_path: Path) -> 
     model(torch.ones(50)).sum().backward()
     optimizer.step()
     here, there = tmp_path / "here", tmp_path / "there"
-    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+    with aiockpt.Checkpointer(here, limits=aiockpt.Limits(io=IO)) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"model": model, "optimizer": optimizer}).result()
             ckpt.copy(step, there).result()
-    with aiockpt.Checkpointer(there, io=IO) as ckpt:
+    with aiockpt.Checkpointer(there, limits=aiockpt.Limits(io=IO)) as ckpt:
         assert ckpt.prune(aiockpt.Retention(last=2, optimizer=1)).result().thinned
     flip(data_files(here)[-1], 5000)
     assert repair(here, there).left
@@ -587,7 +601,7 @@ def test_a_place_that_cannot_be_listed_now_is_tried_again(tmp_path: Path, caplog
             return await super().list(prefix)
 
     place = Away(tmp_path)
-    with aiockpt.Checkpointer(place, io=IO, scrub=OFTEN) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO), scrub=OFTEN) as ckpt:
         ckpt.save(1, state()).result()
         place.away = True
         until(lambda: "cannot be looked through now" in caplog.text, "it was told")
@@ -602,6 +616,6 @@ def test_options_that_cannot_be_meant_are_refused(given: dict[str, Any]) -> None
 
 
 def test_a_default_run_is_not_scrubbed(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state()).result()
     assert list(tmp_path.glob("step-*/VERIFIED*")) == []

@@ -23,7 +23,7 @@ from tests.small_run import SMALL
 
 
 def tensor_bytes(root: Path, step: int) -> int:
-    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return sum(tensor.bytes for tensor in ckpt.describe(step).result().tensors)
 
 
@@ -59,7 +59,7 @@ def test_before_the_first_step_it_says_what_is_there_after_it(
     tmp_path: Path, kind: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     state = make(kind, **options)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         before = ckpt.estimate(state).result()
         train(state)
         after = ckpt.estimate(state).result()
@@ -109,7 +109,7 @@ def test_one_that_cannot_be_tried_without_memory_is_said_to_be_unknown() -> None
 def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
     state = {"model": model, "parts": {"optimizer": Strange(model.parameters(), "be given")}}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         found = ckpt.estimate(state).result()
     assert [(one.name, one.rank_bytes) for one in found.to_come] == [("parts.optimizer", None)]
     assert "estimate again after the first step" in str(found)
@@ -125,7 +125,7 @@ RULES = [
 def test_the_rules_of_retention_leave_as_much_as_they_were_said_to(tmp_path: Path, rules: aiockpt.Retention) -> None:
     model = torch.nn.Linear(1000, 4)
     state = {"model": model, "moments": [torch.zeros(8000), torch.zeros(2000)]}
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=rules, max_in_flight=1) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL, max_in_flight=1), retention=rules) as ckpt:
         found = ckpt.estimate(state).result()
         (place,) = found.places
         most = 0
@@ -147,7 +147,9 @@ def test_the_rules_of_retention_leave_as_much_as_they_were_said_to(tmp_path: Pat
 
 
 def test_without_rules_all_is_kept(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(optimizer=1)) as ckpt:
+    with aiockpt.Checkpointer(
+        tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(optimizer=1)
+    ) as ckpt:
         (place,) = ckpt.estimate({"x": torch.zeros(1000)}).result().places
     assert place.kept.steps is None
     assert place.kept.grows_every is None
@@ -163,10 +165,12 @@ class Small(LocalBackend):
 
 def test_what_does_not_fit_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"x": torch.zeros(100_000)}
-    with aiockpt.Checkpointer(Small(tmp_path), io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(Small(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         (problem,) = ckpt.estimate(state).result().problems
         assert "976.6 KiB free, keeps every step, and takes 2 of them: give Retention" in problem
-    with aiockpt.Checkpointer(Small(tmp_path), io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt:
+    with aiockpt.Checkpointer(
+        Small(tmp_path), limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)
+    ) as ckpt:
         found = ckpt.estimate(state).result()
         assert "976.6 KiB free, and 4 steps take" in found.problems[0]
         assert "problem: " in str(found)
@@ -189,7 +193,7 @@ def test_memory_that_saves_and_tiers_need_and_the_host_has_not_is_told(
 ) -> None:
     monkeypatch.setattr("aiockpt.sizing.estimate.available_bytes", lambda: 1 << 20)
     tiers = [aiockpt.Tier("memory://sizing-host", keep=3), aiockpt.Tier(tmp_path)]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         problems = ckpt.estimate({"x": torch.zeros(1 << 18)}).result().problems
     assert any("1.0 MiB to spare" in problem and "memory tiers" in problem for problem in problems)
 
@@ -212,7 +216,7 @@ def test_the_probe_is_timed_in_durable_places_and_removed(tmp_path: Path) -> Non
 
 
 def test_while_a_run_goes_on_its_last_saves_say_how_long_they_take(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         seconds = [ckpt.save(step, {"x": torch.zeros(100)}).result().seconds for step in range(3)]
         found = ckpt.estimate({"x": torch.zeros(100)}).result()
     assert found.durable_s == pytest.approx(sorted(seconds)[1])
@@ -227,7 +231,7 @@ def test_each_tier_has_its_own_share_of_the_network(tmp_path: Path) -> None:
         aiockpt.Tier(tmp_path / "far", every=10),
         aiockpt.Tier(tmp_path / "weights", content="weights"),
     ]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         found = ckpt.estimate(state).result()
         ckpt.save(10, state).result()
     near, far, weights = found.places
@@ -256,9 +260,9 @@ def test_a_place_that_cannot_be_written_to_is_found_before_the_first_step(tmp_pa
 def test_only_what_is_saved_is_counted(tmp_path: Path) -> None:
     state = make()
     tied = torch.zeros(1000)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, only="model") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), only="model") as ckpt:
         assert ckpt.estimate({**state, "tied": [tied, tied]}).result().to_come == ()
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.estimate({"tied": [tied, tied]}).result().step_bytes == 4000
 
 
@@ -266,7 +270,7 @@ def test_only_what_is_saved_is_counted(tmp_path: Path) -> None:
 @given(states.blueprints())
 def test_whatever_a_state_is_its_files_have_the_bytes_that_were_said(blueprint: states.Blueprint) -> None:
     state = states.build(blueprint, 1)
-    with tempfile.TemporaryDirectory() as folder, aiockpt.Checkpointer(folder, io=SMALL) as ckpt:
+    with tempfile.TemporaryDirectory() as folder, aiockpt.Checkpointer(folder, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         found = ckpt.estimate(state).result()
         ckpt.save(1, state).result()
         coming = sum(one.bytes for one in found.to_come)
@@ -283,9 +287,9 @@ def test_what_a_lazy_save_copies_at_once_is_memory_beside_the_pool(tmp_path: Pat
     state = make()
     buffers = {"running": [torch.zeros(100_000), torch.zeros(50_000)]}
     train(state)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, snapshot="lazy") as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), snapshot="lazy") as ckpt:
         alone, more = (ckpt.estimate(one).result() for one in (state, state | buffers))
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         eager = ckpt.estimate(state | buffers).result()
     assert beside_pool(more) - beside_pool(alone) == 600_000
     assert 0 < beside_pool(alone) - beside_pool(eager) < 4000, "statistics of BatchNorm"
@@ -297,13 +301,13 @@ def beside_pool(found: Estimate) -> int:
 
 def test_a_load_takes_memory_for_what_cannot_be_read_into_place(tmp_path: Path) -> None:
     dense = torch.zeros(1000, 1000)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         into_place, staged = (ckpt.estimate({"x": one}).result() for one in (dense, dense.t()))
     assert staged.load_bytes - into_place.load_bytes == dense.nbytes
     assert into_place.other_layout_bytes - into_place.load_bytes >= dense.nbytes, "one piece may be all of it"
-    with aiockpt.Checkpointer("memory://sizing-load", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer("memory://sizing-load", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         straight = ckpt.estimate({"x": dense}).result()
     assert straight.load_bytes < into_place.load_bytes, "the disk is read past the page cache"
     full = aiockpt.IO(block_bytes=4096, read_bytes=65536, verify="full")
-    with aiockpt.Checkpointer("memory://sizing-load", io=full) as ckpt:
+    with aiockpt.Checkpointer("memory://sizing-load", limits=aiockpt.Limits(io=full)) as ckpt:
         assert ckpt.estimate({"x": dense}).result().load_bytes > straight.load_bytes, "all is compared first"

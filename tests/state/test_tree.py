@@ -140,6 +140,12 @@ def test_equal_sets_are_written_alike_whatever_their_order() -> None:
     assert encoder.encode(one, ()) == encoder.encode(other, ())
 
 
+def test_no_nan_takes_the_place_of_another() -> None:
+    keys, members = {float("nan"): 1, float("nan"): 2}, {float("nan"), float("nan")}
+    assert list(through_json(keys).values()) == [1, 2]
+    assert len(through_json(members)) == 2
+
+
 def test_long_bytes_are_stored_beside_the_tree() -> None:
     leaves = NoLeaves()
     node = Encoder(CodecRegistry(), leaves).encode(b"x" * 70_000, ("blob",))

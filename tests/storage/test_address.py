@@ -33,6 +33,15 @@ SLIPS = {
     "s3: //b/run": "write s3://b/run[.]",
     "s3：//b/run": "write s3://b/run[.]",
     "gs:b/run": "write gs://b/run[.]",
+    "--path=run": "option of a command line.* write run[.]",
+    "-o": "option of a command line",
+    "path: run": "line of YAML.* write run[.]",
+    "Namespace(dir='x')": "object of Python",
+    "N/A": "setting that is not there",
+    "inf": "setting that is not there",
+    "runs/None": "setting that is not there",
+    "runs/nan/7": "setting that is not there",
+    "run\u200b7": "control character",
     "memory:x": "write memory://x[.]",
     "shm:x": "write shm://x[.]",
     "file:run": "write run, or file:///absolute/path",
@@ -74,6 +83,8 @@ SLIPS = {
     "{}/run": "template",
     "s3://{bucket}/run": "template",
     "%(save_dir)s/run": "template",
+    "%s/run": "template",
+    "s3://b/run-%d": "template",
     "run-%Y-%m-%d": "template",
     "%DIR%/run": "variable of Windows",
     "s3://<bucket>/run": "placeholder",
@@ -96,6 +107,8 @@ SLIPS = {
 PLACES = {
     "runs/7": "runs/7",
     "run 7": "run 7",
+    "run(1)": "run(1)",
+    "gpt(lr=0.1)": "gpt(lr=0.1)",
     "lr=1e-3,wd=0": "lr=1e-3,wd=0",
     "run@7": "run@7",
     "me@here.org/a+b": "me@here.org/a+b",
@@ -171,6 +184,21 @@ def test_a_path_that_was_made_of_a_url_is_told_its_slash() -> None:
     for path in (Path("s3://b/run"), Path("/work", "s3://b").parent / "s3:" / "b" / "run", Path('"s3://b/run"')):
         with pytest.raises(UsageError, match="write s3://b/run"):
             parse_address(path)
+
+
+def test_a_working_directory_that_is_no_utf8_is_named_and_an_absolute_place_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / os.fsdecode(b"x\xff")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for text in ("run", Path("run"), "."):
+        with pytest.raises(UsageError, match=r"x\\udcff.* is no UTF-8, in which places are written down"):
+            aiockpt.Checkpointer(text)
+    assert list(here.iterdir()) == []
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"x": 1}).result(30)
+        assert ckpt.latest().result(30) == 1
 
 
 def test_every_call_decides_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

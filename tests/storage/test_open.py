@@ -133,6 +133,11 @@ def test_the_world_is_handed_on() -> None:
         ("file://run", "three slashes"),
         ("nosuch://x", "file://, .*memory://.*entry point 'nosuch'"),
         ("dcp:///old/run", r"resume\(state, fork='dcp:///old/run'\).*aiockpt convert dcp:///old/run"),
+        ("hf:///models/tiny", r"no place for steps.*fork='hf:///models/tiny'\).*aiockpt convert /models/tiny RUN"),
+        (
+            "hf://s3://bucket/tiny",
+            r"no place for steps.*fork='hf://s3://bucket/tiny'\).*aiockpt convert s3://bucket/tiny RUN",
+        ),
         ("http://host/run", "http:// serves can be neither listed nor written.*s3://bucket/run"),
         ("HTTPS://host/run", "https:// serves.*sftp://"),
         (7, "int is neither"),

@@ -32,13 +32,13 @@ def state(value: float) -> dict[str, Any]:
 
 
 def steps(place: Any) -> list[int]:
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return sorted(info.step for info in ckpt.steps().result(30))
 
 
 def loaded(place: Any, step: int | None = None) -> float:
     like = state(-1)
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(like, step).result(30) is not None
     assert torch.equal(like["x"], state(like["value"])["x"])
     assert torch.equal(like["y"], state(like["value"])["y"])
@@ -51,7 +51,7 @@ def faulty(root: Path, do: Any, verb: Any = "create", times: int | None = None) 
 
 def save(tiers: Any, *numbers: int, **options: Any) -> None:
     """Save the state of each of these steps, and wait for what follows."""
-    with aiockpt.Checkpointer(tiers, io=SMALL, **options) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
         for step in numbers:
             ckpt.save(step, state(step)).result(30)
 
@@ -60,7 +60,7 @@ def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_
     memory, disk = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "disk")))
     watch = Watch()
     tiers = [aiockpt.Tier(memory), aiockpt.Tier(disk), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
         save = ckpt.save(1, state(1))
         save.in_memory().result(30)
         assert not save.done()
@@ -82,7 +82,7 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
         aiockpt.Tier(near, every=2, keep=2),
         aiockpt.Tier(far, every=4, keep=aiockpt.Retention(last=1, every=8)),
     ]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(1, 14):
             save = ckpt.save(step, state(step))
             assert save.result(30).durable is (step % 2 == 0)
@@ -98,7 +98,9 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
 def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
     far = Gate(faulty(tmp_path / "far", "fail", times=3))
     watch = Watch()
-    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(far)], io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        [tmp_path / "near", aiockpt.Tier(far)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
+    ) as ckpt:
         save = ckpt.save(1, state(1))
         save.result(30)
         assert not save.committed(far).done()
@@ -110,7 +112,7 @@ def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -
 
 def test_of_many_steps_that_wait_for_a_slow_tier_the_newest_get_there(tmp_path: Path) -> None:
     far = Gate(LocalBackend(str(tmp_path / "far")))
-    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         saves = [ckpt.save(step, state(step)) for step in range(1, 7)]
         for save in saves:
             save.result(30)
@@ -124,7 +126,7 @@ def test_of_many_steps_that_wait_for_a_slow_tier_the_newest_get_there(tmp_path: 
 def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Path) -> None:
     far = Gate(LocalBackend(str(tmp_path / "far")))
     near = aiockpt.Tier(tmp_path / "near", keep=1)
-    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result(30)
         assert steps(tmp_path / "near") == [1, 2, 3]
@@ -135,7 +137,7 @@ def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Pa
 def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> None:
     memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")))
     tiers: list[Any] = [aiockpt.Tier(memory, keep=1), tmp_path / "near", far]
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state(1)).result(30)
         assert far.reached.wait(30)
         for step in (2, 3, 4):
@@ -149,7 +151,9 @@ def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> 
 
 def test_memory_holds_no_more_while_every_save_to_the_disk_fails(tmp_path: Path) -> None:
     memory = MemoryBackend()
-    with aiockpt.Checkpointer([memory, faulty(tmp_path, "fail")], io=SMALL, on_error="warn") as ckpt:
+    with aiockpt.Checkpointer(
+        [memory, faulty(tmp_path, "fail")], limits=aiockpt.Limits(io=SMALL), on_error="warn"
+    ) as ckpt:
         for step in range(1, 9):
             assert isinstance(ckpt.save(step, state(step)).exception(30), StorageError)
             assert len(steps(memory)) <= 2  # the newest, and one that is tried again
@@ -174,7 +178,7 @@ def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for
         aiockpt.Tier(far, on_error=told.append, content="weights"),
     ]
     model = torch.nn.Linear(3, 3)
-    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (0, 1, 2):
             ckpt.save(step, {"model": model}).result(30)
             assert far.reached.wait(30)
@@ -198,7 +202,9 @@ def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp
 def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Path) -> None:
     far = faulty(tmp_path / "far", "hang", "upload.write")
     large = {"x": torch.arange(60_000)}  # 30 windows
-    with aiockpt.Checkpointer([MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         ckpt.save(1, large).result(30)
         assert ckpt.save(2, large).result(30).durable
     assert steps(tmp_path / "disk") == [1, 2]
@@ -207,7 +213,7 @@ def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Pa
 def test_a_slow_tier_gets_its_last_step_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "STALLED_S", 1.5)
     slow = aiockpt.Tier(tmp_path / "far", bandwidth=200e3)  # 2.4 s, each window of 4 KiB 20 ms
-    with aiockpt.Checkpointer([tmp_path / "near", slow], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", slow], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"x": torch.arange(60_000)}).result(30)
     assert steps(tmp_path / "far") == [1]
 
@@ -244,7 +250,7 @@ def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Pat
         raise RuntimeError("of the callback")
 
     far = aiockpt.Tier(Buggy(str(tmp_path / "far")), on_error=complain)
-    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         first, second = (ckpt.save(step, state(step)) for step in (1, 2))
         assert isinstance(first.committed(far.url).exception(30), ZeroDivisionError)
         second.committed(far.url).result(30)
@@ -267,7 +273,7 @@ class Full(MemoryBackend):
 
 def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
     memory = Full()
-    with aiockpt.Checkpointer([memory, tmp_path / "disk"], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path / "disk"], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, state(1))
         assert save.result(30).durable
         assert isinstance(save.committed(memory).exception(30), SaveSkippedError)
@@ -275,13 +281,15 @@ def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_failing_durable_tier_is_followed_by_the_next(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([MemoryBackend(), faulty(tmp_path / "a", "fail"), tmp_path / "b"], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [MemoryBackend(), faulty(tmp_path / "a", "fail"), tmp_path / "b"], limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         assert ckpt.save(1, state(1)).result(30).url == f"file://{tmp_path}/b"
     assert loaded(tmp_path / "b") == 1
 
 
 def test_a_tier_nobody_has_is_named(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([tmp_path / "a", tmp_path / "b"], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "a", tmp_path / "b"], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, state(1))
         with pytest.raises(UsageError, match="is not a tier"):
             save.committed("s3://elsewhere")
@@ -289,7 +297,7 @@ def test_a_tier_nobody_has_is_named(tmp_path: Path) -> None:
 
 
 def test_a_step_that_no_tier_takes_is_skipped_and_says_so(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=2)], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=2)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert isinstance(ckpt.save(1, state(1)).exception(30), SaveSkippedError)
         ckpt.save(2, state(2)).result(30)
     assert steps(tmp_path / "a") == [2]
@@ -312,12 +320,12 @@ def two_places(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_it(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
     assert loaded([near, faulty(far, "fail", "open")]) == 2
-    with aiockpt.Checkpointer(far, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(far, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state(-1)).result(30) is not None
         ckpt.save(3, state(3)).result(30)
     assert loaded([near, far]) == 3
     assert loaded([near, far], step=1) == 1
-    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert [info.step for info in ckpt.steps().result(30)] == [3, 2, 1]
         assert ckpt.latest().result(30) == 3
         assert torch.equal(ckpt.read(3, "y").result(30), torch.arange(7) + 3)
@@ -326,7 +334,7 @@ def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_i
 def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(tmp_path: Path) -> None:
     _, far = two_places(tmp_path)
     fresh = tmp_path / "fresh"
-    with aiockpt.Checkpointer([fresh, far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([fresh, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         like = state(-1)
         assert ckpt.load(like).result(30) is not None
         assert like["value"] == 2
@@ -370,7 +378,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
     stuck = aiockpt.Tier(faulty(far, "hang", "list"), deadline=0.1)
-    with aiockpt.Checkpointer([near, stuck], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, stuck], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         like = state(-1)
         assert ckpt.load(like).result(30) is not None
         assert like["value"] == 2
@@ -389,7 +397,7 @@ def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
 def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
     _, far = two_places(tmp_path)
     away = Gate(LocalBackend(str(far)), verb="list")
-    with aiockpt.Checkpointer([tmp_path / "fresh", away], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "fresh", away], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         like = state(-1)
         loading = ckpt.load(like)
         with pytest.raises(TimeoutError):
@@ -401,7 +409,7 @@ def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path
 
 def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> None:
     near, far = two_places(tmp_path)
-    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.delete(2).result(30)
         assert ckpt.latest().result(30) == 1
     assert steps(far) == [1]
@@ -410,7 +418,7 @@ def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> 
 def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, 2, 4, 5)
-    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load(state(-1)).result(30) is not None
         assert not far.exists()
         ckpt.save(6, state(6)).result(30)
@@ -421,7 +429,7 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path
 def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, 10)
-    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load(state(-1)).result(30)
         ckpt.save(11, state(11)).result(30)
     assert steps(far) == [10]
@@ -431,7 +439,9 @@ def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> 
     near = Gate(LocalBackend(str(tmp_path / "near")), "get", "step-00000000/MANIFEST*", times=1)
     far = LocalBackend(str(tmp_path / "far"))
     watch = Watch()
-    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        [near, aiockpt.Tier(far, every=2)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
+    ) as ckpt:
         first = ckpt.save(0, state(0))
         assert near.reached.wait(30)  # it is committed, and its save does not know yet
         ckpt.save(1, state(1)).result(30)  # which has the far tier look for what an earlier process left
@@ -444,12 +454,12 @@ def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> 
 def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tmp_path: Path) -> None:
     """The far tier has newer saves than the near one, of another node, and is away for the first save here."""
     near, far = two_places(tmp_path)
-    with aiockpt.Checkpointer([tmp_path / "elsewhere", far], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "elsewhere", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.load(state(-1)).result(30)
         for step in range(3, 9):
             ckpt.save(step, state(step)).result(30)
     away = faulty(far, "fail", "list", times=1)
-    with aiockpt.Checkpointer([near, away], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([near, away], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(3, state(30)).result(30)
         assert ckpt.latest().result(30) == 8
         ckpt.save(4, state(40)).result(30)

@@ -81,7 +81,9 @@ def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path
 ) -> None:
     run, watch = Run(1), Watch()
-    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        [memory, tmp_path, bucket(s3_url)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
+    ) as ckpt:
         first = ckpt.save(1, run.state)
         assert first.committed(s3_url).result(DEADLINE_S).url == s3_url
         server.kill()
@@ -97,7 +99,7 @@ def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
         assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
     assert [event.step for event in watch.of(Promoted) if event.url == s3_url] == [1, 2, 3]
     other = Run(2)
-    with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(other.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (3, s3_url)
@@ -111,10 +113,10 @@ def test_a_bucket_that_hangs_delays_nothing_but_itself(
         monkeypatch.setattr(module, name, 0.5)
     patient = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=DEADLINE_S)))
     run = Run(1)
-    with aiockpt.Checkpointer([memory, tmp_path, patient], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, patient], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
     stop(server)
-    with aiockpt.Checkpointer([memory, tmp_path, patient], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, patient], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (1, memory)
@@ -139,7 +141,7 @@ def test_a_bucket_where_nothing_moves_is_left_when_the_run_ends(
     """No deadline of its own ends before this test's."""
     run, watch = Run(1), Watch()
     tiers: list[aiockpt.Tier | str] = [memory, str(tmp_path), aiockpt.Tier(s3_url)]
-    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[watch], worker=worker) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[watch], worker=worker) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
         stop(server) if trouble == "hangs" else server.kill()
         last = ckpt.save(2, run.state)
@@ -159,7 +161,7 @@ def test_a_bucket_that_hangs_is_given_up_by_its_deadline(
     run = Run(1)
     told: list[BaseException] = []
     hanging = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=3600)), deadline=3, on_error=told.append)
-    with aiockpt.Checkpointer([memory, tmp_path, hanging], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, tmp_path, hanging], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).exception(DEADLINE_S)  # a busy machine may need more than the 3 s
         stop(server)
         ckpt.save(2, run.state).result(DEADLINE_S)
@@ -171,9 +173,11 @@ def test_the_weights_of_a_run_are_served_from_a_bucket(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path
 ) -> None:
     run, bare = Run(1), Run(2).model
-    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url, content="weights")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [memory, tmp_path, bucket(s3_url, content="weights")], limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
-    with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load({"model": bare}).result(DEADLINE_S) is not None
         assert ckpt.verify(1).result(DEADLINE_S).step == 1
         with pytest.raises(aiockpt.CheckpointError, match="weights only"):
@@ -184,5 +188,8 @@ def test_nothing_is_begun_anew_while_only_a_bucket_that_is_down_may_have_steps(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path
 ) -> None:
     server.kill()
-    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL) as ckpt, pytest.raises(StorageError):
+    with (
+        aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], limits=aiockpt.Limits(io=SMALL)) as ckpt,
+        pytest.raises(StorageError),
+    ):
         ckpt.load(Run(1).state).result(DEADLINE_S)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def save(tiers: list[Any], run: Run, *numbers: int, **options: Any) -> None:
     """Save *run* as each of *numbers*, trained one step further each time; return when every tier has what it takes."""
-    with aiockpt.Checkpointer(tiers, io=SMALL, **options) as ckpt:
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
         for number in numbers:
             run.train()
             ckpt.save(number, run.state).result(30)
@@ -44,7 +44,7 @@ def weights(place: Any, **options: Any) -> aiockpt.Tier:
 
 
 def load(place: Any, state: dict[str, Any], step: int | None = None, **options: Any) -> aiockpt.LoadResult:
-    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(state, step, **options).result(30)
     assert loaded is not None
     return loaded
@@ -60,7 +60,7 @@ def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(tmp_path: P
     save([tmp_path / "near", weights(tmp_path / "far")], run, 7)
     assert load(tmp_path / "far", {"model": bare}).step == 7
     assert same(bare, run.model)
-    with aiockpt.Checkpointer(tmp_path / "far", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         held = ckpt.describe(7).result(30)
         assert {tensor.name for tensor in held.tensors} == {f"model.{name}" for name in run.model.state_dict()}
         assert held.values == {"model": {"$": "module"}}
@@ -86,7 +86,7 @@ def test_tensors_of_many_windows_and_files_arrive_whole(tmp_path: Path) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=20480, file_bytes=70_000)
     moments = {name: torch.randn_like(value, dtype=torch.float32) for name, value in model.state_dict().items()}
     state = {"before": moments, "model": model, "after": torch.randn(50_000)}
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=io) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, state).result(30)
     assert len(list(tmp_path.glob("far/step-*/a-*/d/*.safetensors"))) > 2
     bare = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
@@ -105,9 +105,9 @@ def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_n
         "pair": torch.nn.ModuleList([tied, tied]),
         "loose": torch.zeros(5),
     }
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, state).result(30)
-    with aiockpt.Checkpointer(tmp_path / "far", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         held = ckpt.describe(1).result(30)
     assert {tensor.name for tensor in held.tensors} == {
         *(rf"nested.a\.b.{name}" for name in ("weight", "bias")),
@@ -139,7 +139,7 @@ class Counting(torch.nn.Module):
 
 def test_extra_values_of_modules_are_weights(tmp_path: Path) -> None:
     saved, bare = Counting(5), Counting(0)
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"model": saved, "step": 1}).result(30)
     load(tmp_path / "far", {"model": bare})
     assert bare.count["n"] == 5
@@ -157,7 +157,7 @@ def test_a_resume_passes_newer_weights_over_and_says_why(tmp_path: Path) -> None
     save([near, weights(far)], run, 2)
     shutil.rmtree(near / "step-00000002")  # the near tier lost its newest step
     watch, other = Watch(), Run(9)
-    with aiockpt.Checkpointer([near, weights(far)], io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer([near, weights(far)], limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
         assert ckpt.latest().result(30) == 1
         loaded = ckpt.load(other.state).result(30)
         assert loaded is not None
@@ -227,12 +227,14 @@ def test_blocks_of_weights_never_stand_in_for_those_of_a_whole_copy(tmp_path: Pa
 
 def test_it_is_no_commit_and_made_where_the_step_is_in_full(tmp_path: Path) -> None:
     run, memory = Run(1), MemoryBackend()
-    with aiockpt.Checkpointer([memory, weights(tmp_path / "w"), tmp_path / "full"], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [memory, weights(tmp_path / "w"), tmp_path / "full"], limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         future = ckpt.save(1, run.state)
         result = future.result(30)
         assert result.url == f"file://{tmp_path}/full"
         assert future.committed(tmp_path / "w").result(30).url == f"file://{tmp_path}/w"
-    with aiockpt.Checkpointer([memory, weights(tmp_path / "w")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([memory, weights(tmp_path / "w")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert not ckpt.save(2, run.state).result(30).durable
     assert steps(tmp_path / "w") == [1, 2]
 
@@ -269,7 +271,7 @@ def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> 
     near, w, far = tmp_path / "near", tmp_path / "w", Gate(LocalBackend(str(tmp_path / "far")))
     run = Run(1)
     run.train()
-    with aiockpt.Checkpointer([near, weights(w), far], io=io) as ckpt:
+    with aiockpt.Checkpointer([near, weights(w), far], limits=aiockpt.Limits(io=io)) as ckpt:
         future = ckpt.save(1, run.state)
         future.committed(w).result(30)
         last = max(near.glob("step-*/a-*/d/*"))
@@ -282,11 +284,13 @@ def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> 
 def test_damage_is_never_copied(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     run = Run(1)
-    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(2, run.state).result(30)
     spoil(near, 2, "model.3.weight")
     watch = Watch()
-    with aiockpt.Checkpointer([near, weights(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
+    with aiockpt.Checkpointer(
+        [near, weights(far, every=2)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
+    ) as ckpt:
         ckpt.save(3, run.state).result(30)
         ckpt.save(4, run.state).result(30)
     assert steps(far) == [4]
@@ -300,7 +304,7 @@ def test_a_copy_that_was_cut_short_is_taken_up_again(tmp_path: Path) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=9000)
     cut = Fault(do="fail", verb="create", match="*-0001.safetensors", times=1)
     far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [cut])
-    with aiockpt.Checkpointer([tmp_path / "near", weights(far)], io=io) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(far)], limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, run.state).committed(far).result(30)
     load(tmp_path / "far", {"model": bare})
     assert same(bare, run.model)
@@ -320,7 +324,7 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next_once(tmp_path:
 
 
 def test_a_state_without_modules_is_given_up_there_and_saved_elsewhere(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         future = ckpt.save(1, {"x": torch.zeros(4)})
         future.result(30)
         assert isinstance(future.committed(tmp_path / "far").exception(30), UsageError)

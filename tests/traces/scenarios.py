@@ -380,7 +380,7 @@ async def lazy_snapshot(stage: Stage) -> None:
 
 @inline
 async def digests_compared(stage: Stage) -> None:
-    process = stage.process(snapshot="lazy", debug="digest")
+    process = stage.process(snapshot="lazy", lazy=aiockpt.Lazy(debug="digest"))
     await stage.save(process, 1, tensors(1))
     await process.idle()
 

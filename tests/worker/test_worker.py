@@ -107,7 +107,7 @@ def test_choices_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.UsageError, match="nice=20"):
         aiockpt.IO(nice=20)
     with pytest.raises(aiockpt.UsageError, match="for a writer process"):
-        aiockpt.Checkpointer(tmp_path, io=aiockpt.IO(nice=5))
+        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=aiockpt.IO(nice=5)))
 
 
 # ------------------------------------------------------------------ the process
@@ -116,7 +116,7 @@ def test_choices_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 def test_a_writer_gives_way_loads_no_torch_and_has_a_session_of_its_own(tmp_path: Path, run: Run) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, nice=7)
     gives_way = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)  # the tests may run at a niceness of their own
-    with aiockpt.Checkpointer(tmp_path, worker="process", io=io) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, run.state).result(30)
         pid = process_of(ckpt).pid
         assert psutil.Process(pid).nice() == gives_way
@@ -128,7 +128,7 @@ def test_a_writer_gives_way_loads_no_torch_and_has_a_session_of_its_own(tmp_path
 def test_a_relative_path_means_the_same_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path)
-    with aiockpt.Checkpointer("runs/a", worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer("runs/a", worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         monkeypatch.chdir(tmp_path / "else")
         os.kill(process_of(ckpt).pid, 9)  # the next one is started from here
         until_gone(process_of(ckpt).pid)
@@ -139,7 +139,7 @@ def test_a_relative_path_means_the_same_there(tmp_path: Path, monkeypatch: pytes
 def test_a_place_that_only_this_process_can_open_fails_the_saves_with_its_error(
     orders: Orders, tmp_path: Path, run: Run
 ) -> None:
-    ckpt = aiockpt.Checkpointer(orders.url, worker="process", io=SMALL)
+    ckpt = aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL))
     try:
         os.kill(process_of(ckpt).pid, 9)
         until_gone(process_of(ckpt).pid)
@@ -164,7 +164,7 @@ def made_bytes(ckpt: aiockpt.Checkpointer) -> int:
 
 
 def test_when_it_has_warmed_up_no_new_slab_waits_for_huge_pages(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, worker="process", io=GROWING) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=GROWING)) as ckpt:
         assert made_bytes(ckpt) == 0
         ckpt.warm_up(STATES[0]).result(30)
         assert made_bytes(ckpt) >= STATES[0]["x"].nbytes
@@ -172,7 +172,7 @@ def test_when_it_has_warmed_up_no_new_slab_waits_for_huge_pages(tmp_path: Path) 
 
 
 def test_after_each_save_the_slabs_that_it_made_get_huge_pages(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, worker="process", io=GROWING) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=GROWING)) as ckpt:
         for step, state in enumerate(STATES):
             assert made_bytes(ckpt) < state["x"].nbytes
             ckpt.save(step, state).result(30)
@@ -191,7 +191,7 @@ def test_after_each_save_the_slabs_that_it_made_get_huge_pages(tmp_path: Path) -
 def test_an_error_of_the_storage_is_raised_as_what_it_is(
     number: int, kind: type[aiockpt.StorageError], orders: Orders, run: Run
 ) -> None:
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         orders.fail("create", number)
         error = ckpt.save(1, run.state).exception(30)
         assert isinstance(error, kind)
@@ -205,7 +205,7 @@ def test_an_error_of_the_storage_is_raised_as_what_it_is(
 
 
 def test_a_failure_that_nobody_took_is_raised_by_the_next_call(orders: Orders, run: Run) -> None:
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         orders.fail("create", errno.ENOSPC)
         failed = ckpt.save(1, run.state)
         until(failed.done, "the end of the save")
@@ -229,7 +229,9 @@ def test_a_torn_snapshot_is_given_up_in_the_writer(orders: Orders, run: Run) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_copy_beside", copy)
-        with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL, debug="digest") as ckpt:
+        with aiockpt.Checkpointer(
+            orders.url, worker="process", limits=aiockpt.Limits(io=SMALL), lazy=aiockpt.Lazy(debug="digest")
+        ) as ckpt:
             save = ckpt.save(1, run.state, snapshot="lazy")
             assert reached.wait(30)
             with torch.no_grad():
@@ -242,14 +244,14 @@ def test_a_torn_snapshot_is_given_up_in_the_writer(orders: Orders, run: Run) -> 
 
 
 def test_what_the_trainer_prunes_leaves_what_the_writer_writes_alone(orders: Orders, run: Run) -> None:
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.wait()
         orders.has_reached("put_new")
         orders.hold("put_new")
         again = ckpt.save(1, run.state)
         until(lambda: orders.has_reached("put_new"), "the vote")
-        with aiockpt.Checkpointer(orders.path, io=SMALL) as stranger:
+        with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as stranger:
             (stray,) = stranger.prune(aiockpt.Retention(grace_s=0.0), dry_run=True).result(30).garbage
         assert ckpt._engine.busy_attempts == {stray.attempt}
         orders.let_go("put_new")
@@ -258,7 +260,9 @@ def test_what_the_trainer_prunes_leaves_what_the_writer_writes_alone(orders: Ord
 
 
 def test_waiting_for_all_waits_for_what_follows_a_save_too(orders: Orders, run: Run) -> None:
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt:
+    with aiockpt.Checkpointer(
+        orders.url, worker="process", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)
+    ) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.wait()
         orders.has_reached("put")
@@ -276,7 +280,7 @@ def test_waiting_for_all_waits_for_what_follows_a_save_too(orders: Orders, run: 
 
 def test_structures_may_alternate(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [{"a": torch.arange(9000.0)}, {"b": torch.arange(5), "n": 3}, {"only": "values"}]
-    with aiockpt.Checkpointer(tmp_path, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(9):
             ckpt.save(step, states[step % 3])
         ckpt.wait()
@@ -293,7 +297,7 @@ def test_structures_may_alternate(tmp_path: Path) -> None:
 
 
 def test_two_saves_in_flight_are_both_written_and_told_apart(orders: Orders, run: Run) -> None:
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL, max_in_flight=2) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL, max_in_flight=2)) as ckpt:
         ckpt.save(0, run.state).result(30)
         orders.has_reached("create")
         orders.hold("create")
@@ -329,7 +333,7 @@ def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> N
     with aiockpt.Checkpointer(
         [str(tmp_path / "near"), far],
         worker="process",
-        io=SMALL,
+        limits=aiockpt.Limits(io=SMALL),
         observers=[watch],
         retention=aiockpt.Retention(last=3),
     ) as ckpt:
@@ -356,7 +360,9 @@ def test_a_tier_that_gives_up_is_told_the_way_it_was_asked_for(
     orders.fail("create", errno.ENOSPC)
     on_error: Any = errors.append if policy == "call" else "raise"
     far = aiockpt.Tier(orders.url, deadline=0.2, on_error=on_error)
-    ckpt = aiockpt.Checkpointer([str(tmp_path / "near"), far], worker="process", io=SMALL, observers=[watch])
+    ckpt = aiockpt.Checkpointer(
+        [str(tmp_path / "near"), far], worker="process", limits=aiockpt.Limits(io=SMALL), observers=[watch]
+    )
     save = ckpt.save(7, run.state)
     assert save.result(30).step == 7
     until(lambda: any(event.final for event in watch.of(PromotionFailed)), "the end of the tier's patience")
@@ -371,7 +377,9 @@ def test_a_tier_that_gives_up_is_told_the_way_it_was_asked_for(
 
 def test_a_writer_that_dies_leaves_no_tier_waiting(orders: Orders, tmp_path: Path, run: Run) -> None:
     orders.hold("create")
-    with aiockpt.Checkpointer([str(tmp_path / "near"), orders.url], worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(
+        [str(tmp_path / "near"), orders.url], worker="process", limits=aiockpt.Limits(io=SMALL)
+    ) as ckpt:
         save = ckpt.save(1, run.state)
         save.result(30)
         until(lambda: orders.has_reached("create"), "the promotion")

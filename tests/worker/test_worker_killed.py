@@ -19,6 +19,7 @@ import aiockpt
 from aiockpt.errors import SaveCancelledError
 from tests.small_run import SMALL, Run
 from tests.watch import until
+from tests.worker.worker_child import PACKAGES
 from tests.worker.worker_places import Orders, register
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,11 +34,11 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Orders:
 
 
 @contextmanager
-def trainer(how: str, place: str) -> Iterator[subprocess.Popen[str]]:
+def trainer(how: str, orders: Orders) -> Iterator[subprocess.Popen[str]]:
     """Start the child in a session of its own; at the end nothing of it is left."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.worker.worker_child", how, place],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, "-m", "tests.worker.worker_child", how, orders.url],
+        env={**os.environ, PACKAGES: str(orders.path.with_name("packages"))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,7 +64,7 @@ def killed(how: str, orders: Orders) -> tuple[list[str], str]:
 
     The writer has the child's standard error: that ends when the writer has ended.
     """
-    with trainer(how, orders.url) as child:
+    with trainer(how, orders) as child:
         assert child.stdout is not None
         first = child.stdout.readline().strip()
         assert first, child.communicate()[1]
@@ -87,7 +88,7 @@ def until_gone(pid: int) -> None:
 
 
 def steps_of(orders: Orders) -> list[int]:
-    with aiockpt.Checkpointer(orders.path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         return [info.step for info in ckpt.steps().result(30)]
 
 
@@ -95,7 +96,7 @@ def steps_of(orders: Orders) -> list[int]:
 def test_a_snapshot_that_was_taken_is_committed_though_the_trainer_is_killed(how: str, orders: Orders) -> None:
     digests, log = killed(how, orders)
     other = Run(9)
-    with aiockpt.Checkpointer(orders.path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step, digest in ((1, digests[0]), (2, digests[1])):
             assert ckpt.load(other.state, step).result(30) is not None
             assert other.digest() == digest
@@ -109,7 +110,7 @@ def test_a_snapshot_that_was_not_complete_leaves_nothing(orders: Orders) -> None
     assert steps_of(orders) == [1]
     assert not list(orders.path.glob("step-00000002/a-*/d/*"))
     other = Run(9)
-    with aiockpt.Checkpointer(orders.path, io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         loaded = ckpt.load(other.state).result(30)
         assert loaded is not None
         assert (loaded.step, loaded.skipped) == (1, ())
@@ -121,7 +122,7 @@ def test_a_snapshot_that_was_not_complete_leaves_nothing(orders: Orders) -> None
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_writer(orders: Orders) -> None:
     """As a loader's worker does: it has copies of the trainer's descriptors, among them the standard error."""
-    with trainer("forked", orders.url) as child:
+    with trainer("forked", orders) as child:
         let_go_on(child)
         assert child.wait(DEADLINE_S) == -signal.SIGKILL
         (loader,) = [one for one in psutil.process_iter() if _session(one) == child.pid]
@@ -151,7 +152,7 @@ def writers_of(orders: Orders) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_what_ends_the_whole_job_does_not_end_the_writer(sent: signal.Signals, orders: Orders) -> None:
-    with trainer("hangs up", orders.url) as child:
+    with trainer("hangs up", orders) as child:
         assert child.stdout is not None
         child.stdout.readline()
         orders.hold("create")
@@ -170,7 +171,7 @@ def test_what_ends_the_whole_job_does_not_end_the_writer(sent: signal.Signals, o
 
 
 def test_a_program_that_ends_without_waiting_loses_nothing_and_leaves_no_process(orders: Orders) -> None:
-    with trainer("ends", orders.url) as child:
+    with trainer("ends", orders) as child:
         out, log = child.communicate(timeout=DEADLINE_S)
         assert child.returncode == 0, log
     assert out.count("\n") == 2
@@ -190,7 +191,9 @@ def test_a_writer_that_dies_in_a_save_fails_it_and_the_next_one_starts_another(v
     run = Run()
     one_slab = aiockpt.IO(pool_bytes=16384, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
     io = SMALL if verb == "list" else one_slab  # a slab that did not come back would stop the next save
-    with aiockpt.Checkpointer(orders.url, worker="process", io=io, deadlines=aiockpt.Deadlines(slab_s=20)) as ckpt:
+    with aiockpt.Checkpointer(
+        orders.url, worker="process", limits=aiockpt.Limits(io=io, deadlines=aiockpt.Deadlines(slab_s=20))
+    ) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.wait()
         first = process_of(ckpt).pid
@@ -217,7 +220,7 @@ def test_a_writer_that_dies_in_a_save_fails_it_and_the_next_one_starts_another(v
 
 def test_a_writer_that_died_between_two_saves_costs_neither(orders: Orders) -> None:
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(3):
             ckpt.save(step, run.state).result(30)
             pid = process_of(ckpt).pid
@@ -231,7 +234,7 @@ def test_a_writer_that_answers_to_nobody_is_ended_when_its_slabs_are_needed(
 ) -> None:
     monkeypatch.setattr("aiockpt.worker.client.END_S", 0.2)
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.wait()
         stuck = process_of(ckpt)
@@ -247,7 +250,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     gc.collect()  # what earlier tests left would be closed meanwhile
     open_fds = []
     for number in range(4):
-        with aiockpt.Checkpointer(tmp_path / str(number), worker="process", io=SMALL) as ckpt:
+        with aiockpt.Checkpointer(tmp_path / str(number), worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
             ckpt.save(1, run.state).result(30)
             pid = process_of(ckpt).pid
             assert pid in [child.pid for child in me.children()]
@@ -258,7 +261,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
 
 def test_a_cancelled_save_is_cancelled_in_the_writer_too(orders: Orders) -> None:
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL) as ckpt:
+    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, run.state).result(30)
         orders.has_reached("create")
         orders.hold("create")

@@ -17,6 +17,9 @@ import aiockpt
 from aiockpt.pipeline import snapshot as copying
 from tests.small_run import SMALL, Run
 
+PACKAGES = "AIOCKPT_TESTS_PACKAGES"
+"""Names a folder of the module path, of the writer's too."""
+
 
 def die(*_: object) -> None:
     """End as the out-of-memory killer would end it."""
@@ -47,10 +50,13 @@ def hold_the_loop(ckpt: aiockpt.Checkpointer) -> None:
 
 def main(how: str, place: str) -> None:
     """Save step 1, then step 2 in the way that *how* says."""
+    sys.path.append(os.environ[PACKAGES])
     run = Run(1)
     if how == "hangs up":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ckpt = aiockpt.Checkpointer(place, worker="process", io=SMALL, retention=aiockpt.Retention(last=5))
+    ckpt = aiockpt.Checkpointer(
+        place, worker="process", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=5)
+    )
     run.train()
     ckpt.save(1, run.state).result(60)
     ckpt.wait()

@@ -62,7 +62,8 @@ def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         else:
             value = folder.tensor(name, held)
         _put(state, tuple(paths.get(name) or name.split(".")), value)
-    return {key: _with_lists(value) for key, value in state.items()}
+    whole: Mapping[str, Any] = _as_saved({key: _with_lists(value) for key, value in state.items()})
+    return whole
 
 
 class _Unpickler(pickle.Unpickler):
@@ -147,4 +148,25 @@ def _with_lists(node: Any) -> Any:
     inside = {key: _with_lists(child) for key, child in node.items()}
     if inside and all(type(key) is int for key in inside) and sorted(inside) == list(range(len(inside))):
         return [inside[place] for place in range(len(inside))]
+    return inside
+
+
+def _as_saved(node: Any) -> Any:
+    """Return what lies in dicts, with the ``state_dict()`` of each optimizer and ``MultiStepLR`` as it was.
+
+    DCP notes numbers that are keys as texts, and nothing of a dict that is empty.
+    """
+    if type(node) is list:
+        return [_as_saved(child) for child in node]
+    if type(node) is not dict:
+        return node
+    inside = {key: _as_saved(child) for key, child in node.items()}
+    if "last_epoch" in inside and type(milestones := inside.get("milestones")) is dict:
+        inside["milestones"] = {int(key) if key.isdecimal() else key: count for key, count in milestones.items()}
+    groups, state = inside.get("param_groups"), inside.get("state", {})
+    if type(groups) is list and inside.keys() <= {"state", "param_groups"} and type(state) is dict:
+        members = [group.get("params") if type(group) is dict else None for group in groups]
+        if groups and all(type(some) is list for some in members):
+            numbers = {str(one): one for some in members if some for one in some if type(one) is int}
+            inside["state"] = {numbers.get(key, key): value for key, value in state.items()}
     return inside

@@ -15,8 +15,10 @@ import msgspec
 import torch
 
 from aiockpt.adapters.differences import ADVICE
-from aiockpt.adapters.native import LoadTarget, Stored, open_target
-from aiockpt.convert.casting import torch_dtype
+from aiockpt.adapters.matcher import LoadTarget
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import open_target
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.foreign.checkpoint import open_checkpoint
 from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
 from aiockpt.convert.source import Source, open_source

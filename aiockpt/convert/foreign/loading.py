@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from aiockpt.adapters.native import StateWalker, Stored, open_target
+from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rename import Renames, Rules
+from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.target import open_target
 from aiockpt.convert.foreign.checkpoint import Foreign, open_checkpoint
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard

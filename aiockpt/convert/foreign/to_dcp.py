@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from aiockpt.adapters.native import Stored, read_tree
-from aiockpt.adapters.stored import members_of
-from aiockpt.adapters.target import TensorRef
+from aiockpt.adapters.stored import Stored, members_of
+from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.convert.foreign.dcp import METADATA
 from aiockpt.convert.publish import flush_names
 from aiockpt.engine.destination import Destination

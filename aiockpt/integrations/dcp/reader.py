@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.adapters.stored import find_node, is_tensor_node
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.engine.maintenance import Description
 from aiockpt.errors import StateMismatchError, UsageError
-from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.integrations.dcp.items import ItemNote, Parts, pickled, read_note
 from aiockpt.integrations.dcp.writer import Identifier, is_place
@@ -245,7 +245,7 @@ def offer(description: Description, place: str) -> _Offer:
 def _one_chunk(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, torch_name(dtype))), size, [whole])
+    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(dtype)), size, [whole])
 
 
 def _values(node: Any, path: Parts = ()) -> Iterator[Parts]:

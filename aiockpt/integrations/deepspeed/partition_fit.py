@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 import aiockpt
-from aiockpt.format.dtypes import torch_name
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.state.tree import TAG
 
 FindTensor = Callable[[Any], aiockpt.TensorInfo | None]
@@ -57,7 +57,7 @@ def fit_partition(
         scalars = all(info is None or not info.shape for info in infos.values())
         # Beside a parameter that is a scalar itself, a count of steps has its shape.
         if like_parameters and not (scalars and key == "step"):
-            dtypes = {name: _dtype(info) for name, info in infos.items() if info}
+            dtypes = {name: torch_dtype(info.dtype) for name, info in infos.items() if info}
             (first, dtype), *_ = dtypes.items()
             fit.problems.extend(
                 [
@@ -104,11 +104,6 @@ def different_values(key: Any, nodes: Mapping[str, Any], values: Mapping[str, An
 
 
 _TOGETHER = "ZeRO has one for both, which lie in one partition"
-
-
-def _dtype(info: aiockpt.TensorInfo) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, torch_name(info.dtype))
-    return dtype
 
 
 def _shown(value: Any) -> str:

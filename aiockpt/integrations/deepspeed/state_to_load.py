@@ -21,7 +21,7 @@ from aiockpt.adapters.optimizer_forms import (
     read_form,
 )
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.format.dtypes import torch_name
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.format.names import split_name
 from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, PROGRESS, group_settings, module_leaves
 from aiockpt.integrations.deepspeed.partition_fit import PartitionFit, different_values, fit_partition
@@ -85,7 +85,7 @@ class StateToLoad:
     def _in_saved_precision(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
         """Return what is to be read into: *leaf*, or one of the saved precision that is copied into it afterwards."""
         saved = self._tensors.get((MODEL, *name.split(".")))
-        dtype = leaf.dtype if saved is None else getattr(torch, torch_name(saved.dtype))
+        dtype = leaf.dtype if saved is None else torch_dtype(saved.dtype)
         if dtype == leaf.dtype or not (dtype.is_floating_point and leaf.is_floating_point()):
             return leaf
         if not isinstance(leaf, aiockpt.Shards):

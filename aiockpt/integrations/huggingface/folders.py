@@ -174,7 +174,7 @@ class CheckpointFolders:
             set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / STATE, values.get("trainer") or self._state_at(step))
+            write_durably(folder / STATE, values.get("trainer") or self._state_at(step))
             _mark(folder, step)
 
     def check_seen(self, step: int) -> None:
@@ -243,6 +243,22 @@ class CheckpointFolders:
         return json.dumps(dataclasses.asdict(state))
 
 
+def stands_for(folder: str | os.PathLike[str], ckpt: aiockpt.Checkpointer) -> bool:
+    """Return whether *ckpt* has the step of a folder: one of that number, with the same history where it was a Trainer's."""
+    try:
+        values: Any = ckpt.describe(step_of(folder)).result().values
+    except StepNotFoundError:
+        return False
+    held = values.get("trainer")
+    return held is None or _history(held) == _history((Path(folder) / STATE).read_text())
+
+
+def _history(text: str) -> str:
+    """Return what two runs differ in of a Trainer's state, as text: NaN is not equal to itself."""
+    state = json.loads(text)
+    return json.dumps([state["global_step"], state["log_history"]])
+
+
 def set_aside(folder: Path, *, but: int) -> None:
     """Rename a folder of another run, or one that the Trainer itself wrote; not that of the step *but*."""
     if is_ours(folder) and step_of(folder) != but:
@@ -260,10 +276,10 @@ def _staged(folder: Path, step: int) -> Path:
 
 
 def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
-    _write(folder / MARK, json.dumps({"step": step} if committed else {"step": step, "committed": False}) + "\n")
+    write_durably(folder / MARK, json.dumps({"step": step} if committed else {"step": step, "committed": False}) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
     """Write a small file, so that it is there after a power cut."""
     with path.open("w") as file:
         file.write(text)
@@ -279,7 +295,8 @@ def _is_readable(folder: Path) -> bool:
         return False
 
 
-def _read_mark(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_mark(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the mark of a folder says; nothing where there is none that can be read."""
     try:
         mark = json.loads((Path(folder) / MARK).read_text())
     except (OSError, ValueError):
@@ -299,10 +316,10 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 def is_pending(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder belongs to a save that is not committed, or never was."""
-    return _read_mark(folder).get("committed", True) is False
+    return read_mark(folder).get("committed", True) is False
 
 
 def step_of(folder: str | os.PathLike[str]) -> int:
     """Return the saved step that a folder is of."""
-    step = _read_mark(folder).get("step")
+    step = read_mark(folder).get("step")
     return step if type(step) is int else int(Path(folder).name.removeprefix(PREFIX))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -18,10 +17,11 @@ from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.integrations.huggingface import folders
+from aiockpt.integrations.huggingface.folders import MARK, write_durably
 
 logger = logging.getLogger("aiockpt")
 
-MARK = "aiockpt.json"
 _THEIRS = "random_states_0.pkl"
 """A file that accelerate writes into each folder of its own."""
 
@@ -86,7 +86,7 @@ class StateFolders:
         """Make *folder* appear when its save is committed."""
         if not self._makes_here:
             return
-        _write_mark(_staged(folder), mark)
+        write_durably(_staged(folder) / MARK, json.dumps(mark._asdict()))
         self._pending.append(_StateFolder(future, _staged(folder), folder))
 
     def publish(self) -> None:
@@ -177,11 +177,8 @@ def new_mark(step: int) -> Mark:
 
 def read_mark(folder: Path) -> Mark | None:
     """Return the mark of a folder; None where aiockpt did not make it."""
-    try:
-        saved = json.loads((folder / MARK).read_text())
-        return Mark(saved["step"], saved["key"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    saved = folders.read_mark(folder)
+    return Mark(saved["step"], saved["key"]) if saved.keys() >= {"step", "key"} else None
 
 
 def is_of_accelerate(folder: Path) -> bool:
@@ -208,11 +205,3 @@ def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:
 
 def _staged(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.aiockpt")
-
-
-def _write_mark(folder: Path, mark: Mark) -> None:
-    """Write the mark, so that it is there after a power cut."""
-    with (folder / MARK).open("w") as file:
-        json.dump(mark._asdict(), file)
-        file.flush()
-        os.fsync(file.fileno())

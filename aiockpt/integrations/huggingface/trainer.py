@@ -7,21 +7,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
-from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, step_of
+from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, stands_for, step_of
 from aiockpt.integrations.huggingface.model_names import renames, rule_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
 from aiockpt.integrations.huggingface.runs import RUN, finish_run, next_run, run_of, step_in_run
-from aiockpt.integrations.steps import load_newest, raise_if_lost, valid_steps
+from aiockpt.integrations.steps import ask_first_rank, load_newest, raise_if_lost, valid_steps
 
 logger = logging.getLogger("aiockpt")
 
@@ -110,6 +111,8 @@ class _Attached:
         self._only = only
         self._inside = EngineInside(trainer.accelerator, self._load_engine)
         self._run = 0
+        self._holders: dict[str, aiockpt.Checkpointer] = {}
+        self._opened = ExitStack()
         self._theirs: Any = import_module("transformers").Trainer
         self._overrides = Overrides(trainer, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state"))
         self._save_theirs = vars(trainer).get("_save_checkpoint")
@@ -146,13 +149,22 @@ class _Attached:
 
     # ------------------------------------------------------------------ training
 
-    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
-        """Train, from the newest valid step where that is requested, and wait until all is committed."""
+    def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **named: Any) -> Any:
+        """Train, from the newest valid step where that is requested, and wait until all is committed.
+
+        A trial of a search for hyperparameters is another run than any that was saved.
+        """
+        if trial is not None:
+            if self._trainer.args.save_strategy != "no":
+                self._refuse_search()
+            return self._train_theirs(resume_from_checkpoint, trial, *args, **named)
 
         def train(folder: Any) -> Any:
             if self._trainer.is_deepspeed_enabled and folder is not None and is_ours(folder):
                 show_engine(Path(folder), step_in_run(step_of(folder)))
-            return self._train_theirs(folder, *args, **named)
+            with self._opened:
+                self._opened.callback(self._holders.clear)
+                return self._train_theirs(folder, None, *args, **named)
 
         automatic = self._resume and resume_from_checkpoint is None
         self._run = self._folders.run = next_run(self._place) if self._resume else 0
@@ -172,6 +184,12 @@ class _Attached:
         self._folders.rotate()
         finish_run(self._place)
         return done
+
+    def _refuse_search(self) -> NoReturn:
+        raise UsageError(
+            "attach(): the trials of a search for hyperparameters would share one place: attach to the Trainer after the "
+            "search, or search with save_strategy='no'"
+        )
 
     def _check_none(self) -> None:
         """Raise where no step at all is valid; log those of this run that are not, where other runs have valid ones."""
@@ -216,7 +234,7 @@ class _Attached:
     def _begin(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
         """Begin the state of a run; log where a resume has nothing to train (the Trainer would train one step more)."""
         begun: tuple[int, int] = self._call_theirs("_init_training_state", max_steps, per_epoch, epochs, folder, trial)
-        if folder is not None and is_ours(folder):
+        if folder is not None and is_ours(folder) and self._holder(folder) is self._ckpt:
             self._run = self._folders.run = run_of(step_of(folder))
         step = self._trainer.state.global_step
         if folder is None:
@@ -287,9 +305,7 @@ class _Attached:
         trainer = self._trainer
         step, best = trainer.state.global_step, trainer.state.best_global_step
         if trial is not None:
-            raise UsageError(
-                "attach(): runs of a search for hyperparameters would share one place; attach to none of them"
-            )
+            self._refuse_search()
         if self._saving is not None:
             self._saving.add("_save_checkpoint")
         trainer.store_flos()
@@ -335,6 +351,27 @@ class _Attached:
         ours(*args, **named)
         if name == "_load_rng_state" and "_save_rng_state" in self._overrides.called:
             self._overrides.passed_over[name](*args, **named)
+
+    def _holder(self, folder: str) -> aiockpt.Checkpointer:
+        """Return what loads the step of a folder: one of another output_dir may be in the place beside it.
+
+        Raises:
+            UsageError: the step is neither there nor in the place of this Trainer.
+        """
+        parent = Path(folder).absolute().parent
+        if os.path.realpath(parent) == os.path.realpath(self._trainer.args.output_dir):
+            return self._ckpt
+        if folder not in self._holders:
+            beside, ckpts = parent / "aiockpt", [self._ckpt]
+            if beside.is_dir() and str(beside) != self._place:
+                ckpts.insert(0, self._opened.enter_context(aiockpt.Checkpointer(beside)))
+            found = [ckpt for ckpt in ckpts if ask_first_rank(partial(stands_for, folder, ckpt))]
+            if not found:
+                raise UsageError(
+                    f"{folder} stands for a step that {self._ckpt!r} does not have: attach() to the place where it was saved"
+                )
+            self._holders[folder] = found[0]
+        return self._holders[folder]
 
     def _load_model(self, folder: str, model: Any = None) -> None:
         if is_ours(folder):
@@ -384,7 +421,7 @@ class _Attached:
         if not is_ours(folder):
             self._call_theirs("_load_best_model")
         elif self._inside.engine is not None:
-            self._inside.load_step(self._ckpt, step_of(folder), optimizer=False, progress=False)
+            self._inside.load_step(self._holder(folder), step_of(folder), optimizer=False, progress=False)
         else:
             self._load(folder, self._model(), "model")
 
@@ -392,7 +429,7 @@ class _Attached:
         """Load the step of a folder into the engine; what DeepSpeed wrote is loaded by DeepSpeed."""
         if not is_ours(folder):
             return theirs(folder, *args, **named)
-        self._inside.load_step(self._ckpt, step_of(folder), strict=named.get("load_module_strict", True))
+        self._inside.load_step(self._holder(folder), step_of(folder), strict=named.get("load_module_strict", True))
         return str(folder), {}
 
     def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> Collection[str]:
@@ -400,14 +437,14 @@ class _Attached:
 
         ``save_only_model`` left all but the model out, and a scaler may be new.
         """
-        step = step_of(folder)
-        held: Any = self._ckpt.describe(step).result().values
+        step, ckpt = step_of(folder), self._holder(folder)
+        held: Any = ckpt.describe(step).result().values
         if "model" not in held:
             raise UsageError(f"step {step} has no 'model': only what has its weights by that name is resumed from")
         parts = [key for key in wanted if key in state and key in held]
         if parts:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-            self._ckpt.load(state, step, only=parts, rename=renames(model)).result()
+            ckpt.load(state, step, only=parts, rename=renames(model)).result()
         return set(held)
 
 

@@ -8,6 +8,7 @@ random generators are set: what is set up in between (loaders, sanity checks, ``
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +17,8 @@ import aiockpt
 from aiockpt.integrations.lightning import logged, trainer_state
 from aiockpt.integrations.lightning.data_position import DataPosition
 from aiockpt.integrations.lightning.package import Bindings, set_sampler_epoch
+
+logger = logging.getLogger("aiockpt")
 
 Point = Literal["batch", "epoch"]
 """Point at which a checkpoint was made: after a batch and its validation, or after an epoch with all of its hooks."""
@@ -130,6 +133,12 @@ class Resume:
         if by_hook:
             trainer.strategy.load_model_state_dict(checkpoint, strict=is_strict)
         self._from, self._step = checkpointer, loaded.step
+        if self._has_ended() and trainer.global_rank == 0:
+            logger.warning(
+                "%s: all that this fit would train is trained in step %d, and nothing is left to do; raise max_epochs or "
+                "max_steps to train on, or begin anew in another folder or by resume=False",
+                *(loaded.url, loaded.step),
+            )
         return loaded
 
     def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
@@ -247,6 +256,10 @@ class Resume:
         fit = self._trainer.fit_loop
         if fit.epoch_loop._num_ready_batches_reached():
             stops = self._trainer.should_stop and fit._can_stop_early
-            is_last = fit.max_epochs != -1 and fit.epoch_progress.current.processed >= fit.max_epochs
-            has_steps = fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps
-            self._callback.reach(self._trainer, "epoch", ends=stops or is_last or has_steps)
+            self._callback.reach(self._trainer, "epoch", ends=stops or self._has_ended())
+
+    def _has_ended(self) -> bool:
+        """Return whether no epoch or no step is left of this fit."""
+        fit = self._trainer.fit_loop
+        is_last = fit.max_epochs != -1 and fit.epoch_progress.current.processed >= fit.max_epochs
+        return bool(is_last or (fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt.format.dtypes import torch_name
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.integrations.nested import put
 
 mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
@@ -186,7 +186,7 @@ class GlobalTensors:
                 for _, part in parts:
                     part.zero_()
                 shape, parts = info.shape, list(clip(parts, info.shape))
-            dtype = getattr(torch, torch_name(info.dtype))
+            dtype = torch_dtype(info.dtype)
             if dtype != self._dtypes[key]:
                 made = [(offsets, torch.empty_like(part, dtype=dtype)) for offsets, part in parts]
                 self._after[:0] = [(part, new) for (_, part), (_, new) in zip(parts, made, strict=True)]

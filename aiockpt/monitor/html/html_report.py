@@ -6,13 +6,11 @@ The page is `templates/page.html`; what it draws is JSON in it (`ReportData`).
 from __future__ import annotations
 
 import base64
-import os
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 
 import msgspec
@@ -324,12 +322,11 @@ def gather(
     )
 
 
-def write_html_report(data: ReportData, path: str | os.PathLike[str]) -> None:
-    """Write the page of *data* to *path*, without credentials.
+def html_page(data: ReportData) -> str:
+    """Return the page of *data*, without credentials.
 
     Raises:
         UsageError: plotly is not installed.
-        OSError: the file cannot be written.
     """
     try:
         plotly = import_module("plotly.offline")
@@ -338,12 +335,9 @@ def write_html_report(data: ReportData, path: str | os.PathLike[str]) -> None:
     templates = files("aiockpt.monitor.html") / "templates"
     page = Template((templates / "page.html").read_text("utf-8"))
     text = msgspec.json.encode(data).decode()
-    Path(path).write_text(
-        page.substitute(
-            style=(templates / "page.css").read_text("utf-8"),
-            plotly=plotly.get_plotlyjs(),
-            data=text.replace("<", "\\u003c"),
-            script="\n".join((templates / f"{name}.js").read_text("utf-8") for name in _SCRIPTS),
-        ),
-        "utf-8",
+    return page.substitute(
+        style=(templates / "page.css").read_text("utf-8"),
+        plotly=plotly.get_plotlyjs(),
+        data=text.replace("<", "\\u003c"),
+        script="\n".join((templates / f"{name}.js").read_text("utf-8") for name in _SCRIPTS),
     )

@@ -12,7 +12,8 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -35,7 +36,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.collect import remove_overtaken
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.copy import Windows, copy_step, open_copy_source, remove_strays, rewrite_files
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, find_same_files, look_at, newest_manifest
 from aiockpt.pipeline.fetch import StepFiles
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
@@ -43,6 +44,7 @@ from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
 
+T = TypeVar("T")
 OnRead = Callable[[int], object]
 
 
@@ -206,7 +208,7 @@ async def _fetch_whole(place: Place, entry: StepEntry, others: Sequence[Backend]
     engine, io = place.engine, place.engine.options.io
     for attempt in entry.attempts:
         for backend in others:
-            found = await _find_copy(backend, entry.id, attempt)
+            found = await _ask(backend, entry.id, find_copy(backend, entry.id, attempt))
             if found is not None:
                 there = [StepCopy(backend, found)]
                 made = await copy_step(
@@ -222,20 +224,16 @@ async def _fetch_whole(place: Place, entry: StepEntry, others: Sequence[Backend]
 
 
 async def _find_copies(manifest: Manifest, others: Sequence[Backend]) -> list[StepCopy]:
-    """Return the copies of the same save that have the same files; a thinned one has others under the same attempt."""
-    digests = [file.digest for file in manifest.files]
-    found = [(backend, await _find_copy(backend, manifest.id, manifest.attempt)) for backend in others]
-    return [
-        StepCopy(backend, one)
-        for backend, one in found
-        if one is not None and [file.digest for file in one.files] == digests
-    ]
+    """Return the copies of the same save that have the same files."""
+    found = [await _ask(backend, manifest.id, find_same_files(backend, manifest)) for backend in others]
+    return [copy for copy in found if copy is not None]
 
 
-async def _find_copy(backend: Backend, step_id: str, attempt: str) -> Manifest | None:
+async def _ask(backend: Backend, step_id: str, looking: Awaitable[T | None]) -> T | None:
+    """Return what is found in another place; a place that is away has nothing."""
     try:
-        return await find_copy(backend, step_id, attempt)
-    except CheckpointError as error:  # a place that is away has none
+        return await looking
+    except CheckpointError as error:
         logger.info("%s: could not be asked for a copy of %s: %s", backend.url, step_id, error)
         return None
 

@@ -22,18 +22,17 @@ import msgspec
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import OneAtATime
 from aiockpt.engine.find import ListedStep, Look
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
-from aiockpt.engine.save import records_bytes
+from aiockpt.engine.save import OneAtATime, records_bytes
 from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.futures import SaveResult
 from aiockpt.options import Retention, Tier
-from aiockpt.pipeline.discover import StepCopy, find_copy
+from aiockpt.pipeline.discover import StepCopy, find_same_files
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.places.tiers.joint_copy import Promotion
 from aiockpt.places.tiers.promotion import Promoter
@@ -288,7 +287,7 @@ class Tiers:
         A step that one tier cannot describe now is left to another tier that can.
         """
         answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
-        listed = [ListedStep(place, entry) for place, entries in answers for entry in entries]
+        listed = [ListedStep(place.backend, entry, place) for place, entries in answers for entry in entries]
         if failure is not None and not listed:
             raise failure
         readable = {one.entry.id for one in listed if one.entry.head is not None}
@@ -302,12 +301,8 @@ class Tiers:
         """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
 
         async def look(other: Place) -> list[StepCopy]:
-            found = await find_copy(other.backend, manifest.id, manifest.attempt)
-            # a thinned copy has other files under the same attempt
-            same = found is not None and [file.digest for file in found.files] == [
-                file.digest for file in manifest.files
-            ]
-            return [StepCopy(other.backend, found)] if found is not None and same else []
+            found = await find_same_files(other.backend, manifest)
+            return [] if found is None else [found]
 
         others = [other for other in self.places if other is not place]
         answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)

@@ -65,11 +65,11 @@ class EndAgreement(Protocol):
         """Join the others, with the first call that all make; return whether this was that. On the training thread."""
         ...
 
-    async def hear(self) -> Notice:
+    async def receive(self) -> Notice:
         """Wait for the notice of another rank that must end."""
         ...
 
-    async def tell(self, notice: Notice) -> None:
+    async def notify(self, notice: Notice) -> None:
         """Notify the other ranks."""
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
@@ -90,28 +90,23 @@ class EndAgreement(Protocol):
 
 
 class EndsAlone:
-    """A process that ends by itself: there are no other ranks to notify or to wait for."""
+    """A process that ends by itself, in its next call: there are no other ranks to notify or to wait for."""
 
     leads = True
 
     def begin(self) -> bool:
-        """Return False: there are no other ranks."""
         return False
 
-    async def hear(self) -> Notice:
-        """Wait for ever."""
+    async def receive(self) -> Notice:
         await anyio.sleep_forever()
         raise AssertionError("for ever is over")
 
-    async def tell(self, notice: Notice) -> None:
-        """Does nothing."""
+    async def notify(self, notice: Notice) -> None: ...
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
-        """Return that it ends in the next call, which decides whether to save: that may come late."""
-        return EndDecision(calls + 1)
+        return EndDecision(calls + 1)  # that call decides whether to save: it may come late
 
     async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
-        """Return *reading*."""
         return reading or Reading()
 
 
@@ -136,7 +131,7 @@ class EndsWithRanks:
         self._board.begin()
         return True
 
-    async def hear(self) -> Notice:
+    async def receive(self) -> Notice:
         """Poll for the notice that any rank must end."""
         while True:
             if self._board.name:
@@ -145,7 +140,7 @@ class EndsWithRanks:
                     return notice
             await anyio.sleep(self._pause_s)
 
-    async def tell(self, notice: Notice) -> None:
+    async def notify(self, notice: Notice) -> None:
         """Leave the notice; that of another rank says the same."""
         await self._board.post("notice", notice)
 

@@ -2,8 +2,8 @@
 
 A signal wakes the loop thread at once (`aiockpt.runtime.wakeup`), also while the main thread is inside a long call of C.
 What was snapshotted is then flushed; nothing new can be: the state belongs to the main thread. When that calls ``step`` or
-``save`` next, on all ranks in the same call (`aiockpt.session.preemption.decision`), the run ends
-(`aiockpt.session.preemption.last_call`). Guarantees:
+``save`` next, on all ranks in the same call (`aiockpt.session.preemption.decision`), the run ends (`PreemptedCall`).
+Guarantees:
 
 - No signal handler saves, waits or raises. The program ends by `Preempted`, raised by ``step`` and ``save``, on the thread
   that made the checkpointer: with signals the main thread.
@@ -20,24 +20,25 @@ import signal
 import time
 from collections import deque
 from contextlib import suppress
+from typing import NoReturn
 
 import anyio
 
+from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveRequest
-from aiockpt.errors import CheckpointError
-from aiockpt.futures import SaveFuture
+from aiockpt.errors import CheckpointError, CorruptionError
+from aiockpt.futures import SaveFuture, promise_of
 from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
 from aiockpt.session.interruption import StartSave
-from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice
-from aiockpt.session.preemption.last_call import PreemptedCall
+from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice, Reading
 from aiockpt.session.preemption.policy import Preempted, Preemption
 from aiockpt.session.preemption.reached_state import ReachedState
-from aiockpt.session.preemption.recent_saves import RecentSaves
+from aiockpt.session.preemption.recent_saves import RecentSave, RecentSaves
 
 logger = logging.getLogger("aiockpt")
 
@@ -106,7 +107,7 @@ class PreemptionHandler:
         self.agreement = agreement
         self._running = engine.loop.submit(self._run)
         if self.policy.signals:
-            self._watch = watch_signals(self.policy.numbers, self._told)
+            self._watch = watch_signals(self.policy.numbers, self._receive_signal)
 
     def stop(self) -> None:
         """Stop listening on the loop."""
@@ -131,10 +132,10 @@ class PreemptionHandler:
         """Record a save that was started."""
         self.saves.watch(save, self.engine.now_ns())
 
-    def reach(self, request: SaveRequest, start: StartSave) -> PreemptedCall | None:
-        """Count a call of ``step`` or ``save``; return how the run ends, when it does there."""
+    def reach(self, request: SaveRequest, start: StartSave, *, asked: bool) -> None:
+        """Count a call of ``step`` or ``save``, and end the run where it does there."""
         if thread_id() != self._thread:
-            return None
+            return
         now_ns = self.engine.now_ns()
         if self._watch is not None and now_ns - self._renewed_ns > RENEW_NS:
             self._watch.renew()
@@ -146,10 +147,11 @@ class PreemptionHandler:
         with self._lock:
             if not self._waits:
                 self._let_pass(now_ns)
-                return None
+                return
         decision = self._wait_for_decision()
         self._calls += 1
-        return PreemptedCall(self, decision) if self._calls >= decision.call else None
+        if self._calls >= decision.call:
+            PreemptedCall(self, decision).finish(request, start, asked=asked)
 
     def leave(self, *, failing: bool) -> BaseException | None:
         """End the run with the state of the last call, where it must end and that state is still the same."""
@@ -162,7 +164,7 @@ class PreemptionHandler:
     def _leave(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
         if self._watch is not None:
             self._watch.settle()
-        if self.heard is None and not (failing and self._is_told_late()):
+        if self.heard is None and not (failing and self._is_notified_late()):
             return None
         if not failing and not self.wants_new(request.step):  # the program is done, and all is saved
             return None
@@ -180,7 +182,7 @@ class PreemptionHandler:
         except Preempted as ended:
             return ended
 
-    def _is_told_late(self) -> bool:
+    def _is_notified_late(self) -> bool:
         """Wait for a signal that may be on its way, where the state could be saved then."""
         if self._watch is None or self._reached.has_changed():
             return False
@@ -230,22 +232,21 @@ class PreemptionHandler:
         newest = self.saves.newest()
         if newest is None:
             return True
-        _, newest_step, begun_ns = newest
         usual_s = self.saves.usual_s
-        if newest_step == step:
+        if newest.step == step:
             return False
         recent_s = self.policy.recent_s if self.policy.recent_s is not None else usual_s or 0.0
-        if (self.engine.now_ns() - begun_ns) / 1e9 <= recent_s:
+        if (self.engine.now_ns() - newest.begun_ns) / 1e9 <= recent_s:
             return False
         return not (self.saves.running and usual_s is not None and usual_s > self.left_s)
 
     # ------------------------------------------------------------------ signals
 
-    def _told(self, number: int) -> None:
-        """Receive a signal: on the thread that waits for them, and later on the main thread."""
-        self._hear(Notice(signal.Signals(number).name, self.policy.grace_s))
+    def _receive_signal(self, number: int) -> None:
+        """On the thread that waits for signals, and later on the main thread."""
+        self._receive(Notice(signal.Signals(number).name, self.policy.grace_s))
 
-    def _hear(self, notice: Notice) -> None:
+    def _receive(self, notice: Notice) -> None:
         if self.heard is None:
             self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
             self.heard = notice
@@ -258,7 +259,7 @@ class PreemptionHandler:
     async def _run(self) -> None:
         """Wait until the run must end, and end it."""
         async with open_tasks() as tasks:
-            tasks.start_soon(self._hear_others)
+            tasks.start_soon(self._receive_from_others)
             tasks.start_soon(self._watch_the_clock)
             await self._woken.wait()
             tasks.cancel_scope.cancel()
@@ -266,11 +267,11 @@ class PreemptionHandler:
             tasks.start_soon(self._flush)
             await self._decide()
 
-    async def _hear_others(self) -> None:
+    async def _receive_from_others(self) -> None:
         try:
-            self._hear(await self.agreement.hear())
+            self._receive(await self.agreement.receive())
         except CheckpointError as error:
-            logger.info("whether another rank is told to end cannot be heard any more: %s", error)  # rank 0 may be done
+            logger.info("whether another rank must end cannot be received any more: %s", error)  # rank 0 may be done
 
     async def _watch_the_clock(self) -> None:
         """End in time before the allocation does; one rank checks the clock."""
@@ -282,7 +283,7 @@ class PreemptionHandler:
             if spare_s <= 0:
                 break
             await anyio.sleep(min(LOOK_S, max(0.01, spare_s)))
-        self._hear(Notice("the end of the allocation", left_s))
+        self._receive(Notice("the end of the allocation", left_s))
 
     async def _decide(self) -> None:
         notice = self.heard
@@ -290,7 +291,7 @@ class PreemptionHandler:
         if self.engine.world_size > 1:
             await self._met.wait()
         try:
-            await self.agreement.tell(Notice(notice.reason, max(0.0, self.left_s)))
+            await self.agreement.notify(Notice(notice.reason, max(0.0, self.left_s)))
             with self._lock:
                 self._waits = True
                 calls = self._calls
@@ -313,10 +314,131 @@ class PreemptionHandler:
         began_s = time.monotonic()
         for promise in running:
             for point in (promise, promise.snapshotted):
-                point.hurry()
+                point.expedite()
         for promise in running:
             await promise.settled()
         newest = self.saves.newest_durable
         if running:
             what = "nothing is committed" if newest is None else f"the newest committed step is {newest.step}"
             logger.warning("flushed within %.1f s: %s", time.monotonic() - began_s, what)
+
+
+# The call in which a run ends: save or flush, wait, read back, and raise `Preempted` with the outcome.
+
+
+LEAST_WAIT_S = 2.0
+"""For a save although the time is over: the process lives, and may be left alive."""
+RESERVE_S = 1.0
+"""Kept of the grace for the program to end in."""
+
+
+class PreemptedCall:
+    """The last call of a run, on the training thread.
+
+    Args:
+        decision: of all ranks, that the run ends at this call.
+    """
+
+    def __init__(self, handler: PreemptionHandler, decision: EndDecision) -> None:
+        self._handler = handler
+        self._decision = decision
+
+    def finish(self, request: SaveRequest, start: StartSave, *, asked: bool) -> NoReturn:
+        """Save, or flush what was saved last; wait until it is committed, read it back, and end the program.
+
+        Raises:
+            Preempted: always.
+        """
+        with children_end_quietly():
+            self._finish(request, start, asked)
+
+    def _finish(self, request: SaveRequest, start: StartSave, asked: bool) -> NoReturn:
+        handler = self._handler
+        if handler.ended is not None:  # it was caught, and the program goes on
+            raise handler.ended
+        failure: BaseException | None = None
+        saved: SaveFuture | None = None
+        if asked or self._saves(request.step):
+            handler.destination.hasten(request.step, handler.saves.seconds)
+            if handler.engine.options.when_full == "skip":  # not this one
+                self._wait()
+            try:
+                saved = start(request)
+            except Exception as error:  # noqa: BLE001  what is raised reports it
+                failure = error
+        in_time = self._wait()
+        if saved is not None:
+            failure = promise_of(saved).error
+        newest = handler.saves.newest_durable
+        lost = failure is not None or not in_time or bool(self._decision.failure)
+        reading = self._read_back(newest, lost)
+        handler.ended = self._describe(newest, reading, lost=lost, new=saved is not None, failure=failure)
+        logger.warning("%s", handler.ended)
+        raise handler.ended from failure
+
+    def _saves(self, step: int) -> bool:
+        if self._decision.failure:
+            return False
+        return self._handler.wants_new(step) if self._decision.saves is None else self._decision.saves
+
+    def _wait(self) -> bool:
+        """Wait for all saves, as long as there is time; say whether they have ended."""
+        handler = self._handler
+        usual_s = handler.saves.usual_s or 0.0
+        until_s = max(handler.left_s - RESERVE_S, 1.5 * usual_s, LEAST_WAIT_S)
+        begun_ns = handler.engine.now_ns()
+        return all(
+            promise.wait_anyway(max(0.0, until_s - handler.engine.since_s(begun_ns)))
+            for promise in handler.saves.running
+        )
+
+    def _read_back(self, newest: RecentSave | None, lost: bool) -> Reading:
+        """Have the last step read back, by rank 0, as long as there is time; return what all ranks know of it."""
+        handler = self._handler
+        left_s = handler.left_s - RESERVE_S
+        verifies = handler.policy.verify and newest is not None and not lost and left_s > 0
+
+        async def read() -> Reading:
+            agreement = handler.agreement
+            if not agreement.leads:
+                return await agreement.share_reading(None, max(left_s, 0.0) + LEAST_WAIT_S)
+            reading = Reading()
+            if verifies and newest is not None:
+                with anyio.move_on_after(left_s):
+                    reading = await self._verify(newest.step)
+            return await agreement.share_reading(reading, left_s)
+
+        return handler.engine.loop.submit(read).result()
+
+    async def _verify(self, step: int) -> Reading:
+        try:
+            await maintenance.verify(self._handler.destination, step)
+        except CorruptionError as error:
+            logger.error("step %d was read back, and is damaged: %s", step, error)
+            return Reading("damaged")
+        except CheckpointError as error:
+            logger.warning("step %d is committed, and cannot be read back now: %s", step, error)
+            return Reading()
+        return Reading("good")
+
+    def _describe(
+        self, newest: RecentSave | None, reading: Reading, *, lost: bool, new: bool, failure: BaseException | None
+    ) -> Preempted:
+        heard = self._handler.heard
+        reason = "it was told to" if heard is None else heard.reason
+        if newest is None or lost or reading.found == "damaged":
+            code = Preempted.UNSAVED
+        else:
+            code = Preempted.VERIFIED if reading.found == "good" else Preempted.COMMITTED
+        why = self._decision.failure or (failure is not None and repr(failure)) or "not committed in time"
+        kept = "nothing was saved" if newest is None else f"the newest step known to be committed is {newest.step}"
+        if code == Preempted.UNSAVED and reading.found != "damaged":
+            told = f"the last save is not known to be committed ({why}), and {kept}"
+        elif newest is not None and reading.found == "damaged":
+            told = f"step {newest.step} is committed and was read back damaged: an older one will be resumed from"
+        else:
+            how = "saved" if new else "flushed"
+            read = "read back and compared" if code == Preempted.VERIFIED else "not read back"
+            told = f"step {'' if newest is None else newest.step} is {how} and committed, {read}"
+        step = None if newest is None else newest.step
+        return Preempted(reason, step, code, f"{reason}: the run ends; {told}")

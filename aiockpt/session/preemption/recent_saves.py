@@ -15,15 +15,12 @@ REMEMBERED = 5
 """Saves whose seconds are remembered; the longest counts, for too short an estimate loses the save."""
 
 
-class DurableStep(msgspec.Struct, frozen=True):
-    """A save that is committed where it outlives this host.
-
-    Attributes:
-        number: of the save, in the order of the calls.
-    """
+class RecentSave(msgspec.Struct, frozen=True, order=True):
+    """One save: its number in the order of the calls, its step, and when it began (monotonic)."""
 
     number: int
     step: int
+    begun_ns: int
 
 
 class RecentSaves:
@@ -36,15 +33,14 @@ class RecentSaves:
     def __init__(self) -> None:
         self.lasting: frozenset[str] = frozenset()
         self._count = 0
-        self._running: dict[int, tuple[SavePromise, int]] = {}
-        self._newest: DurableStep | None = None
+        self._running: dict[int, tuple[SavePromise, RecentSave]] = {}
+        self._newest: RecentSave | None = None
         self._seconds: dict[str, deque[float]] = {}
-        self._last: tuple[int, int, int] | None = None
 
     def on_event(self, event: Event) -> None:
         """Record the duration of a copy to another place."""
         if isinstance(event, Promoted):
-            self._take(event.url, event.seconds)
+            self._note_seconds(event.url, event.seconds)
 
     def watch(self, save: SaveFuture, now_ns: int) -> None:
         """Record a save that was started *now*."""
@@ -52,27 +48,24 @@ class RecentSaves:
         self._count += 1
         number = self._count
         if not promise.has_failed:
-            self._running[number] = promise, now_ns
-            promise.when_settled(lambda: self._settle(number))
+            self._running[number] = promise, RecentSave(number, promise.step, now_ns)
+            promise.when_settled(lambda: self._end(number))
 
-    def _settle(self, number: int) -> None:
-        """Take what became of a save, once, on whatever thread sees it first."""
+    def _end(self, number: int) -> None:
+        """Record what became of a save, once, on whatever thread sees it first."""
         running = self._running.pop(number, None)
         if running is None:
             return
-        promise, begun_ns = running
+        promise, save = running
         if promise.error is not None or not (promise.value.durable or promise.value.url in self.lasting):
             return
         if self._newest is None or self._newest.number < number:
-            self._newest = DurableStep(number, promise.step)
-            self._last = number, promise.step, begun_ns
+            self._newest = save
         if not promise.value.existed:
-            self._take(promise.value.url, promise.value.seconds)
+            self._note_seconds(promise.value.url, promise.value.seconds)
 
-    def _take(self, url: str, seconds: float) -> None:
+    def _note_seconds(self, url: str, seconds: float) -> None:
         self._seconds.setdefault(url, deque(maxlen=REMEMBERED)).append(seconds)
-
-    # ------------------------------------------------------------------ what is asked
 
     @property
     def running(self) -> list[SavePromise]:
@@ -80,18 +73,18 @@ class RecentSaves:
         return [promise for promise, _ in list(self._running.values()) if not promise.is_settled]
 
     @property
-    def newest_durable(self) -> DurableStep | None:
+    def newest_durable(self) -> RecentSave | None:
         """The newest save that is committed where it outlives this host."""
         for number, (promise, _) in list(self._running.items()):
             if promise.is_settled:  # its callback has not run yet
-                self._settle(number)
+                self._end(number)
         return self._newest
 
-    def newest(self) -> tuple[int, int, int] | None:
-        """Return the number, the step and the beginning (monotonic, ns) of the newest save that has not failed."""
-        self.newest_durable  # noqa: B018  it takes in what has ended
-        running = [(number, promise.step, begun_ns) for number, (promise, begun_ns) in list(self._running.items())]
-        return max([*running, *([] if self._last is None else [self._last])], default=None)
+    def newest(self) -> RecentSave | None:
+        """Return the newest save that has not failed."""
+        durable = self.newest_durable
+        running = [save for _, save in list(self._running.values())]
+        return max([*running, *([] if durable is None else [durable])], default=None)
 
     @property
     def seconds(self) -> Mapping[str, float]:

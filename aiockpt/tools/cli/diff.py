@@ -11,14 +11,14 @@ import anyio
 import msgspec
 import torch
 
+from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.engine.load import stored_state
 from aiockpt.errors import StorageError
 from aiockpt.format.configuration import flatten, shown_value
-from aiockpt.format.dtypes import itemsize, torch_name
+from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry
-from aiockpt.format.names import prefixes
+from aiockpt.format.names import lease_key, prefixes
 from aiockpt.options import IO
-from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
@@ -303,7 +303,7 @@ class StepReader:
 
     def _shard(self, name: str) -> TensorShard:
         entry = self.manifest.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, torch_name(entry.dtype)))
+        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         return TensorShard(
             name=name, dtype=entry.dtype, shape=entry.shape, boxes=(Box.whole(entry.shape),), data=tensor
         )

@@ -191,7 +191,7 @@ def show_removed(found: Removal) -> None:
     else:
         say(f"{escape(found.url)} holds no checkpoints: nothing was removed")
     if found.others:
-        say(f"[dim]not removed, as aiockpt did not write it: {escape(list_names(found.others))}[/]")
+        say(f"[dim]kept, as no part of a step: {escape(list_names(found.others))}[/]")
 
 
 def _removed(found: Removal) -> str:

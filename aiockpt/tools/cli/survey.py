@@ -25,17 +25,18 @@ from aiockpt.errors import (
 )
 from aiockpt.format.names import attempt_folder
 from aiockpt.pipeline.discover import (
+    Listed,
     StepEntry,
     StepInfo,
-    look_into,
+    first_in_full,
     newest_first,
+    read_info,
     read_receipts,
     refuse_step_folder,
     scan,
     votes_to_finish,
 )
 from aiockpt.pipeline.receipts import read_head
-from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import OsFiles
 from aiockpt.storage.backend import Backend
@@ -83,7 +84,7 @@ async def survey(backend: Backend) -> Survey:
     async def describe(entry: StepEntry) -> None:
         async with slots:
             if entry.committed:
-                steps[entry.id] = await look_into(backend, entry)
+                steps[entry.id] = await read_info(backend, entry)
             unfinished.extend(await find_unfinished(backend, entry))
 
     async with open_tasks() as tasks:
@@ -145,16 +146,6 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
     raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {there}{more}")
 
 
-class _Listed(msgspec.Struct, frozen=True):
-    """A step of the one place that is surveyed."""
-
-    backend: Backend
-    entry: StepEntry
-
-    def without(self, entry: StepEntry) -> _Listed:
-        return _Listed(self.backend, entry)
-
-
 async def find_valid(backend: Backend) -> StepEntry:
     """Return the step that a load of the newest would find; where there are weights alone, the newest of these.
 
@@ -164,14 +155,10 @@ async def find_valid(backend: Backend) -> StepEntry:
         NewerFormatError, StorageError: of a step that may be the newest.
     """
     skipped: list[tuple[str, str]] = []
-    weights: StepEntry | None = None
-    listed = [_Listed(backend, entry) for entry in await scan(backend) if entry.committed]
-    async for one, manifest in newest_first(listed, lambda one, error: skipped.append((one.entry.id, str(error)))):
-        if not has_weights_only(manifest):
-            return one.entry
-        weights = weights or one.entry
-    if weights is not None:
-        return weights
+    listed = [Listed(backend, entry) for entry in await scan(backend) if entry.committed]
+    found = newest_first(listed, lambda one, error: skipped.append((one.entry.id, str(error))))
+    if (best := await first_in_full(found)) is not None:
+        return best[0].entry
     if skipped:
         raise NoValidCheckpointError(backend.url, skipped)
     raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")

@@ -28,6 +28,7 @@ from tests.servers.hdfs.jars import find_jars
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 20.0
+_ANSWER_TIMEOUT_S = 10.0  # of a server that is coming up: a first question may stay without an answer for ever
 _POLL_S = 0.2
 _PACKAGE = "org.apache.hadoop.hdfs"
 _OPENED = ("java.lang", "java.util", "java.net", "java.nio", "sun.nio.ch")
@@ -192,12 +193,12 @@ class HdfsServer:
 
     def _ask_namenode(self) -> None:
         self._client().get_file_info("/")
-        urlopen(f"{self.webhdfs_url}/webhdfs/v1/?op=GETFILESTATUS", timeout=START_TIMEOUT_S).close()
+        urlopen(f"{self.webhdfs_url}/webhdfs/v1/?op=GETFILESTATUS", timeout=_ANSWER_TIMEOUT_S).close()
 
     def _ask_datanode(self) -> None:
         """Fail until it has met the NameNode, which may still hold a dead one for it: a write to that would try for 15 s."""
         page = f"http://127.0.0.1:{self._datanode_ports[2]}/jmx?qry=Hadoop:service=DataNode,name=DataNodeInfo"
-        with urlopen(page, timeout=START_TIMEOUT_S) as answer:
+        with urlopen(page, timeout=_ANSWER_TIMEOUT_S) as answer:
             if b"BP-" not in answer.read():
                 raise RuntimeError("it knows of no block pool yet")
 

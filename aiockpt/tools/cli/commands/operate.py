@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
+from aiockpt.errors import UsageError
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.commands.app import (
     DAMAGED,
@@ -37,20 +39,27 @@ if TYPE_CHECKING:
 @app.command("report")
 def report(
     run: Annotated[str, argument("A run, a folder of traces, or one trace: a folder, a file or a URL.")],
-    out: Annotated[Path | None, option("The page to write; report.html by default.", "FILE", "--out", "-o")] = None,
+    out: Annotated[
+        Path | None, option("The page to write, - for stdout; report.html by default.", "FILE", "--out", "-o")
+    ] = None,
     text: Annotated[bool, flag("Print a summary instead of writing a page.", "--text")] = False,
-    chrome: Annotated[Path | None, option("Write the timeline of all ranks for ui.perfetto.dev.", "FILE")] = None,
+    chrome: Annotated[
+        Path | None, option("Write the timeline of all ranks for ui.perfetto.dev; - for stdout.", "FILE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write an HTML report on the saves and loads of a run: pauses, slow ranks, restarts, failures."""
     from aiockpt.monitor.findings import find_problems
     from aiockpt.monitor.read_run import read_run
     from aiockpt.monitor.save_points import save_points
-    from aiockpt.monitor.spans import spans, write_chrome_trace
+    from aiockpt.monitor.spans import chrome_trace, spans
     from aiockpt.monitor.summary import summarize
     from aiockpt.redaction import redact
     from aiockpt.tools.cli.run_summary import show_findings, show_summary
 
+    to_stdout = Path("-") in (out, chrome)
+    if to_stdout and sum((out is not None, chrome is not None, text, as_json)) > 1:
+        raise UsageError("- is stdout, which has room for one of -o, --chrome, --text and --json")
     gc.disable()  # millions of events are kept to the end: looking for cycles among them finds none
     try:
         run_events = read_run(run)
@@ -59,19 +68,27 @@ def report(
     finally:
         gc.enable()
     if chrome is not None:
-        write_chrome_trace(timeline, chrome)
+        trace = chrome_trace(timeline)
+        if to_stdout:
+            sys.stdout.write(trace.decode())
+            return
+        chrome.write_bytes(trace)
     points = save_points(run_events)
     problems = find_problems(run_events, found, points, time.time())
     if text or chrome is not None or as_json:
         whole = {**msgspec.to_builtins(found), "problems": problems}
         show.json_or(as_json, whole, lambda: show_summary(redact(run), found, problems))
     if out is not None or not (text or chrome is not None or as_json):
-        from aiockpt.monitor.html.html_report import gather, write_html_report
+        from aiockpt.monitor.html.html_report import gather, html_page
 
         page = Path("report.html") if out is None else out
         name = run if "://" in run or Path(run).name else str(Path(run).absolute())
         roots = [*([run] if "://" in run or Path(run).is_dir() else []), *map(str, run_events.folders())]
-        write_html_report(gather(name, run_events, timeline, found, points, problems, _sizes(roots)), page)
+        html = html_page(gather(name, run_events, timeline, found, points, problems, _sizes(roots)))
+        if to_stdout:
+            sys.stdout.write(html)
+            return
+        page.write_text(html, "utf-8")
         if not as_json:
             show_findings(str(page), found, problems)
 

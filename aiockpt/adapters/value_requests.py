@@ -1,0 +1,293 @@
+"""Requests of a load for plain values: each is matched with what is here, read from its node, and put in place in a step.
+
+The tensors that a value needs are found by a dry run over its nodes. Those that the state has are filled; the others are
+made after all of the state was matched, one for all names of a tied tensor, since one that the state does have elsewhere
+stands for those that it is tied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from aiockpt.adapters.leaves import LeafReader, LeafWriter, read_plain_leaf
+from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, refill, same_content
+from aiockpt.adapters.stored import Stored, members_of
+from aiockpt.adapters.tensors import hold, is_spread, misfit
+from aiockpt.format.names import Names, join_name, name_within
+from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.scalars import field
+from aiockpt.state.tree import Decoder, Encoder, Node, Path, damaged
+
+Thunk = Callable[[], Any]
+"""Returns a value, in a step of the load."""
+OWN_KINDS = ("stored", "numbers")
+"""Kinds whose tensor is a means only: it is read, and the value is made of it."""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """A tensor of the checkpoint that a value is made of.
+
+    Attributes:
+        name: in the checkpoint.
+        path: where in the state.
+        device: the kind of device that it was on.
+        kind: of the node.
+    """
+
+    name: str
+    path: Path
+    device: str
+    kind: str
+
+
+class NeedFinder:
+    """Reads a value without its tensors, and notes which it needs."""
+
+    def __init__(self) -> None:
+        self.needs: list[Need] = []
+
+    def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        """Return a stand-in for what needs a tensor, else the value."""
+        if kind in ("tensor", "numpy.ndarray") or kind in OWN_KINDS:
+            device = node.get("device", "cpu") if kind == "tensor" else "cpu"
+            self.needs.append(Need(field(node, "name", str), path, device, kind))
+            return {"stored": b"", "numbers": []}.get(kind)
+        if kind == "numpy.raw" and "stored" in field(node, "bytes", dict):
+            return decoder.decode(node["bytes"], path)
+        return read_plain_leaf(kind, node, path, decoder)
+
+
+class ValueTensors:
+    """The tensors of one value, by name and place; its `reader` returns them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, Path], torch.Tensor] = {}
+        self.reader = LeafReader(lambda name, path, device: self._tensors[name, path])
+
+    def put(self, need: Need, tensor: torch.Tensor) -> None:
+        """Accept the tensor that was needed."""
+        self._tensors[need.name, need.path] = tensor
+
+
+class Load(Protocol):
+    """What the values need from the load that they are a part of; see `aiockpt.adapters.matcher.Matcher`."""
+
+    stored: Stored
+
+    def stored_name(self, path: Path) -> str: ...
+    def fill(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor: ...
+    def enter(self, path: Path, name: str, tensor: torch.Tensor) -> bool: ...
+    def leave(self, name: str) -> None: ...
+    def rewrites(self, path: Path) -> None: ...
+    def mismatch(self, path: Path, problem: str) -> None: ...
+    def tell(self, what: str) -> None: ...
+    def later(self, step: Callable[[], object]) -> None: ...
+
+
+class ValueRequests:
+    """The plain values that one load requests.
+
+    Attributes:
+        decodes: what decodes those that need tensors, before the first step.
+        whole: the tensors of the state that are filled, and those that were made, by tied name.
+    """
+
+    def __init__(self, load: Load, codecs: CodecRegistry) -> None:
+        self._load = load
+        self._stored = load.stored
+        self._codecs = codecs
+        self._filling = Filling(self._tell_of)
+        self._held: dict[int, tuple[object, Node, Path]] = {}
+        self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Thunk], object]]] = []
+        self._to_make: list[tuple[Need, ValueTensors]] = []
+        self.decodes: list[Callable[[], object]] = []
+        self.whole: dict[str, torch.Tensor] = {}
+
+    def refill(self, path: Path, here: Any, node: Node, *, by_key: bool = True) -> Thunk | None:
+        """Have the plain value *here* become what *node* says; return the function that does it, and returns the result.
+
+        It is to be called in a step (`Matcher.later`). None, and a note, where it does not fit.
+
+        Args:
+            by_key: whether it has a key of its own; any value fits in the place of one that has not.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        match = ValueMatch(self, self._codecs, path)
+        match.meet(here, node, path, by_key=by_key)
+        if (problem := match.problem()) is not None:
+            self._load.mismatch(path, problem)
+            return None
+        for told in match.told:
+            self._load.tell(told)
+        tensors = ValueTensors()
+
+        def ask(need: Need) -> None:
+            self._load.leave(need.name)
+            own = match.tensors.get(need.path)
+            if own is None or not self._load.enter(need.path, need.name, own):
+                self._to_make.append((need, tensors))
+            else:
+                tensors.put(need, own)
+
+        decode = self._decoded(path, node, ask, tensors.reader)
+        return lambda: refill(here, decode(), self._filling, by_key=by_key)
+
+    def request(self, path: Path, node: Node, template: Any = None) -> Thunk:
+        """Request the value of *node*; return a function that returns it in a step (`Matcher.later`). Any value fits.
+
+        Args:
+            template: what is at *path* now; what is of the same kind in it is filled.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        return self.refill(path, template, node, by_key=False) or (lambda: template)
+
+    def fresh(self, path: Path, node: Node, template: Any = None) -> Thunk:
+        """Request the same, and fill nothing.
+
+        Args:
+            template: what is at *path* now; what is spread over ranks in it is made anew and spread like it.
+        """
+        here = _tensors_in(template, path, self._codecs)
+        tensors, made = ValueTensors(), dict[str, torch.Tensor]()
+
+        def ask(need: Need) -> None:
+            live = here.get(need.path)
+            if is_spread(live) or need.kind in OWN_KINDS:
+                like = live if is_spread(live) else _local_device(need.device)
+                tensors.put(need, self._load.fill(need.path, need.name, None, like))
+            else:
+                name = self._stored.same_tensor(need.name)
+                if name not in made:
+                    made[name] = self._make(need)
+                tensors.put(need, made[name])
+                self._load.leave(need.name)
+
+        return self._decoded(path, node, ask, tensors.reader)
+
+    def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Thunk:
+        """Return a getter of the value of *node*; it is decoded now, or before the first step where it needs tensors."""
+        probe = NeedFinder()
+        Decoder(self._codecs, probe, dry=True).decode(node, path)
+        for need in probe.needs:
+            if self._stored.facts(need.name) is None:
+                raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
+            ask(need)
+        self._load.leave(self._load.stored_name(path))
+        self._load.rewrites(path)
+        decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
+        if probe.needs:
+            self.decodes.append(decode)
+        else:
+            decode()
+        return decode
+
+    def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Thunk], object]) -> None:
+        """Have plain values added to the dict at *path* that it has in *node* and not *here*, unless they are used."""
+        self._incomplete.append((path, node, here, add))
+
+    def encoder(self) -> Encoder:
+        """Return an encoder of plain values that stores no tensors."""
+        return Encoder(self._codecs, LeafWriter(lambda place, tensor: ""))
+
+    # ---------------------------------------------------------------- what a match needs
+
+    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        facts = self._stored.facts(name)
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        return misfit(tensor.dtype, hold(tensor, path), *facts)
+
+    def is_scalar(self, name: str) -> bool:
+        """Return whether tensor *name* of the checkpoint has no axes."""
+        facts = self._stored.facts(name)
+        return facts is not None and facts[1] == ()
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
+
+        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
+        scheduler of schedulers shares lists while it is new.)
+        """
+        _, known, where = self._held.setdefault(id(here), (here, node, path))
+        if known is node or same_content(known, node, self._stored.same_tensor):
+            return None
+        if not by_key:
+            self._filling.split.add(id(here))
+            return None
+        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
+
+    def _tell_of(self, here: object, what: str) -> None:
+        self._load.tell(f"{join_name(self._held[id(here)][2])}: {what}")
+
+    # ---------------------------------------------------------------- the end
+
+    def note_filled(self, name: str, tensor: torch.Tensor) -> None:
+        """Note that a *tensor* of the state is filled from tensor *name*."""
+        if not is_spread(tensor):
+            self.whole.setdefault(self._stored.same_tensor(name), tensor)
+
+    def add_missing(self, known_names: Callable[[], Names]) -> None:
+        """Request what only the checkpoint has in dicts (`complete`).
+
+        Args:
+            known_names: returns the names that something of the state refers to: what map= assigned to something else is
+                used there.
+        """
+        if not self._incomplete:
+            return
+        known = known_names()
+        for path, node, here, add in self._incomplete:
+            root = self._load.stored_name(path)
+            for key, inner in members_of(node).items():
+                if key in here or has_named_parts(inner) or known.reach(name := name_within(root, key)):
+                    continue
+                value = self.request((*path, key), inner)
+                self._load.leave(name)
+                self._load.later(partial(add, key, value))
+
+    def make_tensors(self) -> None:
+        """Make the tensors that the state does not have, and hand them out; once all of the state was matched."""
+        for need, tensors in self._to_make:
+            tensors.put(need, self._tensor_for(need))
+        self._to_make.clear()
+
+    def _tensor_for(self, need: Need) -> torch.Tensor:
+        if need.kind in OWN_KINDS:
+            return self._make(need)
+        name = self._stored.same_tensor(need.name)
+        known = self.whole.get(name)
+        if known is not None and (need.kind == "tensor" or known.device.type == "cpu"):
+            return known
+        made = self._make(need)
+        self.whole.setdefault(name, made)
+        return made
+
+    def _make(self, need: Need) -> torch.Tensor:
+        return self._load.fill(need.path, need.name, None, _local_device(need.device))
+
+
+def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a plain value that is at *path*, arrays as tensors of the same memory."""
+    found: dict[Path, torch.Tensor] = {}
+
+    def put(place: Path, tensor: torch.Tensor) -> str:
+        found[place] = tensor
+        return ""
+
+    Encoder(codecs, LeafWriter(put)).encode(value, path)
+    return found
+
+
+def _local_device(kind: str) -> torch.device:
+    """Return the device here of a kind that the checkpoint names; the CPU where there is none."""
+    return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
