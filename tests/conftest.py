@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -133,7 +134,19 @@ def pytest_runtest_makereport(
             item.session.shouldfail = (
                 f"{item.nodeid} hung, the {hangs}rd test that did: what they left may hold the others"
             )
-    return (yield)
+    try:
+        return (yield)
+    except SystemError:
+        # CPython 3.11.7 parses for a traceback while another thread parses what it imports: "AST constructor recursion depth
+        # mismatch" (gh-106905) would end the session, and with it the names of all that failed.
+        return pytest.TestReport.from_item_and_call(item, call)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name at once what fails: a session that is ended from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        lines = report.longreprtext.splitlines()
+        sys.stdout.write(f"\nFAILED {report.nodeid} ({report.when}): {lines[-1] if lines else ''}\n")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

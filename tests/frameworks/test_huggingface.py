@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,49 @@ def test_overrides_without_super_are_named_once_and_the_run_goes_on(
     assert again.read_back == "9"
     assert_same(weights(again), weights(straight))
     assert {"projector.txt", "rng.txt", "ema.pt", "aiockpt.json"} <= set(os.listdir(tmp_path / "run" / "checkpoint-9"))
+
+
+class Uploading(transformers.TrainerCallback):  # type: ignore[misc]
+    """Reads and writes the folder of a save in a thread that begins when the callbacks of the save are through."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.seen: list[list[str]] = []
+        self.saved = threading.Event()
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.saved.clear()
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.threads.append(threading.Thread(target=self.upload, args=(folder,)))
+        self.threads[-1].start()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.saved.set()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.saved.set()
+
+    def upload(self, folder: Path) -> None:
+        self.saved.wait(60)
+        self.seen.append(sorted(os.listdir(folder)))
+        (folder / "uploaded.txt").write_text("")
+
+
+@pytest.mark.parametrize("switch", [False, True], ids=["without", "with"])
+def test_a_thread_of_a_callback_writes_into_the_folder_after_the_callback(switch: bool, tmp_path: Path) -> None:
+    in_a_new_process()
+    trainer, uploading = make(tmp_path), Uploading()
+    trainer.add_callback(uploading)
+    if switch:
+        attach(trainer, safetensors=True)
+    trainer.train()
+    for thread in uploading.threads:
+        thread.join(60)
+    assert len(uploading.seen) == len(uploading.threads) > 1
+    assert all("trainer_state.json" in seen for seen in uploading.seen)
+    folders = list(tmp_path.glob("checkpoint-*"))
+    assert folders and all((folder / "uploaded.txt").exists() for folder in folders)
+    assert all((folder / "model.safetensors").exists() for folder in folders)
 
 
 class Killed(transformers.TrainerCallback):  # type: ignore[misc]

@@ -1,8 +1,9 @@
 """The folders ``checkpoint-N`` of the Trainer and its users: there when their step is committed, and not before.
 
 The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark with the number of the
-step, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. While
-those write, it has its name already, and its mark shows that it is not committed.
+step, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. Where
+those write, it has its name from the start, since their threads may go on writing, and its mark shows that it is not
+committed.
 """
 
 from __future__ import annotations
@@ -28,22 +29,21 @@ PREFIX = "checkpoint-"
 
 
 class _PendingFolder(NamedTuple):
-    """A save under way, what its folder will hold, and how that is called then."""
+    """A save under way, what its folder will hold, and how that is called then: at once, if callbacks see it."""
 
     future: Any
     staged: Path
     folder: Path
 
-    def hide(self) -> None:
-        """Rename a folder that callbacks have seen, until its step is committed."""
-        if is_pending(self.folder):
-            shutil.rmtree(self.staged, ignore_errors=True)
-            self.folder.rename(self.staged)
-
-    def appear(self) -> None:
-        """Rename the folder to its name, now that it is whole; what was written under that name meanwhile is added to it."""
-        set_aside(self.folder, but=step_of(self.staged))
-        if is_ours(self.folder):
+    def appear(self, step: int) -> None:
+        """Mark the folder as that of a committed step and rename it to its name; what was written under that name meanwhile
+        is added to it.
+        """
+        _mark(self.staged, step)
+        if self.staged == self.folder:
+            return
+        set_aside(self.folder, but=step)
+        if has_mark(self.folder):
             shutil.rmtree(self.folder)
         elif self.folder.exists():
             for path in self.folder.iterdir():
@@ -112,45 +112,38 @@ class CheckpointFolders:
                 part.save_pretrained(staged)
         return (staged / STATE).read_text()
 
-    def expect(self, step: int, future: aiockpt.SaveFuture) -> None:
-        """Make the folder of a step appear when its save is committed."""
+    def expect(self, step: int, future: aiockpt.SaveFuture, *, shown: bool) -> None:
+        """Make the folder of a step appear, or the one that is *shown* count, when its save is committed."""
         if self._trainer.args.should_save:
-            self._saves.append(self._pending(step, future))
-
-    def _pending(self, step: int, future: Any = None) -> _PendingFolder:
-        return _PendingFolder(future, _staged(self.path(step), step), self.path(step))
-
-    def hide(self) -> None:
-        """Hide what callbacks have seen of saves under way."""
-        for save in self._saves:
-            save.hide()
+            folder = self.path(step)
+            self._saves.append(_PendingFolder(future, folder if shown else _staged(folder, step), folder))
 
     def hide_unfinished(self) -> None:
-        """Hide the folders that a killed process has shown to callbacks and not committed."""
+        """Rename the folders that a killed process has shown to callbacks and not committed."""
         if self._trainer.args.should_save:
             for mark in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}"):
-                if is_pending(mark.parent):
-                    self._pending(step_of(mark.parent)).hide()
+                folder = mark.parent
+                if is_pending(folder):
+                    hidden = _staged(folder, step_of(folder))
+                    shutil.rmtree(hidden, ignore_errors=True)
+                    folder.rename(hidden)
 
     def publish(self) -> None:
         """Publish the folders of what was committed since the last call; raise what failed, if that is requested."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
-            save.hide()
             if not self._has_failed(save.future, save):
-                step = save.future.result().step
-                _mark(save.staged, step)
                 if self._safetensors:
                     self._conversions.append(self._convert(save, link=True))
                 else:
-                    save.appear()
+                    save.appear(save.future.result().step)
         while self._conversions and self._conversions[0].future.done():
             conversion = self._conversions.pop(0)
             if conversion.linked and isinstance(conversion.future.exception(), UsageError):
                 # Several ranks have saved it, or its place is elsewhere: then the weights are written.
                 self._conversions.insert(0, self._convert(conversion.save, link=False))
             elif not self._has_failed(conversion.future, conversion.save):
-                conversion.save.appear()
+                conversion.save.appear(conversion.save.future.result().step)
 
     def wait(self) -> None:
         """Wait until all is committed, and has its folder; raise what failed."""
@@ -164,12 +157,12 @@ class CheckpointFolders:
         """Make the folder of a step that was committed when the process died, or that a program without a Trainer has
         saved; do nothing where it is whole.
         """
-        folder, save = self.path(step), self._pending(step)
+        folder = self.path(step)
+        save = _PendingFolder(None, _staged(folder, step), folder)
         if not self._trainer.args.should_save or (is_ours(folder) and step_of(folder) == step and _is_readable(folder)):
             return
         if _is_readable(save.staged):
-            _mark(save.staged, step)
-            save.appear()
+            save.appear(step)
         elif has_mark(folder) or not folder.exists():  # else it is the Trainer's own, of the same number
             set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values

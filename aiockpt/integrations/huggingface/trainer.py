@@ -137,7 +137,6 @@ class _Attached:
         self._train_theirs = trainer.train
         trainer.train = self._train
         setattr(trainer, _SAVING[0], self._enter_save)
-        trainer.callback_handler.on_save = partial(self._call_back, trainer.callback_handler.on_save)
         overrides.log_passed_over()
 
     def _call_theirs(self, name: str, *args: Any, **named: Any) -> Any:
@@ -292,14 +291,6 @@ class _Attached:
             if name in called and name not in self._saving and not left_out:
                 getattr(self._trainer, name)(folder, **({"_internal_call": True} if name == "save_model" else {}))
 
-    def _call_back(self, theirs: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call the callbacks of a save; the folder is there for them, and then hidden until its step is committed."""
-        done = theirs(*args, **named)
-        if self._shows_folder():
-            self._trainer.accelerator.wait_for_everyone()
-        self._folders.hide()
-        return done
-
     def _save(self, model: Any, trial: Any) -> None:
         """Save the step that the Trainer is at; return when its state may change."""
         trainer = self._trainer
@@ -323,7 +314,7 @@ class _Attached:
         self._folders.rotate()
         number = self._run * RUN + step
         left_out = None if self._inside.engine is None else self._inside.left_out(self._only)
-        self._folders.expect(number, self._ckpt.save(number, state, exclude=left_out))
+        self._folders.expect(number, self._ckpt.save(number, state, exclude=left_out), shown=shows)
 
     def _model(self) -> dict[str, Any]:
         trainer = self._trainer
