@@ -149,7 +149,6 @@ class _NothingIsThere(SimulatedFiles):
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("verb", [put_new, create, space])
 async def test_a_file_system_that_denies_its_own_root_is_an_error_and_no_endless_loop(verb: Verb) -> None:
     await fails(verb(on(_NothingIsThere())), StorageError, "not even '/' is there")

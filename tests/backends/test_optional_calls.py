@@ -329,7 +329,6 @@ def in_a_sandbox(calls: dict[str, int], body: str) -> str:
     return done.stderr
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
 def test_in_a_sandbox_that_refuses_all_that_is_optional_a_step_is_saved_and_loaded(tmp_path: Path, error: int) -> None:
     calls = dict.fromkeys(("fallocate", "link", "linkat", "statfs", "preadv", "preadv2", seccomp.DIRECT), error)
@@ -342,7 +341,6 @@ def test_in_a_sandbox_that_refuses_all_that_is_optional_a_step_is_saved_and_load
         )
 
 
-@pytest.mark.timeout(150)
 def test_a_sandbox_without_shared_memory_refuses_a_writer_process_and_says_what_to_do(tmp_path: Path) -> None:
     body = f"""
 try:

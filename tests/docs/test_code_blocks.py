@@ -126,7 +126,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
@@ -180,7 +179,6 @@ def test_the_fragments_of_the_guide_to_ranks_run_on_one_rank(folder: Path, monke
     assert sorted(path.name for path in (folder / "run-7").glob("step-*")) == ["step-00000000", "step-00000100"]
 
 
-@pytest.mark.timeout(180)
 def test_the_whole_program_of_the_guide_to_ranks_runs_as_it_stands(folder: Path) -> None:
     (folder / "train.py").write_text(python_of("guide/ranks.md")[-1])
     run_under_torchrun(folder)
@@ -253,7 +251,6 @@ def test_the_proof_of_a_script_in_the_guide_certifies(proofs: Scope) -> None:
     proofs["test_my_training_resumes"]()
 
 
-@pytest.mark.timeout(180)
 def test_the_commands_of_the_guide_run_as_they_stand(folder: Path) -> None:
     with_a_run()
     for block in blocks((DOCS / "guide/commandline.md").read_text(), "sh"):

@@ -18,7 +18,6 @@ from aiockpt.errors import UsageError
 from tests.gates import Gate
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(60)
 SOON_S = 30.0
 Call = Callable[[aiockpt.Checkpointer], object]
 

@@ -34,7 +34,6 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Around
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(60)
 NEWEST = 5
 
 

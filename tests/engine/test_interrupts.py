@@ -25,7 +25,6 @@ from aiockpt.worker import process
 from tests.small_run import SMALL, Run
 from tests.watch import Watch, until
 
-pytestmark = pytest.mark.timeout(60)
 SOON_S = 30.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 import aiockpt
@@ -18,7 +17,6 @@ from aiockpt.storage.backend import Listing, Stat
 from tests.paper import paper_receipt
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(180)
 STEPS = 10_000
 NEWEST = STEPS - 1
 BEFORE = Counter({"list": STEPS + 1, "get": STEPS + 1, "open": 1, "put": 1, "delete": 1})

@@ -21,8 +21,6 @@ from aiockpt.options import Scrub
 from aiockpt.runtime.ranks import Ranks
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def tasks() -> set[str]:
     """Return the threads of this process, those of C and C++ among them."""

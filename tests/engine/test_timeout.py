@@ -22,7 +22,6 @@ from aiockpt.testing.simulation import simulated_world
 from aiockpt.testing.virtual_time import run_virtually
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(60)
 REFUSED = StorageError("connection refused", retryable=True)
 
 

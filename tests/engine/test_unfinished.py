@@ -21,7 +21,6 @@ from tests.ranks.crew import Crew
 from tests.small_run import SMALL
 from tests.watch import until
 
-pytestmark = pytest.mark.timeout(60)
 STATE = {"x": torch.zeros(5000)}
 VOTE = Fault(do="hang", verb="put_new", match="step-00000002/*/r00000.json")
 

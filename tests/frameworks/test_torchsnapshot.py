@@ -42,7 +42,6 @@ def test_one_rank(tmp_path: Path) -> None:
     assert_same(open_checkpoint(tmp_path / "one").state["values"], values())
 
 
-@pytest.mark.timeout(150)
 def test_two_ranks(tmp_path: Path) -> None:
     assert run_forked("tests.frameworks.torchsnapshot_ranks", 2, tmp_path, 120) == [0, 0]
     state, of_second = written_on_two()

@@ -40,7 +40,6 @@ def test_a_guard_that_is_not_there_or_twice_is_told() -> None:
             guard.remove(source)
 
 
-@pytest.mark.timeout(300)
 def test_guards_drawn_for_today_are_noticed_when_they_are_gone() -> None:
     trial = Trial()
     here = [guard for guard in GUARDS if not guard.framework]

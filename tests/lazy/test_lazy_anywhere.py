@@ -23,7 +23,6 @@ from tests.watch import Watch
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
 SOON_S = 60
-pytestmark = pytest.mark.timeout(120)
 
 
 class Net(nn.Module):

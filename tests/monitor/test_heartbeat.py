@@ -377,7 +377,6 @@ def test_the_command_looks_once_where_there_is_no_terminal(tmp_path: Path) -> No
     assert isinstance(run.invoke(app, ["top", str(tmp_path / "nowhere")]).exception, aiockpt.UsageError)
 
 
-@pytest.mark.timeout(100)
 def test_in_a_terminal_it_goes_on_until_the_job_has_ended_or_somebody_ends_it(tmp_path: Path) -> None:
     write(tmp_path, beat_of(0, world_size=1))
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's & has it ignored
@@ -425,7 +424,6 @@ main()
 """
 
 
-@pytest.mark.timeout(100)
 def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanwhile(tmp_path: Path) -> None:
     run, flag = tmp_path / "run", tmp_path / "flag"
     write(run, beat_of(0, world_size=1))
@@ -447,7 +445,6 @@ def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanw
     os.close(mine)
 
 
-@pytest.mark.timeout(100)
 def test_of_many_ranks_it_looks_as_often_as_a_small_part_of_a_core_allows(tmp_path: Path) -> None:
     write(tmp_path, *(beat_of(rank, world_size=300) for rank in range(300)))
 

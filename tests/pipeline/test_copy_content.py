@@ -27,7 +27,6 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(60)
 STEP = "step-00000001"
 FREE = Pace(None, OsClock())
 

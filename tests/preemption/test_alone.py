@@ -21,8 +21,6 @@ from aiockpt.testing.faults import Fault, FaultyFiles
 from tests.preemption.programs import start
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def newest(root: Path) -> int | None:
     """Load the newest step as a new process would, and return its value, after checking its tensor."""

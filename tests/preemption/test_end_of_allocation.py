@@ -15,7 +15,6 @@ from tests.preemption.programs import start, start_ranks
 from tests.preemption.test_alone import newest, steps
 from tests.preemption.test_ranks_end import WORLD_SIZE, ends, logs, script
 
-pytestmark = pytest.mark.timeout(200)
 AHEAD_S = 12.0
 """From the moment when a program has begun, until its allocation ends."""
 

@@ -19,8 +19,6 @@ from tests.preemption.programs import WAIT_S, Program, start, start_ranks
 from tests.preemption.test_alone import newest, tell
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(150)
-
 BEGIN = """
 from torch.utils.data import DataLoader
 

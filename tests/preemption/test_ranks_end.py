@@ -14,7 +14,6 @@ import aiockpt
 from tests.preemption.programs import Program, start_ranks
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.timeout(200)
 WORLD_SIZE = 3
 
 TOGETHER = """

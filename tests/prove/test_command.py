@@ -50,7 +50,6 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
 def test_a_script_is_killed_for_real_and_certified(tmp_path: Path) -> None:
     mine = tmp_path / "run" / "step-00000099" / "MANIFEST-1.json"
     mine.parent.mkdir(parents=True)
@@ -74,7 +73,6 @@ def test_a_script_is_killed_for_real_and_certified(tmp_path: Path) -> None:
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.timeout(300)
 def test_a_bug_is_found_with_real_processes_and_told_in_a_narrow_terminal(tmp_path: Path) -> None:
     done = prove(tmp_path, "--kills", "1", "--seed", "4", "--", *SCRIPT, "data one ahead")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -85,7 +83,6 @@ def test_a_bug_is_found_with_real_processes_and_told_in_a_narrow_terminal(tmp_pa
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
     tmp_path: Path, number: signal.Signals

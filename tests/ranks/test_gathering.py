@@ -18,7 +18,6 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import QUICK, Crew, coordinator_of
 from tests.ranks.test_save import equal, failing_on, loaded, replicated
 
-pytestmark = pytest.mark.timeout(60)
 RANKS = 6
 
 

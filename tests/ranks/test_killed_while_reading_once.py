@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -57,7 +56,6 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.timeout(180)
 def test_the_others_raise_before_the_deadline_and_name_it(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(1, {"w": torch.arange(4 << 20).float()}).result()

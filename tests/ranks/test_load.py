@@ -19,8 +19,6 @@ from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew, coordinator_of
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def state_at(value: float, tensors: int = 4) -> dict[str, Any]:
     state: dict[str, Any] = {f"w{index}": torch.full((90, 33), float(value + index)) for index in range(tensors)}

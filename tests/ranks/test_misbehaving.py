@@ -31,7 +31,6 @@ from tests.ranks.crew import PATIENT, Crew
 from tests.ranks.test_save import Gone, equal, loaded, replicated, steps
 from tests.watch import until
 
-pytestmark = pytest.mark.timeout(60)
 HURRIED = aiockpt.Deadlines(ranks_s=1, commit_s=1, takeover_s=0.3, close_s=60)
 
 

@@ -17,8 +17,6 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
 from tests.ranks.test_save import equal, failing_on, loaded, replicated, steps
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from aiockpt.ranks.peers import Peers, PeersLostError, find_peers
 from aiockpt.runtime.ranks import Ranks
 from tests.ranks.gloo_threads import connect
 
-pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 50.0
 
 

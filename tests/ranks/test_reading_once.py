@@ -26,7 +26,6 @@ from tests.ranks.crew import SMALL, Crew
 from tests.ranks.gloo_threads import connect, crew_with_groups, peers_of, use
 from tests.ranks.test_load import one_rank_sees
 
-pytestmark = pytest.mark.timeout(90)
 ROWS, COLUMNS, TENSORS = 1400, 129, 6
 NBYTES = ROWS * COLUMNS * 4 * TENSORS
 

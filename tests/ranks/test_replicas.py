@@ -14,9 +14,6 @@ import aiockpt
 from aiockpt.planning import spread
 from tests.ranks.crew import Crew
 
-pytestmark = pytest.mark.timeout(60)
-
-
 _SEED = Lock()
 """Ranks are threads here, and have one random generator."""
 

@@ -25,8 +25,6 @@ from tests.example_counts import examples
 from tests.lazy.test_device import Queued
 from tests.ranks.crew import Crew
 
-pytestmark = pytest.mark.timeout(120)
-
 MAKE: list[Callable[[random.Random], torch.Tensor]] = [
     lambda dice: torch.tensor(dice.random()),
     lambda dice: torch.tensor([dice.random() < 0.5] * dice.randrange(1, 300)),

@@ -23,8 +23,6 @@ from tests.gates import Gate
 from tests.ranks.crew import QUICK, Crew, coordinator_of
 from tests.ranks.test_save import parameter
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def state_at(value: float) -> dict[str, Any]:
     """Return a state that every rank has alike."""

@@ -25,8 +25,6 @@ from tests.gates import Gate
 from tests.ranks.crew import PATIENT, QUICK, SMALL, Crew, coordinator_of
 from tests.watch import until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def replicated(value: float, tensors: int = 5, rows: int = 700) -> dict[str, Any]:
     """Return a state that every rank has alike, as under DDP."""

@@ -27,8 +27,6 @@ from tests.ranks.crew import Crew, coordinator_of
 from tests.ranks.test_save import equal, loaded, replicated
 from tests.watch import Watch
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_all_ranks_hear_when_a_step_is_in_each_tier(tmp_path: Path) -> None:
     def tiers(rank: int) -> list[Any]:

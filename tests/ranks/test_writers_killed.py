@@ -19,8 +19,6 @@ from tests.worker.test_worker_killed import orders as orders
 from tests.worker.test_worker_killed import steps_of, writers_of
 from tests.worker.worker_places import Orders
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def check_loads(place: Any, step: int, grown: bool = False) -> None:
     """Compare every bit of a step with what was saved."""

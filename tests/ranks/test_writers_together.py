@@ -23,8 +23,6 @@ from tests.worker.test_worker_killed import orders as orders
 from tests.worker.test_worker_killed import process_of, steps_of
 from tests.worker.worker_places import Orders
 
-pytestmark = pytest.mark.timeout(120)
-
 # ------------------------------------------------------------------ tests of threads, told once more
 
 SHARED_TESTS: list[Callable[..., Any]] = [

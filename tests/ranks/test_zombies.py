@@ -16,8 +16,6 @@ from aiockpt.errors import CommitConflictError, RankFailedError
 from tests.gates import Gate
 from tests.ranks.crew import Crew
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def state_at(value: float) -> dict[str, Any]:
     return {f"w{index}": torch.full((300, 33), float(value + index)) for index in range(3)}

@@ -24,8 +24,6 @@ from tests.gates import Gate
 from tests.small_run import SMALL
 from tests.watch import Watch
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def state(value: float) -> dict[str, Any]:
     return {"x": torch.full((5000,), value), "y": torch.arange(7) + int(value), "value": value}

@@ -28,8 +28,6 @@ from tests.small_run import SMALL, Run
 from tests.tiers.test_tiers import flip, steps
 from tests.watch import Watch
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def save(tiers: list[Any], run: Run, *numbers: int, **options: Any) -> None:
     """Save *run* as each of *numbers*, trained one step further each time; return when every tier has what it takes."""

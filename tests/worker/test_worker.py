@@ -29,8 +29,6 @@ from tests.worker.test_worker_killed import orders as orders
 from tests.worker.test_worker_killed import process_of, until_gone
 from tests.worker.worker_places import Orders
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def run() -> Run:

@@ -22,7 +22,6 @@ from tests.watch import until
 from tests.worker.worker_child import PACKAGES
 from tests.worker.worker_places import Orders, register
 
-pytestmark = pytest.mark.timeout(120)
 DEADLINE_S = 60
 
 
