@@ -16,7 +16,7 @@ import anyio.to_thread
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 
-PATIENCE_S = 40
+PATIENCE_S = 250
 
 Act = Callable[[str, str], Awaitable[None]]
 """What to do, given the verb and the key (for "list" the prefix) of a call."""

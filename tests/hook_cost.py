@@ -67,7 +67,7 @@ class Costs:
         self.open.set()
         self.ckpt.wait()
         self.open.clear()
-        self.ckpt.delete(self.step).result(60)
+        self.ckpt.delete(self.step).result()
         self.step += 1
 
     def make_cold(self) -> None:

@@ -141,7 +141,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_is_emitted(
         for call in (ckpt.load, partial(ckpt.load, step=1), partial(ckpt.save, 1)):
             future = call(state)
             with suppress(Exception, CancelledError):
-                future.result(60)
+                future.result()
             said += [future, *([] if future.cancelled() else [_traceback(future.exception())])]
         said += [ckpt, ckpt.statistics()]
     logging.getLogger("aiockpt").info("%s", StorageError(quoted))
@@ -249,12 +249,12 @@ def test_a_checkpointer_shows_its_url_without_the_password_and_uses_it_with(
     shown: list[object] = []
     told = _Log()
     with aiockpt.Checkpointer(URL, observers=[told]) as ckpt:
-        saved = ckpt.save(1, {"w": torch.ones(3)}).result(60)
-        loaded = ckpt.load({"w": torch.zeros(3)}).result(60)
-        shown += [ckpt, saved, loaded, ckpt.steps().result(60), ckpt.describe().result(60), open_backend(URL)]
+        saved = ckpt.save(1, {"w": torch.ones(3)}).result()
+        loaded = ckpt.load({"w": torch.zeros(3)}).result()
+        shown += [ckpt, saved, loaded, ckpt.steps().result(), ckpt.describe().result(), open_backend(URL)]
         vault.broken = True
         with pytest.raises(CheckpointError) as caught:
-            ckpt.verify(1).result(60)
+            ckpt.verify(1).result()
         vault.broken = False
     shown += ["".join(traceback.format_exception(caught.value)), *told.events, caplog.text]
     shown += [
@@ -269,7 +269,7 @@ def test_a_checkpointer_shows_its_url_without_the_password_and_uses_it_with(
 def test_tiers_are_called_by_what_was_given_and_shown_without_it(vault: type[_Vault], tmp_path: Path) -> None:
     with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(URL)]) as ckpt:
         save = ckpt.save(1, {"w": torch.ones(3)})
-        far = save.committed(tier=URL).result(60)
+        far = save.committed(tier=URL).result()
         with pytest.raises(UsageError) as caught:
             save.committed(tier="elsewhere")
     assert far.url == "vault://***@host/run"
@@ -298,7 +298,7 @@ def test_the_command_line_shows_no_password(
 ) -> None:
     report = tmp_path / "report.json"
     with aiockpt.Checkpointer(URL) as ckpt:
-        ckpt.save(1, {"w": torch.ones(3)}).result(60)
+        ckpt.save(1, {"w": torch.ones(3)}).result()
     calls = [["ls", URL], ["ls", "--json", URL], ["inspect", URL, "1"], ["inspect", URL, "2"], ["verify", URL],
              ["prune", URL, "--last", "1"], ["commit", URL], ["ls", URL + "/none"]]  # fmt: skip
     calls.append(["bench", URL, "--sizes", "1MiB", "--concurrency", "1", "--seconds", "0.1", "--report", str(report)])

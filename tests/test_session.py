@@ -45,7 +45,7 @@ def run_session(folder: Path, tests: str, *options: str) -> subprocess.Completed
     (folder / "test_some.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", *options]
     command += ["--rootdir", str(folder), str(folder)]
-    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_third_test_that_hangs_ends_the_session(tmp_path: Path) -> None:
 def test_what_shows_the_contract_runs_first_and_what_is_short_last() -> None:
     files = ["tests/benchmarks/test_smoke.py", "tests/test_public_names.py", "tests/crash/test_damage.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=250, check=False)
     found = list(dict.fromkeys(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line))
     assert found == [files[2], files[0], files[1]]
 

@@ -36,8 +36,8 @@ _NUMBERS = count()
 def resume(saved: Mapping[str, Any], into: Mapping[str, Any], **how: Any) -> aiockpt.LoadResult:
     """Save one state and load it into another, through the public API."""
     with aiockpt.Checkpointer(f"memory://resume-{next(_NUMBERS)}") as ckpt:
-        ckpt.save(1, saved).result(30)
-        result = ckpt.load(into, **how).result(30)
+        ckpt.save(1, saved).result()
+        result = ckpt.load(into, **how).result()
     assert result is not None
     return result
 

@@ -96,12 +96,12 @@ def test_a_run_is_saved_to_azure_and_loaded_from_there(azure: CloudBackend) -> N
     run = Run()
     run.train()
     with aiockpt.Checkpointer(azure) as ckpt:
-        ckpt.save(1, run.state).result(60)
+        ckpt.save(1, run.state).result()
         run.train()
-        ckpt.save(2, run.state).result(60)
+        ckpt.save(2, run.state).result()
     again = Run(seed=1)
     with aiockpt.Checkpointer(azure) as ckpt:
-        loaded = ckpt.load(again.state).result(60)
+        loaded = ckpt.load(again.state).result()
     assert loaded is not None
     assert loaded.step == 2
     for ours, theirs in zip(run.model.parameters(), again.model.parameters(), strict=True):

@@ -50,7 +50,7 @@ class LookingFiles(CarelessFiles):
             with self.looked:
                 self.looks[path] += 1
                 self.looked.notify_all()
-                assert self.looked.wait_for(lambda: self.looks[path] >= 2, timeout=30), "nobody else has looked"
+                assert self.looked.wait_for(lambda: self.looks[path] >= 2, timeout=250), "nobody else has looked"
         return super()._open(path, mode, **options)
 
 
@@ -321,9 +321,9 @@ def test_it_promises_no_more_than_the_protocol_does(url: str, scope: str, durabl
 def test_a_run_is_saved_and_loaded_through_fsspec(tmp_path: Path) -> None:
     saved: dict[str, Any] = {"w": torch.arange(10_000), "step": 3}
     with aiockpt.Checkpointer(FsspecBackend(f"file://{tmp_path}/run")) as ckpt:
-        ckpt.save(3, saved).result(60)
+        ckpt.save(3, saved).result()
     state: dict[str, Any] = {"w": torch.zeros(10_000, dtype=torch.int64), "step": 0}
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:  # the files are those of any other place
-        loaded = ckpt.load(state).result(60)
+        loaded = ckpt.load(state).result()
     assert loaded is not None
     assert torch.equal(state["w"], saved["w"])

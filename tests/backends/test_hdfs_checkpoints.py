@@ -22,7 +22,7 @@ from tests.small_run import SMALL, Run
 
 __all__ = ["hdfs"]
 
-WAIT_S = 60
+WAIT_S = 250
 
 
 @pytest.fixture(params=["parts", "stream"])

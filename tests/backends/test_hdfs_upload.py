@@ -270,7 +270,7 @@ async def test_an_abort_waits_for_the_threads_that_write(parts: HdfsBackend, raw
 
     def wait_for_abort(run: memoryview) -> None:
         reached.set()
-        assert aborting.wait(30)
+        assert aborting.wait(250)
 
     file = await parts.create("file", 10)
     writing = asyncio.ensure_future(file.write(0, [memoryview(b"01234")], wait_for_abort))
@@ -296,7 +296,7 @@ class SlowToFlush:
 
     def hsync(self) -> None:
         self.flushing.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(250)
 
 
 async def test_a_block_does_not_begin_while_the_one_before_it_is_still_flushed(raw: Client, folder: str) -> None:

@@ -339,7 +339,7 @@ class _SlowFlush(SimulatedFiles):
 
     def fdatasync(self, fd: int) -> None:
         self.begun.put(None)
-        self.go_on.get(timeout=30)
+        self.go_on.get(timeout=250)
         super().fdatasync(fd)
 
 
@@ -349,7 +349,7 @@ async def test_an_abort_while_the_file_is_being_finished_leaves_it_alone() -> No
     file = await backend.create("f", 1)
     await file.write(0, [memoryview(b"x")])
     finishing = asyncio.ensure_future(file.finish())
-    await asyncio.to_thread(files.begun.get, timeout=30)
+    await asyncio.to_thread(files.begun.get, timeout=250)
     await file.abort()
     files.go_on.put(None)
     await finishing

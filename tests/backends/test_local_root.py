@@ -92,7 +92,7 @@ def test_save_and_load_name_a_root_that_is_a_file(tmp_path: Path, run: Run, call
         aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
         pytest.raises(StorageError, match="run is a file"),
     ):
-        (ckpt.save(1, run.state) if call == "save" else ckpt.load(run.state)).result(30)
+        (ckpt.save(1, run.state) if call == "save" else ckpt.load(run.state)).result()
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_root_that_cannot_be_made_is_not_taken_for_a_full_disk(run: Run) -> No
         aiockpt.Checkpointer("/proc/aiockpt-run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
         pytest.raises(StorageError, match="/proc/aiockpt-run: this folder cannot be made") as caught,
     ):
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
     assert not isinstance(caught.value, StorageFullError)
     assert not caught.value.retryable
 

@@ -444,7 +444,7 @@ async def test_an_archived_step_is_passed_over_once_a_newer_one_proves_that_it_i
         with pytest.raises(StorageError, match="restore it first"):
             await ckpt.load({"x": 0})
     loaded, step, state = None, 1, {"x": 0}
-    with anyio.fail_after(30):
+    with anyio.fail_after(250):
         while loaded is None:
             async with aiockpt.Checkpointer(s3_url) as ckpt:
                 await ckpt.save(step := step + 1, {"x": step})

@@ -139,9 +139,9 @@ def test_clean_up_goes_on_without_the_hint(tmp_path: Path, caplog: pytest.LogCap
     )
     with aiockpt.Checkpointer(refused, limits=aiockpt.Limits(io=SMALL), retention=Retention(last=1)) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, {"x": step}).result(30)
+            ckpt.save(step, {"x": step}).result()
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        assert [info.step for info in ckpt.steps().result(30)] == [3]
+        assert [info.step for info in ckpt.steps().result()] == [3]
     told = [record.getMessage() for record in caplog.records if "LATEST" in record.getMessage()]
     assert len(told) == 1
     assert "stays as it is" in told[0]

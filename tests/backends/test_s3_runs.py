@@ -21,7 +21,7 @@ from tests.gates import Gate, striking
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import Run
 
-DEADLINE_S = 60
+DEADLINE_S = 250
 STATE_BYTES = 40 << 20
 
 

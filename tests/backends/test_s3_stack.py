@@ -39,7 +39,7 @@ from tests.servers.proxy import Action, Fault, Proxy
 from tests.servers.seaweed import find_weed, seaweed_server
 from tests.watch import Watch
 
-DEADLINE_S = 90
+DEADLINE_S = 250
 PART_BYTES = 8 << 20
 ELEMENTS = 17 << 18
 """Of float32: two parts and a short one."""

@@ -44,7 +44,7 @@ MOST_LIFE_S = 0.4
 COUNT: Any = "trained"
 """How the loaders count; the tests see that another way is found."""
 RIGHT, LOST, TWICE, NOTHING_SAVED, ALL_TRAINED = range(5)
-DEADLINE_S = 60
+DEADLINE_S = 250
 NEEDED = (
     "aiockpt.session.checkpointer",
     "aiockpt.data.loader",

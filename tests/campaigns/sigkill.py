@@ -26,7 +26,7 @@ from tests.inline_process import TINY, states_equal, tiny_state
 
 RAISED, NEVER_SAVED = 255, 254
 """What a child returns that raised; and one that loaded what nobody ever saved."""
-DEADLINE_S = 60
+DEADLINE_S = 250
 SPREAD = 37
 """Consecutive seeds kill that many calls apart."""
 FIRST, SECOND, LAST = 1, 2, 3

@@ -27,7 +27,7 @@ from aiockpt.testing.states import MAPPINGS, SEQUENCES, Blueprint, build, draw_b
 from tests.campaigns.campaign import Campaign, Outcomes
 
 IO = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
-WAIT_S = 60
+WAIT_S = 250
 SNAPSHOTS: list[Snapshot] = ["eager", "eager", "lazy", "device"]
 _names = itertools.count()
 

@@ -45,7 +45,7 @@ from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 WORLD_SIZE = 4
 OWN_ON_DISK, OWN_ON_S3, SHARED = 32 << 20, 1 << 20, 1 << 18
 """Bytes of each rank, and of all together."""
-DEADLINE_S = 60.0
+DEADLINE_S = 250
 SLICE_S = 0.02
 _PROGRESS = struct.Struct("q")
 Trouble = Literal["quiet", "disk", "network", "processor"]

@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cli") / "run"
     save(root, [100, 200, 300])
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.verify(200).result(30)
+        ckpt.verify(200).result()
     return root
 
 

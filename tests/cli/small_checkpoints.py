@@ -52,9 +52,9 @@ def save(root: Path, steps: list[int], load: int | None = None) -> None:
     """Save *steps* as one run, that went on from *load*."""
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         if load is not None:
-            ckpt.load(make_state(0), load).result(30)
+            ckpt.load(make_state(0), load).result()
         for step in steps:
-            ckpt.save(step, make_state(step), metrics={"loss": 1 / step}, user={"git": "abc"}).result(30)
+            ckpt.save(step, make_state(step), metrics={"loss": 1 / step}, user={"git": "abc"}).result()
 
 
 def make_older(folder: Path, days: float) -> None:
@@ -109,9 +109,9 @@ def save_partly(root: Path) -> None:
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "note": "x"}
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state).result(30)
+        ckpt.save(1, state).result()
         for step in (2, 3):
-            ckpt.save(step, state, only=aiockpt.trainable(), exclude=["optimizer", "note"]).result(30)
+            ckpt.save(step, state, only=aiockpt.trainable(), exclude=["optimizer", "note"]).result()
 
 
 def snapshot_of(root: Path) -> dict[str, bytes]:

@@ -158,7 +158,7 @@ def test_bench_that_is_interrupted_cleans_up_and_says_so(tmp_path: Path, number:
         assert process.stderr is not None
         assert "everything goes below" in process.stderr.readline()  # the signals are caught from then on
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=250)
     assert process.returncode == 128 + number
     assert "removed all that was below" in err
     assert "stopped before all was measured" in err

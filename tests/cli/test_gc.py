@@ -66,7 +66,7 @@ def test_yes_leaves_the_newest_step_of_dead_runs_and_what_is_not_theirs(aiockpt_
     assert [steps(runs / name) for name in ("a", "team/b c/d", "young")] == [[3], [3], [1, 2, 3]]
     assert (runs / "data" / "step-5" / "mine.bin").exists()
     with aiockpt.Checkpointer(runs / "a", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.verify().result(30).step == 3
+        assert ckpt.verify().result().step == 3
     again = aiockpt_command("gc", runs, "--yes")
     assert (again.status, "nothing to delete of 3 runs" in again.out) == (0, True)
 
@@ -176,7 +176,7 @@ def test_runs_in_a_bucket_are_found_below_a_prefix(
     for name in ("a", "team/b"):
         with aiockpt.Checkpointer(f"{s3_url}/{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
             for step in (1, 2):
-                ckpt.save(step, {"x": step}).result(30)
+                ckpt.save(step, {"x": step}).result()
     young = aiockpt_command("gc", s3_url, "--yes", "--json").json()["runs"]
     assert [(run["run"], run["stays"]) for run in young] == [
         (f"{s3_url}/{name}", "written within 720 h") for name in ("a", "team/b")
@@ -186,4 +186,4 @@ def test_runs_in_a_bucket_are_found_below_a_prefix(
     assert (done.status, [run["kept"] for run in done.json()["runs"]]) == (0, [[2]])
     for name, left in (("a", [2, 1]), ("team/b", [2])):
         with aiockpt.Checkpointer(f"{s3_url}/{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-            assert [info.step for info in ckpt.steps().result(30)] == left
+            assert [info.step for info in ckpt.steps().result()] == left

@@ -17,7 +17,7 @@ from tests.small_run import SMALL
 
 def steps(root: object) -> list[int]:
     with aiockpt.Checkpointer(str(root), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        return [info.step for info in ckpt.steps().result(30)]
+        return [info.step for info in ckpt.steps().result()]
 
 
 class Person:
@@ -58,7 +58,7 @@ def test_what_a_job_left_in_shared_memory_is_removed(aiockpt_command: Command) -
     name = f"test-{uuid.uuid4().hex}"
     with aiockpt.Checkpointer(f"shm://{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"x": torch.ones(5)}).result(30)
+            ckpt.save(step, {"x": torch.ones(5)}).result()
     assert aiockpt_command("rm", f"shm://{name}", 1, "-y").status == 0
     assert steps(f"shm://{name}") == [2]
     assert aiockpt_command("rm", f"shm://{name}", "--all", "-y").status == 0

@@ -196,7 +196,7 @@ def votes(root: Path) -> Iterator[str]:
 def weights_alone(root: Path) -> Iterator[str]:
     with aiockpt.Checkpointer(root.parent / "thin") as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"model": torch.nn.Linear(3, 2), "more": torch.ones(5)}).result(30)
+            ckpt.save(step, {"model": torch.nn.Linear(3, 2), "more": torch.ones(5)}).result()
     yield "prune TMP/thin --optimizer 1"
     yield "prune TMP/thin --optimizer 1 --yes"
     yield "ls TMP/thin"
@@ -287,7 +287,7 @@ def dead_runs(root: Path) -> Iterator[str]:
 def converted(root: Path) -> Iterator[str]:
     with aiockpt.Checkpointer(root.parent / "models") as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"model": torch.nn.Linear(30, 20)}).result(30)
+            ckpt.save(step, {"model": torch.nn.Linear(30, 20)}).result()
     yield "convert TMP/models TMP/out --dry-run"
     yield "convert TMP/models TMP/out"
     yield "convert TMP/models TMP/out"

@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.convert import Converted, from_hugging_face, to_hugging_face
 from tests.small_run import SMALL
 
-DEADLINE_S = 60
+DEADLINE_S = 250
 
 
 class Tied(nn.Module):

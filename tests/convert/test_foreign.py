@@ -326,5 +326,5 @@ def test_an_optimizers_own_state_dict_comes_out_of_a_dcp_folder(make: str, part:
             assert load(url, now) == ()
         else:
             with aiockpt.Checkpointer(tmp_path / way) as ckpt:
-                ckpt.load(now, fork=url if way == "fork" else None).result(30)
+                ckpt.load(now, fork=url if way == "fork" else None).result()
         assert_same({key: value.state_dict() for key, value in now.items()}, saved)

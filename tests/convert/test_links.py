@@ -40,7 +40,7 @@ def test_several_files_get_an_index_that_says_where_each_weight_is(tmp_path: Pat
     model = nn.ModuleDict({str(number): nn.Linear(64, 64) for number in range(9)})
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=20480, file_bytes=40_000)
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(1, {"model": model}).result(60)
+        ckpt.save(1, {"model": model}).result()
     done = export(tmp_path / "run", tmp_path / "out", link=True)
     assert len(done.files) > 2
     assert done.files[0] == f"model-00001-of-0000{len(done.files)}.safetensors"
@@ -54,13 +54,13 @@ def test_several_files_get_an_index_that_says_where_each_weight_is(tmp_path: Pat
 def test_links_stay_when_the_step_is_deleted(root: Path, tmp_path: Path) -> None:
     export(root, tmp_path / "out", link=True)
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(7).result(60)
+        ckpt.delete(7).result()
     assert all_same(load_folder(tmp_path / "out"), plain(Tied(1)))
 
 
 def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"model": Tied(1), "ema": Tied(2), "teacher": {"net": Tied(3)}}).result(60)
+        ckpt.save(1, {"model": Tied(1), "ema": Tied(2), "teacher": {"net": Tied(3)}}).result()
     for prefix, seed in (("ema", 2), ("teacher.net", 3)):
         export(tmp_path / "run", tmp_path / prefix, link=True, prefix=prefix)
         assert all_same(load_folder(tmp_path / prefix), plain(Tied(seed)))
@@ -69,9 +69,9 @@ def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> No
 def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
     models = {f"m{number}": nn.Linear(2, 2) for number in range(9)}
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, models).result(60)
+        ckpt.save(1, models).result()
         found = {name: nn.Linear(2, 2) for name in models}
-        ckpt.load(found).result(60)
+        ckpt.load(found).result()
     assert all(all_same(found[name].state_dict(), models[name].state_dict()) for name in models)
     assert len(list(tmp_path.glob("run/step-*/a-*/d/*"))) == 1
     with pytest.raises(UsageError, match="holds other tensors beside the weights of m3, or under other names"):
@@ -81,9 +81,9 @@ def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
 def test_tensors_that_something_else_holds_too_are_no_file_of_the_module(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"first": model.weight, "model": model}).result(60)
+        ckpt.save(1, {"first": model.weight, "model": model}).result()
         found: dict[str, Any] = {"first": torch.zeros(3, 3), "model": nn.Linear(3, 3)}
-        ckpt.load(found).result(60)
+        ckpt.load(found).result()
     assert torch.equal(found["first"], model.weight)
     assert all_same(found["model"].state_dict(), model.state_dict())
     with pytest.raises(UsageError, match="holds other tensors"):
@@ -108,7 +108,7 @@ def test_what_cannot_serve_as_it_is_is_refused_and_leaves_nothing(
     state: dict[str, Any], options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state).result(60)
+        ckpt.save(1, state).result()
     for dry_run in (True, False):
         with pytest.raises(UsageError, match=why):
             export(tmp_path / "run", tmp_path / "out", link=True, dry_run=dry_run, **options)

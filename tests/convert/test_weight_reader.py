@@ -66,7 +66,7 @@ def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
     whole = torch.randn(10, 6)
     boxes = [((0, 0), whole[:3]), ((3, 0), whole[3:])]
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"net": {"w": aiockpt.Shards((10, 6), boxes), "b": torch.ones(2)}}).result(60)
+        ckpt.save(1, {"net": {"w": aiockpt.Shards((10, 6), boxes), "b": torch.ones(2)}}).result()
         weights = open_weights(ckpt, prefix="net")
         assert torch.equal(dict(weights.items())["w"], whole)
         assert torch.equal(weights.get_slice("w")[2:5], whole[2:5])

@@ -68,7 +68,7 @@ def save(ckpt: aiockpt.Checkpointer, step: int) -> str:
     told = []
     for _ in range(2):
         try:
-            ckpt.save(step, state(step)).result(60)
+            ckpt.save(step, state(step)).result()
         except aiockpt.StorageError as error:
             told.append(type(error).__name__)
         else:
@@ -95,17 +95,17 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
     done: dict[str, Any] = {}
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         for step in range(1, 9):
-            ckpt.save(step, state(step)).result(60)
+            ckpt.save(step, state(step)).result()
     dead = dead_save(root, 1)
     fill(folder)
     with aiockpt.Checkpointer(
         root, limits=aiockpt.Limits(io=SMALL), on_error="warn", retention=aiockpt.Retention(last=4)
     ) as ckpt:
-        ckpt.load(state(0)).result(60)
+        ckpt.load(state(0)).result()
         done["a save with retention"] = save(ckpt, 9)
         done["is left"] = [steps(root), dead.exists()]
         fill(folder)
-        ckpt.delete(7).result(60)
+        ckpt.delete(7).result()
     done["after delete"] = steps(root)
     fill(folder)
     done["rm"] = [command("rm", root, 8, "--yes"), steps(root)]
@@ -117,10 +117,10 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
         other.unlink()
     (folder / "filler").unlink(missing_ok=True)
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
-        ckpt.save(10, state(10)).result(60)
+        ckpt.save(10, state(10)).result()
     target = state(0)
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.load(target).result(60)
+        ckpt.load(target).result()
     done["loaded"] = target["x"][0].item()
     return done
 

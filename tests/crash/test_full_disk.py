@@ -29,7 +29,7 @@ MOUNTS = {
 def call(*command: object) -> None:
     """Run *command*, or skip the test: no root, no such file system, no such tool."""
     try:
-        subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=60)
+        subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=250)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"{command[0]} {command[1]} is not possible here: {error}")
 

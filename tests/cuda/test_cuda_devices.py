@@ -52,7 +52,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
     model = net("cpu")
     with aiockpt.Checkpointer(place) as ckpt:
-        ckpt.load({"model": model}, step).result(60)
+        ckpt.load({"model": model}, step).result()
     return dict(model.state_dict())
 
 
@@ -92,7 +92,7 @@ def test_copies_into_pinned_slabs_return_before_they_are_done() -> None:
     host = torch.frombuffer(slab.memory, dtype=torch.uint8)
     mark = lane.enqueue(lambda: host.copy_(source, non_blocking=True))
     assert not mark.done()
-    assert mark.wait(30)
+    assert mark.wait(250)
     assert bool(host.eq(1).all())
     pool.give(slab)
     pool.close()
@@ -142,7 +142,7 @@ def test_every_save_is_the_state_at_its_call_with_a_busy_device(snapshot: Snapsh
             save = ckpt.save(step, {"model": model, "optimizer": optimizer})
             expected[step] = aside
             if snapshot == "device":
-                save.written().result(60)
+                save.written().result()
     for step, aside in expected.items():
         assert differing(loaded(tmp_path, step), aside) == []
     assert {taken.snapshot for taken in watch.of(SnapshotTaken)} == {snapshot}
@@ -151,13 +151,13 @@ def test_every_save_is_the_state_at_its_call_with_a_busy_device(snapshot: Snapsh
 def test_a_lazy_save_does_not_wait_for_the_device(tmp_path: Path) -> None:
     model = net()
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(0, {"model": model}).result(60)
+        ckpt.save(0, {"model": model}).result()
         torch.cuda.synchronize()
         keep_busy(10 * BUSY_CYCLES)
         save = ckpt.save(1, {"model": model})
         assert not torch.cuda.current_stream().query()
         assert not save.snapshotted().done()
-        save.result(60)
+        save.result()
     assert differing(loaded(tmp_path, 1), dict(model.state_dict())) == []
 
 
@@ -186,14 +186,14 @@ def test_a_copy_on_the_device_is_freed(tmp_path: Path) -> None:
         for step in range(3):
             save = ckpt.save(step, {"big": big})
             assert torch.cuda.memory_allocated() > before + big.nbytes // 2
-            save.result(60)
+            save.result()
             assert torch.cuda.memory_allocated() < before + big.nbytes // 2
 
 
 def test_a_save_on_another_thread_is_the_same(tmp_path: Path) -> None:
     model = net()
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        thread = threading.Thread(target=lambda: ckpt.save(1, {"model": model}).result(60))
+        thread = threading.Thread(target=lambda: ckpt.save(1, {"model": model}).result())
         thread.start()
         thread.join()
     assert differing(loaded(tmp_path, 1), on_host(model)) == []
@@ -204,10 +204,10 @@ def test_a_state_on_two_devices_is_saved(tmp_path: Path) -> None:
     first, second = net("cuda:0"), net("cuda:1")
     state: dict[str, Any] = {"first": first, "second": second}
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state).result(60)
+        ckpt.save(1, state).result()
     models = {"first": net("cpu"), "second": net("cpu")}
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.load(models, 1).result(60)
+        ckpt.load(models, 1).result()
     assert differing(dict(models["first"].state_dict()), on_host(first)) == []
     assert differing(dict(models["second"].state_dict()), on_host(second)) == []
 
@@ -220,8 +220,8 @@ torch.cuda.set_device(1)
 model = torch.nn.Linear(512, 512, device="cuda:1")
 for snapshot in ("eager", "lazy", "device"):
     with aiockpt.Checkpointer({str(tmp_path)!r}, snapshot=snapshot) as ckpt:
-        ckpt.warm_up({{"model": model}}).result(60)
-        ckpt.save(1, {{"model": model}}).result(60)
+        ckpt.warm_up({{"model": model}}).result()
+        ckpt.save(1, {{"model": model}}).result()
 assert torch._C._cuda_hasPrimaryContext(1)
 assert not torch._C._cuda_hasPrimaryContext(0)
 """

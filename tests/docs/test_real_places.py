@@ -55,15 +55,15 @@ def test_the_tiers_of_the_guide_are_real(places: dict[str, str]) -> None:
         bucket = places["s3://bucket/"] + "run-7"
         for place in (places["shm://run-7"], places["/nvme/run-7"], bucket, places["s3://public/run-7"]):
             with aiockpt.Checkpointer(place) as ckpt:
-                assert ckpt.latest().result(30) == 1000, place
+                assert ckpt.latest().result() == 1000, place
     finally:
         with aiockpt.Checkpointer(places["shm://run-7"]) as ckpt:
-            ckpt.delete(1000).result(30)
+            ckpt.delete(1000).result()
 
 
 def test_the_copies_of_the_guide_are_real(places: dict[str, str]) -> None:
     with aiockpt.Checkpointer(places["s3://bucket/"] + "run-7") as ckpt:
-        ckpt.save(1000, make_state(3)).result(30)
+        ckpt.save(1000, make_state(3)).result()
     (block,) = blocks(section(GUIDE / "storage.md", "Copies between places"), "sh")
     lines = command_lines(at(places, block))
     assert len(lines) == 3
@@ -71,10 +71,10 @@ def test_the_copies_of_the_guide_are_real(places: dict[str, str]) -> None:
         run_command(words)
     state = make_state(0)
     with aiockpt.Checkpointer(places["s3://bucket/"] + "run-8") as ckpt:
-        ckpt.load({"model": state["model"].to(torch.bfloat16)}).result(30)
+        ckpt.load({"model": state["model"].to(torch.bfloat16)}).result()
     assert state["model"].weight.eq(3).all()
     with aiockpt.Checkpointer(places["/local/run-7"]) as ckpt:
-        assert ckpt.latest().result(30) == 1000
+        assert ckpt.latest().result() == 1000
 
 
 def test_the_extras_that_the_pages_name_are_those_of_the_package() -> None:

@@ -18,7 +18,7 @@ from aiockpt.errors import UsageError
 from tests.gates import Gate
 from tests.small_run import SMALL
 
-SOON_S = 30.0
+SOON_S = 250
 Call = Callable[[aiockpt.Checkpointer], object]
 
 REFUSED: dict[str, Call] = {

@@ -24,7 +24,7 @@ print(*sorted(name for name in sys.modules if name.startswith(("aiockpt.ranks", 
 
 def test_one_process_and_one_place_import_nothing_of_ranks_tiers_and_writers(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=250
     )
     assert done.stdout.split() == []
 

@@ -54,9 +54,9 @@ def state(step: float) -> dict[str, Any]:
 
 def save(place: Path | Backend, *steps: int, value: float | None = None, **options: Any) -> None:
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
-        ckpt.load(state(-1)).result(30)
+        ckpt.load(state(-1)).result()
         for step in steps:
-            ckpt.save(step, state(step if value is None else value)).result(30)
+            ckpt.save(step, state(step if value is None else value)).result()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def load(place: Path | Backend, step: int | None = None) -> tuple[float | None, 
     logging.getLogger("aiockpt").addHandler(lines)
     try:
         with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[watching]) as ckpt:
-            result = ckpt.load(loaded, step).result(30)
+            result = ckpt.load(loaded, step).result()
     finally:
         logging.getLogger("aiockpt").removeHandler(lines)
     if result is None:
@@ -98,7 +98,7 @@ class Lines(logging.Handler):
 
 def latest(place: Path | Backend) -> int | None:
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        return ckpt.latest().result(30)
+        return ckpt.latest().result()
 
 
 def folder(step: int) -> str:
@@ -175,8 +175,8 @@ def test_where_nothing_is_damaged_nothing_is_told(run: Path) -> None:
     with aiockpt.Checkpointer(
         run, limits=aiockpt.Limits(io=SMALL)
     ) as ckpt:  # a branch: sound steps of another one are nobody's business
-        ckpt.load(state(-1), 2).result(30)
-        ckpt.save(3, state(33.0)).result(30)
+        ckpt.load(state(-1), 2).result()
+        ckpt.save(3, state(33.0)).result()
     assert load(run) == (33.0, {})
 
 
@@ -272,7 +272,7 @@ def test_the_manifest_of_another_step_and_one_from_before_are_told(run: Path) ->
     assert value == 4
     assert "was it copied here" in skipped[folder(NEWEST)]
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(NEWEST).result(30)
+        ckpt.delete(NEWEST).result()
     save(run, NEWEST, value=50.0)
     manifest(run, NEWEST).write_bytes(before)  # of the save that was deleted
     value, skipped = load(run)
@@ -325,12 +325,12 @@ def test_a_bad_sector_in_an_old_step_stops_nothing(run: Path, match: str, error:
     assert (value, list(skipped)) == (NEWEST, [folder(2)])
     assert latest(place) == NEWEST
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
-        assert {info.step: info.problem is None for info in ckpt.steps().result(30)} == {
+        assert {info.step: info.problem is None for info in ckpt.steps().result()} == {
             5: True, 4: True, 3: True, 2: False, 1: True,
         }  # fmt: skip
-        ckpt.load(state(-1)).result(30)
-        ckpt.save(6, state(6)).result(30)
-        pruned = ckpt.prune().result(30)
+        ckpt.load(state(-1)).result()
+        ckpt.save(6, state(6)).result()
+        pruned = ckpt.prune().result()
     assert (run / folder(2)).exists()
     assert any(kept.step == 2 and "cannot be read" in kept.reason for kept in pruned.kept)
     assert sorted(int(path.name[5:]) for path in run.glob("step-*")) == [2, 5, 6]
@@ -362,9 +362,9 @@ def test_an_outage_is_no_damage(run: Path, match: str, error: int) -> None:
 def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(run: Path, error: int) -> None:
     place = unreadable(run, "step-00000005*", error)
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
-        assert any(info.step == 5 and info.problem for info in ckpt.steps().result(30))
-        ckpt.save(3, state(33.0)).result(30)  # of a lower number than the one that is away
-        pruned = ckpt.prune().result(30)
+        assert any(info.step == 5 and info.problem for info in ckpt.steps().result())
+        ckpt.save(3, state(33.0)).result()  # of a lower number than the one that is away
+        pruned = ckpt.prune().result()
     assert any(kept.step == 5 and "cannot be read" in kept.reason for kept in pruned.kept)
     assert load(run) == (33.0, {})
 
@@ -378,7 +378,7 @@ def test_a_step_that_a_disk_does_not_read_now_and_reads_later_is_not_newer_than_
         [Fault(do="fail", verb=verb, match=match, error=errno.EIO, times=None) for verb in ("get", "list")],
     )
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, state(33.0)).result(30)
+        ckpt.save(3, state(33.0)).result()
     assert load(run) == (33.0, {})
 
 
@@ -397,7 +397,7 @@ def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_mea
 
     monkeypatch.setattr(backend, "list", list_without_inode)
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, state(33.0)).result(30)
+        ckpt.save(3, state(33.0)).result()
     assert load(run) == (33.0, {})
 
 
@@ -435,8 +435,8 @@ def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
         loaded = state(-1)
         assert (ckpt.resume(loaded), loaded["step"]) == (8, 7)
-        assert {info.step for info in ckpt.steps().result(30) if info.problem} == {2}
-        assert any(kept.step == 2 and "cannot be read" in kept.reason for kept in ckpt.prune().result(30).kept)
+        assert {info.step for info in ckpt.steps().result() if info.problem} == {2}
+        assert any(kept.step == 2 and "cannot be read" in kept.reason for kept in ckpt.prune().result().kept)
     assert load(place)[0] == 7
 
 
@@ -445,9 +445,9 @@ def test_a_refused_step_that_this_very_process_has_saved_is_passed_over(tmp_path
     root = tmp_path / "run"
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), worker=worker) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, state(step)).result(60)
-        ckpt.save(2, state(22)).result(60)
-        ckpt.save(4, state(4)).result(60)
+            ckpt.save(step, state(step)).result()
+        ckpt.save(2, state(22)).result()
+        ckpt.save(4, state(4)).result()
     assert decode_manifest(manifest(root, 4).read_bytes()).older == ((folder(2), 2), (folder(3), 1), (folder(1), 1))
     assert decode_manifest(manifest(root, 1).read_bytes()).older is msgspec.UNSET
     days_back(manifest(root, 2, 2), 0.01)
@@ -471,7 +471,7 @@ def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> 
     days_back(manifest(run, 2), 0.5)
     place = archive(run, 2)
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(6, state(6)).result(30)
+        ckpt.save(6, state(6)).result()
     value, skipped = load(place)
     assert (value, list(skipped)) == (6, [folder(2)])
     (run / folder(2) / "MANIFEST-2.json").write_bytes(b"")  # a bad one that is dated now
@@ -509,7 +509,7 @@ def test_a_step_that_may_not_be_listed_is_named_by_a_save_that_could_not_list_it
     with pytest.raises(aiockpt.StorageError, match=folder(NEWEST)):
         load(place)
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(6, state(6)).result(30)
+        ckpt.save(6, state(6)).result()
     assert load(place)[0] == 6
     named = decode_manifest(manifest(run, 6).read_bytes()).older
     assert named
@@ -580,7 +580,7 @@ def test_a_refused_step_is_told_once_for_a_process_and_not_called_newer(
     discover.told.clear()
     for _ in range(2):
         with aiockpt.Checkpointer(archive(run, 2), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-            ckpt.load(state(-1)).result(30)
+            ckpt.load(state(-1)).result()
     assert caplog.text.count("step-00000002 is skipped") == 1
     assert caplog.text.count(", passed over: step-00000002\n") == 2
 
@@ -589,10 +589,10 @@ def test_a_manifest_names_the_lowest_generation_of_all_places_and_the_newest_ste
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, *range(66))
     with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.copy(65, far).result(30)
+        ckpt.copy(65, far).result()
     save(near, 65, value=1.0)
     with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(66, state(66)).result(30)
+        ckpt.save(66, state(66)).result()
     older = decode_manifest(manifest(near, 66).read_bytes()).older
     assert older == tuple((folder(step), 1) for step in range(65, 1, -1))
 
@@ -602,7 +602,7 @@ def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path
         [run, aiockpt.Tier(tmp_path / "weights", content="weights")], limits=aiockpt.Limits(io=SMALL)
     ) as ckpt:
         model = torch.nn.Linear(2, 2)
-        ckpt.save(6, {"model": model, "step": 6}).result(30)
+        ckpt.save(6, {"model": model, "step": 6}).result()
     copied = decode_manifest(manifest(tmp_path / "weights", 6).read_bytes())
     assert copied.older == tuple((folder(step), 1) for step in range(NEWEST, 0, -1))
 
@@ -652,7 +652,7 @@ def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of
 def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: Path) -> None:
     save(run, 6)
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(2).result(30)
+        ckpt.delete(2).result()
     save(run, 2, value=22.0)
     days_back(manifest(run, 2), -0.01)
     for path in (run / folder(6)).glob("*.*"):  # marks that came later, too
@@ -688,14 +688,14 @@ def test_a_newer_format_is_no_damage(run: Path, changes: dict[str, Any]) -> None
     assert load(run, 4) == (4, {})
     save_without_loading(run, 6)
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.prune(aiockpt.Retention(last=1)).result(30)
-        assert any(info.step == NEWEST and info.problem for info in ckpt.steps().result(30))
+        ckpt.prune(aiockpt.Retention(last=1)).result()
+        assert any(info.step == NEWEST and info.problem for info in ckpt.steps().result())
     assert manifest(run, NEWEST).exists()
 
 
 def save_without_loading(root: Path, step: int) -> None:
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(step, state(step)).result(30)
+        ckpt.save(step, state(step)).result()
 
 
 def test_an_old_step_of_a_newer_format_whose_head_says_so_is_no_business_of_a_load(run: Path) -> None:
@@ -748,7 +748,7 @@ def test_a_receipt_that_is_too_long_is_not_read_and_its_save_is_garbage(run: Pat
     place = FaultyBackend(LocalBackend(str(run)), [Fault(do="hang", verb="get", match="*/r00000.json", times=None)])
     assert load(place) == (NEWEST, {})
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune().result(30)
+        pruned = ckpt.prune().result()
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(9)]
     assert not (run / folder(9)).exists()
 
@@ -765,14 +765,14 @@ def test_a_bad_decision_record_of_a_dead_save_is_told_and_holds_up_no_prune(run:
     other = dead_save(run, 8)
     (other / "r" / "r00000.json").unlink()
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune().result(30)
+        pruned = ckpt.prune().result()
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(8)]
     ((step_id, reason),) = pruned.left
     assert step_id == folder(9)
     assert "DECISION.json" in reason
     assert load(run) == (NEWEST, {})
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(9, state(9)).result(30)
+        ckpt.save(9, state(9)).result()
     assert load(run) == (9, {})
 
 
@@ -782,7 +782,7 @@ def test_a_committed_step_with_anything_in_it_can_be_deleted(run: Path, way: Way
     way(record)
     (run / folder(2) / "dangling").symlink_to("nowhere")
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(2).result(30)
+        ckpt.delete(2).result()
     assert not (run / folder(2)).exists()
     assert load(run) == (NEWEST, {})
 
@@ -842,7 +842,7 @@ def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newe
         way(manifest(run, step))
     _clear(data_file(run, 3))
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result()
     assert [step.step for step in pruned.steps] == [1]
     assert load(run)[0] == 2
 
@@ -850,9 +850,9 @@ def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newe
 def test_who_has_found_a_step_damaged_does_not_keep_it_in_place_of_another(run: Path) -> None:
     flipped(data_file(run, NEWEST))
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        loaded = ckpt.load(state(-1)).result(30)
+        loaded = ckpt.load(state(-1)).result()
         assert loaded is not None
-        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result()
     assert [step.step for step in pruned.steps] == [1, 2, 3]
     assert load(run)[0] == NEWEST - 1
 
@@ -871,8 +871,8 @@ def test_an_older_generation_is_no_garbage_while_the_newer_one_is_bad(run: Path,
     else:
         _clear(data if bad == "data" else data.parent.parent)
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.load(state(-1)).result(30)
-        ckpt.prune(aiockpt.Retention(last=5, grace_s=0)).result(30)
+        ckpt.load(state(-1)).result()
+        ckpt.prune(aiockpt.Retention(last=5, grace_s=0)).result()
     value, skipped = load(run)
     assert (value, list(skipped)) == (5.0, [folder(5)])
 
@@ -959,9 +959,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
-        ckpt.save(1, state(10.0)).result(30)
-        ckpt.save(2, state(20.0)).result(30)
-        ckpt.save(3, state(30.0)).result(30)
+        ckpt.save(1, state(10.0)).result()
+        ckpt.save(2, state(20.0)).result()
+        ckpt.save(3, state(30.0)).result()
     (line,) = warnings(caplog)
     assert "holds 5 step(s) of another run that were not loaded, the newest of them 5" in line
     assert load(run) == (30.0, {})
@@ -971,8 +971,8 @@ def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pyt
 def test_who_has_loaded_is_not_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(run, 6)
     with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # going back is deliberate
-        ckpt.load(state(-1), 2).result(30)
-        ckpt.save(3, state(33.0)).result(30)
+        ckpt.load(state(-1), 2).result()
+        ckpt.save(3, state(33.0)).result()
     assert warnings(caplog) == []
 
 
@@ -981,10 +981,10 @@ def test_two_jobs_on_one_folder_are_told_of_each_other(tmp_path: Path, caplog: p
         aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as one,
         aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as other,
     ):
-        one.load(state(-1)).result(30)
-        other.load(state(-1)).result(30)
-        one.save(1, state(1)).result(30)
-        other.save(1, state(2)).result(30)
+        one.load(state(-1)).result()
+        other.load(state(-1)).result()
+        one.save(1, state(1)).result()
+        other.save(1, state(2)).result()
     assert len(warnings(caplog)) == 1
 
 

@@ -51,8 +51,8 @@ def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Ru
         ckpt.save(2, run.state)
     assert caught.value.failures == (failed,)
     assert caught.value.future is not None
-    assert caught.value.future.result(30).step == 2
-    ckpt.save(3, run.state).result(30)
+    assert caught.value.future.result().step == 2
+    ckpt.save(3, run.state).result()
     ckpt.close()
     ckpt.close()
 
@@ -61,7 +61,7 @@ def _until_done(future: aiockpt.SaveFuture) -> None:
     """Wait without taking the error from the future."""
     ended = threading.Event()
     future.add_done_callback(lambda _: ended.set())
-    assert ended.wait(30)
+    assert ended.wait(250)
 
 
 def test_close_raises_what_nobody_was_told(run: Run) -> None:
@@ -74,8 +74,8 @@ def test_close_raises_what_nobody_was_told(run: Run) -> None:
 def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
     with aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.StorageError):
-            ckpt.save(1, run.state).result(30)
-        ckpt.save(2, run.state).result(30)
+            ckpt.save(1, run.state).result()
+        ckpt.save(2, run.state).result()
 
 
 def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run) -> None:
@@ -94,7 +94,7 @@ def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
     ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL), on_error=told.append)
     failed = ckpt.save(1, run.state)
     _until_done(failed)
-    ckpt.save(2, run.state).result(30)
+    ckpt.save(2, run.state).result()
     assert told == [failed]
     ckpt.close()
 
@@ -112,11 +112,11 @@ def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> N
         save = ckpt.save(1, run.state)
         assert save.cancel()
         with pytest.raises(SaveCancelledError, match="step 1"):
-            save.result(30)
+            save.result()
         assert save.cancelled()
-        assert ckpt.steps().result(30) == ()
+        assert ckpt.steps().result() == ()
         assert ckpt.statistics().pool.used_slabs == 0
-        ckpt.save(2, run.state).result(30)
+        ckpt.save(2, run.state).result()
 
 
 async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:
@@ -134,7 +134,7 @@ def test_too_many_saves_are_skipped_when_the_policy_says_so(run: Run) -> None:
         first = ckpt.save(1, run.state)
         skipped = ckpt.save(2, run.state)
         with pytest.raises(SaveSkippedError, match="in flight"):
-            skipped.result(30)
+            skipped.result()
         first.cancel()
 
 
@@ -142,7 +142,7 @@ def test_a_state_that_cannot_be_saved_is_refused_by_its_path_before_anything_is_
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(aiockpt.UnsupportedStateError, match=r"extra\.thing"):
             ckpt.save(1, {"model": torch.nn.Linear(2, 2), "extra": {"thing": object()}})
-        assert ckpt.steps().result(30) == ()
+        assert ckpt.steps().result() == ()
     assert not list(tmp_path.glob("run/step-*"))
 
 
@@ -171,9 +171,9 @@ def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -
 
 def test_a_step_may_be_an_integer_of_numpy_to_look_at_and_load(run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend("numpy"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, run.state).result(30)
-        assert ckpt.describe(np.int64(3)).result(30).info.step == 3  # type: ignore[arg-type]
-        assert ckpt.load(run.state, np.int64(3)).result(30) is not None  # type: ignore[arg-type]
+        ckpt.save(3, run.state).result()
+        assert ckpt.describe(np.int64(3)).result().info.step == 3  # type: ignore[arg-type]
+        assert ckpt.load(run.state, np.int64(3)).result() is not None  # type: ignore[arg-type]
 
 
 def test_options_that_cannot_work_are_refused_with_their_names() -> None:
@@ -194,8 +194,8 @@ def test_a_metric_may_be_a_loss_that_was_not_detached(run: Run) -> None:
     loss = run.model(torch.ones(8, run.width)).sum()
     assert loss.requires_grad
     with aiockpt.Checkpointer(MemoryBackend("metrics"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state, metrics={"loss": loss}).result(30)  # warnings are errors here
-        assert ckpt.describe(1).result(30).info.metrics == {"loss": pytest.approx(loss.item())}
+        ckpt.save(1, run.state, metrics={"loss": loss}).result()  # warnings are errors here
+        assert ckpt.describe(1).result().info.metrics == {"loss": pytest.approx(loss.item())}
 
 
 def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> None:
@@ -217,11 +217,11 @@ def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> No
 
 def test_a_load_that_nobody_waited_for_is_an_error_at_the_next_call(backend: Backend, run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         load = ckpt.load(run.state)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
             ckpt.save(2, run.state)
-        load.result(30)
+        load.result()
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run) -> None:
@@ -231,8 +231,8 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run
 
     with aiockpt.Checkpointer(Small("small"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(StorageFullError, match="1,000 free"):
-            ckpt.save(1, run.state).result(30)
-        assert ckpt.steps().result(30) == ()
+            ckpt.save(1, run.state).result()
+        assert ckpt.steps().result() == ()
 
 
 def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: Run) -> None:
@@ -241,7 +241,7 @@ def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: R
     ckpt = aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=io, deadlines=aiockpt.Deadlines(slab_s=0.05)))
     save = ckpt.save(1, run.state)
     with pytest.raises(StorageTimeoutError, match="pool_bytes"):
-        save.result(30)
+        save.result()
     ckpt.close()
 
 
@@ -251,9 +251,9 @@ def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: R
         backend, limits=aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(commit_s=0.1))
     ) as ckpt:
         with pytest.raises(aiockpt.CommitTimeoutError, match="unknown"):
-            ckpt.save(1, run.state).result(30)
-        assert [info.step for info in ckpt.finish_commits().result(30)] == [1]
-        assert ckpt.latest().result(30) == 1
+            ckpt.save(1, run.state).result()
+        assert [info.step for info in ckpt.finish_commits().result()] == [1]
+        assert ckpt.latest().result() == 1
 
 
 def test_a_lost_answer_is_no_conflict(run: Run) -> None:
@@ -261,17 +261,17 @@ def test_a_lost_answer_is_no_conflict(run: Run) -> None:
         backend = broken(Fault(do="lose_answer", verb="put_new", match=match), name=match)
         with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
             save = ckpt.save(1, run.state)
-            error = save.exception(30)
+            error = save.exception()
             assert error is None or isinstance(error, aiockpt.StorageError)
-            assert ckpt.latest().result(30) == (1 if error is None or match != "*r00000.json" else None)
+            assert ckpt.latest().result() == (1 if error is None or match != "*r00000.json" else None)
 
 
 def test_an_existing_step_is_not_reported_against_its_own_call(backend: Backend, run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="raise") as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         again = ckpt.save(1, run.state)
         with pytest.raises(StepExistsError):
-            again.result(30)
+            again.result()
 
 
 def test_a_closed_checkpointer_says_so(run: Run) -> None:
@@ -320,7 +320,7 @@ async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(r
 def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
     ckpt = aiockpt.Checkpointer(MemoryBackend("seen"), limits=aiockpt.Limits(io=SMALL))
     save = ckpt.save(1, run.state)
-    save.result(30)
+    save.result()
     ckpt.wait()
     assert repr(save) == "<SaveFuture save of step 1: committed>"
     assert repr(ckpt) == f"<Checkpointer {ckpt._destination.places[0].backend.url}, 0 saves in flight, running>"
@@ -340,7 +340,7 @@ def test_a_forked_child_is_refused_with_a_clear_message(run: Run) -> None:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     ckpt.close()
 
 
@@ -353,10 +353,10 @@ for step in range(3):
     ckpt.save(step, state)
 print("the end", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "the end\n", "")
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        assert [info.step for info in ckpt.steps().result(30)] == [2, 1, 0]
+        assert [info.step for info in ckpt.steps().result()] == [2, 1, 0]
 
 
 def test_a_failure_at_exit_is_told(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 backend = FaultyBackend(LocalBackend({str(tmp_path / "run")!r}), [Fault(do="fail", verb="upload.finish")])
 aiockpt.Checkpointer(backend).save(1, {{"x": torch.arange(10)}})
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert "save of step 1" in run.stderr
 
 
@@ -377,11 +377,11 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
         tmp_path / "run", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)
     ) as ckpt:
         for step in range(10):
-            ckpt.save(step, state).result(30)
+            ckpt.save(step, state).result()
         ckpt.wait()
         descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         for step in range(10, 60):
-            ckpt.save(step, state).result(30)
+            ckpt.save(step, state).result()
         ckpt.wait()
         assert set(os.listdir("/proc/self/fd")) <= descriptors  # what earlier tests left may go meanwhile
         more = set(threading.enumerate()) - threads
@@ -410,14 +410,14 @@ class LocalBoxes:
         self.let_go = threading.Event()
 
     def on_event(self, event: Event) -> None:
-        assert isinstance(event, Opened) or self.let_go.wait(30)
+        assert isinstance(event, Opened) or self.let_go.wait(250)
 
 
 def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
     holding = LocalBoxes()
     ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), observers=[holding])  # its pool has room for all of the state
     failed = ckpt.save(1, run.state)
-    failed.snapshotted().result(30)
+    failed.snapshotted().result()
     holding.let_go.set()
     _until_done(failed)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
@@ -431,29 +431,29 @@ def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
 
 def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend, run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         asked, may_wait, found = threading.Event(), threading.Event(), []
 
         def load() -> None:
             future = ckpt.load({"model": torch.nn.Linear(2, 2)}, strict=False)
             asked.set()
-            may_wait.wait(30)
-            found.append(future.result(30))
+            may_wait.wait(250)
+            found.append(future.result())
 
         thread = threading.Thread(target=load)
         thread.start()
-        assert asked.wait(30)
-        ckpt.save(2, run.state).result(30)
+        assert asked.wait(250)
+        ckpt.save(2, run.state).result()
         may_wait.set()
-        thread.join(30)
+        thread.join(250)
         assert found[0] is not None
 
 
 def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(backend: Backend, run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         thread = threading.Thread(target=ckpt.load, args=(run.state,))
         thread.start()
-        thread.join(30)
+        thread.join(250)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
             ckpt.save(2, run.state)

@@ -27,10 +27,10 @@ def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: p
     caplog.set_level(logging.INFO, "aiockpt")
     run = Run(1)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load(run.state).result(30) is None
-        ckpt.save(7, run.state).result(30)
-        ckpt.save(7, run.state).result(30)
-        ckpt.load(run.state).result(30)
+        assert ckpt.load(run.state).result() is None
+        ckpt.save(7, run.state).result()
+        ckpt.save(7, run.state).result()
+        ckpt.load(run.state).result()
     nothing, first, again, loaded = infos(caplog)
     assert nothing == "nothing to load: there is no checkpoint yet"
     assert first.startswith("saved step 7: ")
@@ -44,15 +44,15 @@ def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: p
 def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
-        ckpt.save(7, {"w": torch.ones(3)}).result(30)
-        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+        ckpt.save(7, {"w": torch.ones(3)}).result()
+        ckpt.save(7, {"w": torch.ones(3)}).result()
     assert infos(caplog)[1] == f"step 7 is committed already, and left as it is, in file://{tmp_path}"
 
 
 def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), worker="process") as ckpt:
-        ckpt.save(7, {"w": torch.ones(3)}).result(60)
+        ckpt.save(7, {"w": torch.ones(3)}).result()
     (line,) = infos(caplog)
     assert line.startswith("saved step 7: ")
     assert line.endswith(f"to file://{tmp_path}")
@@ -62,14 +62,14 @@ def test_a_save_that_fails_is_no_line_of_success(tmp_path: Path, caplog: pytest.
     caplog.set_level(logging.INFO, "aiockpt")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
         (tmp_path / "step-00000007").write_text("in the way")
-        assert ckpt.save(7, {"w": torch.ones(3)}).exception(30) is not None
+        assert ckpt.save(7, {"w": torch.ones(3)}).exception() is not None
     assert infos(caplog) == []
 
 
 def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_write_works(tmp_path: Path) -> None:
     saved, fresh = Run(1), Run(2)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(7, saved.state).result(30)
+        ckpt.save(7, saved.state).result()
 
     async def notebook() -> int:
         async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
@@ -98,7 +98,7 @@ def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
 def hanging(place: Path) -> FaultyBackend:
     """Return a place with a step whose first read of data hangs."""
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+        ckpt.save(7, {"w": torch.ones(3)}).result()
     return FaultyBackend(LocalBackend(str(place)), [Fault(do="hang", verb="read", match="*.safetensors")])
 
 
@@ -106,8 +106,8 @@ def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> 
     into = {"w": torch.zeros(3)}
     with aiockpt.Checkpointer(hanging(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.load({"w": torch.zeros(3)}).cancel()
-        assert ckpt.load(into).result(30) is not None
-        ckpt.save(8, into).result(30)
+        assert ckpt.load(into).result() is not None
+        ckpt.save(8, into).result()
     assert into["w"].eq(1).all()
 
 
@@ -119,15 +119,15 @@ def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word
         until(load.done, "the end of the load")
         with pytest.raises(aiockpt.UsageError, match="load again before you use it"):
             ckpt.save(8, state)
-        ckpt.save(8, state).result(30)
+        ckpt.save(8, state).result()
 
 
 def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(7, {"w": torch.ones(3)}).result(30)
-        assert isinstance(ckpt.load({"v": torch.zeros(3)}).exception(30), aiockpt.StateMismatchError)
+        ckpt.save(7, {"w": torch.ones(3)}).result()
+        assert isinstance(ckpt.load({"v": torch.zeros(3)}).exception(), aiockpt.StateMismatchError)
         into = {"w": torch.zeros(3)}
-        ckpt.load(into).result(30)
+        ckpt.load(into).result()
     assert into["w"].eq(1).all()
 
 
@@ -141,8 +141,8 @@ def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -
             return await super().get(key, max_bytes)
 
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"w": torch.full((3,), 1.0)}).result(30)
-        ckpt.save(2, {"w": torch.full((3,), 2.0)}).result(30)
+        ckpt.save(1, {"w": torch.full((3,), 1.0)}).result()
+        ckpt.save(2, {"w": torch.full((3,), 2.0)}).result()
     into = {"w": torch.zeros(3)}
 
     async def notebook() -> None:
@@ -194,7 +194,7 @@ def test_a_small_state_keeps_a_small_reserve(tmp_path: Path, monkeypatch: pytest
 
     inner = LocalBackend(str(tmp_path))
     with aiockpt.Checkpointer(Small(inner, []), limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
-        ckpt.save(1, {"w": torch.ones(1 << 18)}).result(30)
-        refused = ckpt.save(2, {"w": torch.ones(1 << 20)}).exception(30)
+        ckpt.save(1, {"w": torch.ones(1 << 18)}).result()
+        refused = ckpt.save(2, {"w": torch.ones(1 << 20)}).exception()
     assert isinstance(refused, aiockpt.StorageFullError)
     assert "in reserve" in str(refused)

@@ -100,7 +100,7 @@ def resume_and_save(crew: Crew, other: Path) -> tuple[list[int], list[float]]:
 
     def work(rank: int, ckpt: aiockpt.Checkpointer) -> int:
         first = ckpt.resume(states[rank], fork=other)
-        ckpt.save(first, states[rank]).result(30)
+        ckpt.save(first, states[rank]).result()
         return first
 
     return crew.on_all(work), [float(state["w"][0]) for state in states]

@@ -22,7 +22,7 @@ def data_files(root: Path) -> list[Path]:
 def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
     run.train()
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
     weights, rest = data_files(tmp_path)
     loaded = load_file(weights)
     assert loaded.keys() == run.model.state_dict().keys()
@@ -39,7 +39,7 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
 def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run: Run) -> None:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"model": run.model}).result(30)
+        ckpt.save(1, {"model": run.model}).result()
     target = {name: torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
     folder = data_files(tmp_path / "run")[0].parent
     dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
@@ -51,9 +51,9 @@ def test_large_states_are_cut_into_several_files_that_all_open(tmp_path: Path) -
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=100_000)
     state = {f"t{number}": torch.randn(100, 100) for number in range(10)}
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(1, state).result(30)
+        ckpt.save(1, state).result()
         target = {name: torch.zeros(100, 100) for name in state}
-        ckpt.load(target).result(30)
+        ckpt.load(target).result()
     assert all(torch.equal(target[name], state[name]) for name in state)
     files = data_files(tmp_path)
     assert len(files) == 5

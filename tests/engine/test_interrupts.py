@@ -25,7 +25,7 @@ from aiockpt.worker import process
 from tests.small_run import SMALL, Run
 from tests.watch import Watch, until
 
-SOON_S = 30.0
+SOON_S = 250
 
 
 @pytest.fixture(autouse=True)

@@ -78,14 +78,14 @@ def save(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
     def save_all(*makers: Callable[[], dict[str, Any]]) -> None:
         with aiockpt.Checkpointer(tmp_path / "run", **how) as ckpt:
             for step, make in enumerate(makers):
-                ckpt.save(step, make(), snapshot=snapshot).result(60)
+                ckpt.save(step, make(), snapshot=snapshot).result()
 
     return save_all
 
 
 def load(folder: Path, state: dict[str, Any], step: int | None = None) -> dict[str, Any]:
     with aiockpt.Checkpointer(folder / "run") as ckpt:
-        assert ckpt.load(state, step).result(60) is not None
+        assert ckpt.load(state, step).result() is not None
     return state
 
 
@@ -248,8 +248,8 @@ def test_files_hold_rows_whatever_lay_in_memory(save: Callable[..., None], tmp_p
 
 def test_the_manifest_says_the_order_where_it_is_not_that_of_the_axes(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, saved_tensors()).result(60)
-        told = {tensor.name: tensor.axes for tensor in ckpt.describe(1).result(60).tensors}
+        ckpt.save(1, saved_tensors()).result()
+        told = {tensor.name: tensor.axes for tensor in ckpt.describe(1).result().tensors}
     (path,) = (tmp_path / "run").glob("step-*/MANIFEST-1.json")
     written = {name: entry.get("axes") for name, entry in json.loads(path.read_text())["tensors"].items()}
     turned = {name: [1, 0] for name in ("columns", "half", "bytes", "one column")}
@@ -260,8 +260,8 @@ def test_the_manifest_says_the_order_where_it_is_not_that_of_the_axes(tmp_path: 
 
 def test_a_tensor_that_is_read_by_itself_is_row_major(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"w": columns(4, 6)}).result(60)
-        whole, rows = ckpt.read(1, "w").result(60), ckpt.read(1, "w", rows=slice(1, 3)).result(60)
+        ckpt.save(1, {"w": columns(4, 6)}).result()
+        whole, rows = ckpt.read(1, "w").result(), ckpt.read(1, "w", rows=slice(1, 3)).result()
     assert whole.is_contiguous()
     assert rows.is_contiguous()
     assert torch.equal(whole, columns(4, 6))
@@ -272,8 +272,8 @@ def test_steps_that_differ_in_the_layout_alone_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"w": columns(4, 6)}).result(60)
-        ckpt.save(2, {"w": columns(4, 6).contiguous()}).result(60)
+        ckpt.save(1, {"w": columns(4, 6)}).result()
+        ckpt.save(2, {"w": columns(4, 6).contiguous()}).result()
     monkeypatch.setattr("sys.argv", ["aiockpt", "diff", str(tmp_path / "run"), "1", "2", "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -286,6 +286,6 @@ def test_the_weights_alone_of_a_step_say_it_too(tmp_path: Path) -> None:
     model.kernel = nn.Parameter(image())
     tiers = [aiockpt.Tier(str(tmp_path / "run")), aiockpt.Tier(str(tmp_path / "weights"), content="weights")]
     with aiockpt.Checkpointer(tiers) as ckpt:
-        ckpt.save(1, {"model": model, "other": columns(2, 3)}).result(60)
+        ckpt.save(1, {"model": model, "other": columns(2, 3)}).result()
     with aiockpt.Checkpointer(tmp_path / "weights") as ckpt:
-        assert [(one.name, one.axes) for one in ckpt.describe(1).result(60).tensors] == [("model.kernel", (0, 2, 3, 1))]
+        assert [(one.name, one.axes) for one in ckpt.describe(1).result().tensors] == [("model.kernel", (0, 2, 3, 1))]

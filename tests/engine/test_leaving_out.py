@@ -243,8 +243,8 @@ def test_ranks_leave_out_together_and_a_name_may_mean_something_on_one_of_them(t
 
     saved, found = [stage(0), stage(1)], [stage(0), stage(1)]
     with Crew(2, tmp_path / "run", exclude=["model.1.base", "model.shared.bias"]) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, saved[rank]).result(30))
-        loaded = crew.on_all(lambda rank, ckpt: ckpt.load(found[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, saved[rank]).result())
+        loaded = crew.on_all(lambda rank, ckpt: ckpt.load(found[rank]).result())
         left = crew.checkpointers[1].describe(1).result().left_out
     assert sorted(left) == ["model.1.base.bias", "model.1.base.weight", "model.shared.bias"]
     assert [one.left_out for one in loaded if one] == [

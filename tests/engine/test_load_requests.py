@@ -75,10 +75,10 @@ class Wide(MemoryBackend):
 def test_a_load_makes_no_more_requests_than_it_did_before() -> None:
     place, state = Wide(), {"x": torch.arange(100)}
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(NEWEST, state).result(100)
+        ckpt.save(NEWEST, state).result()
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         place.asked.clear()
-        loaded = ckpt.load({"x": torch.zeros(100, dtype=torch.int64)}).result(100)
+        loaded = ckpt.load({"x": torch.zeros(100, dtype=torch.int64)}).result()
         assert loaded is not None
         assert (loaded.step, loaded.skipped) == (NEWEST, ())
         assert place.asked <= BEFORE, place.asked

@@ -54,12 +54,12 @@ def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
     ):
         for step in range(3):
             run.train()
-            ckpt.save(step, run.state).result(30)
-        ckpt.load(run.state).result(30)
-        ckpt.verify().result(30)
-        ckpt.describe().result(30)
-        ckpt.read(None, "model.0.weight").result(30)
-        ckpt.prune().result(30)
+            ckpt.save(step, run.state).result()
+        ckpt.load(run.state).result()
+        ckpt.verify().result()
+        ckpt.describe().result()
+        ckpt.read(None, "model.0.weight").result()
+        ckpt.prune().result()
     assert files.on_loop == []
     assert files.calls > 100
     assert hashed_on_loop

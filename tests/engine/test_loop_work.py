@@ -28,10 +28,10 @@ def calls_of_a_warm_save(tensors: int, snapshot: Snapshot) -> int:
     with aiockpt.Checkpointer("memory://", snapshot=snapshot) as ckpt:
         state = {"model": model, "optimizer": optimizer}
         for step in range(3):
-            ckpt.save(step, state).result(60)
+            ckpt.save(step, state).result()
         portal = cast(LoopThread, ckpt._engine.loop)._portal
         portal.call(sys.setprofile, count)
-        ckpt.save(3, state).result(60)
+        ckpt.save(3, state).result()
         portal.call(sys.setprofile, None)
     return calls
 

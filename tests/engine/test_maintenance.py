@@ -40,7 +40,7 @@ def state(value: float) -> dict[str, Any]:
 
 def steps(root: Path) -> list[int]:
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        return [info.step for info in ckpt.steps().result(30)]
+        return [info.step for info in ckpt.steps().result()]
 
 
 def facts(*rows: tuple[int, int, str, str | None]) -> list[StepFacts]:
@@ -52,20 +52,20 @@ def test_the_last_every_and_best_steps_are_kept(tmp_path: Path) -> None:
     losses = [9.0, 8.0, 1.0, 7.0, 6.0, 2.0, 5.0, 4.0, 3.0, float("nan")]
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
         for step, loss in enumerate(losses):
-            ckpt.save(step, STATE, metrics={"loss": loss}).result(30)
+            ckpt.save(step, STATE, metrics={"loss": loss}).result()
     assert steps(tmp_path) == [9, 8, 5, 4, 2, 0]
 
 
 def test_the_newest_and_the_newest_verified_step_are_never_deleted(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(5):
-            ckpt.save(step, STATE).result(30)
-        ckpt.verify(1).result(30)
-        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30)
+            ckpt.save(step, STATE).result()
+        ckpt.verify(1).result()
+        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result()
         assert [step.step for step in pruned.steps] == [0, 2, 3]
         assert steps(tmp_path) == [4, 3, 2, 1, 0]
-        ckpt.prune(aiockpt.Retention(last=1)).result(30)
-        assert [info.step for info in ckpt.steps().result(30)] == [4, 1]
+        ckpt.prune(aiockpt.Retention(last=1)).result()
+        assert [info.step for info in ckpt.steps().result()] == [4, 1]
 
 
 def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_one(
@@ -75,7 +75,7 @@ def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_
     gate = Gate(recorded, "put_new", "*/MANIFEST-1.json", times=1)
     with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, STATE)
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(250)
 
         async def looked(backend: Backend, heads: Heads) -> list[StepEntry]:
             entries = await scan(backend, heads)
@@ -84,7 +84,7 @@ def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_
             return entries
 
         monkeypatch.setattr(maintenance, "scan", looked)
-        assert ckpt.prune(aiockpt.Retention(last=1, grace_s=0.0)).result(30).garbage == ()
+        assert ckpt.prune(aiockpt.Retention(last=1, grace_s=0.0)).result().garbage == ()
     assert not [done for done in recorded.operations if done.verb == "get" and done.key.endswith("r00000.json")]
     assert steps(tmp_path) == [1]
 
@@ -93,7 +93,7 @@ def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
     recorded = RecordingBackend(LocalBackend(str(tmp_path)))
     with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=3)) as ckpt:
         for step in range(6):
-            ckpt.save(step, STATE).result(30)
+            ckpt.save(step, STATE).result()
     read = Counter(done.key for done in recorded.operations if done.verb == "get" and "MANIFEST" in done.key)
     assert read == {f"step-{step:08d}/MANIFEST-1.json": 1 for step in range(6)}
     assert steps(tmp_path) == [5, 4, 3]
@@ -102,23 +102,23 @@ def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
 def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(4):
-            ckpt.save(step, STATE).result(30)
-        ckpt.verify(3).result(30)
+            ckpt.save(step, STATE).result()
+        ckpt.verify(3).result()
         (data,) = (tmp_path / "step-00000003").glob("*/d/*.safetensors")
         whole = data.read_bytes()
         data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with pytest.raises(aiockpt.CorruptionError):
-            ckpt.verify(3).result(30)
-        newest = ckpt.steps().result(30)[0]
+            ckpt.verify(3).result()
+        newest = ckpt.steps().result()[0]
         assert not newest.verified
         assert newest.problem is not None
-        ckpt.prune(aiockpt.Retention(last=1)).result(30)
-        assert [info.step for info in ckpt.steps().result(30)] == [3, 2]
+        ckpt.prune(aiockpt.Retention(last=1)).result()
+        assert [info.step for info in ckpt.steps().result()] == [3, 2]
         data.write_bytes(whole)
-        ckpt.verify(3).result(30)
-        assert ckpt.steps().result(30)[0].verified
-        ckpt.prune(aiockpt.Retention(last=1)).result(30)
-        assert [info.step for info in ckpt.steps().result(30)] == [3]
+        ckpt.verify(3).result()
+        assert ckpt.steps().result()[0].verified
+        ckpt.prune(aiockpt.Retention(last=1)).result()
+        assert [info.step for info in ckpt.steps().result()] == [3]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_an_option_of_the_wrong_kind_is_refused_and_not_ignored(tmp_path: Path, 
 def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(3):
-            ckpt.save(step, STATE).result(30)
+            ckpt.save(step, STATE).result()
         (tmp_path / "step-00000000" / "lease-abc").write_bytes(b"")
-        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result()
         assert [step.step for step in pruned.steps] == [1]
         assert pruned.left == (("step-00000000", "another process is reading it"),)
 
@@ -150,15 +150,15 @@ def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
 def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (500, 1000):
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)) as ckpt:
-        ckpt.load(state(0), 500).result(30)
-        ckpt.save(600, state(600)).result(30)
+        ckpt.load(state(0), 500).result()
+        ckpt.save(600, state(600)).result()
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        infos = ckpt.steps().result(30)
+        infos = ckpt.steps().result()
         assert [info.step for info in infos] == [600, 1000]
         assert infos[0].parent == "step-00000500"
-        loaded = ckpt.load(state(0)).result(30)
+        loaded = ckpt.load(state(0)).result()
         assert loaded is not None
         assert loaded.step == 600
 
@@ -166,24 +166,24 @@ def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(t
 def test_going_back_within_one_checkpointer_begins_a_new_branch_too(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=3)) as ckpt:
         for step in (100, 200, 300):
-            ckpt.save(step, state(step)).result(30)
-        ckpt.load(state(0), 100).result(30)
-        ckpt.save(150, state(150)).result(30)
+            ckpt.save(step, state(step)).result()
+        ckpt.load(state(0), 100).result()
+        ckpt.save(150, state(150)).result()
         ckpt.wait()
-        assert [info.step for info in ckpt.steps().result(30)] == [150, 300, 200, 100]
-        assert ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30).steps[0].step == 100
+        assert [info.step for info in ckpt.steps().result()] == [150, 300, 200, 100]
+        assert ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result().steps[0].step == 100
 
 
 def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=True)
     shutil.copytree(tmp_path, tmp_path / "again")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, state(3)).result(30)
+        ckpt.save(3, state(3)).result()
     assert attempt.exists()
     read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
     target = state(0)
     with aiockpt.Checkpointer(read_only, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        loaded = ckpt.load(target).result(30)
+        loaded = ckpt.load(target).result()
     assert loaded is not None
     assert target["value"] == 3
 
@@ -193,8 +193,8 @@ def test_votes_that_cannot_be_finished_here_are_told_once(tmp_path: Path, caplog
     read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
     with aiockpt.Checkpointer(read_only, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for _ in range(3):
-            assert ckpt.load(state(0)).result(30) is None
-            assert ckpt.steps().result(30) == ()
+            assert ckpt.load(state(0)).result() is None
+            assert ckpt.steps().result() == ()
     told = [record.getMessage() for record in caplog.records if "cannot be turned into a commit" in record.getMessage()]
     assert len(told) == 1
 
@@ -202,7 +202,7 @@ def test_votes_that_cannot_be_finished_here_are_told_once(tmp_path: Path, caplog
 def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage == ()
+        assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result().garbage == ()
 
 
 def save_and_keep(root: Path, count: int) -> None:
@@ -210,7 +210,7 @@ def save_and_keep(root: Path, count: int) -> None:
     place = FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb="delete", times=None)])
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
         for value in range(count):
-            ckpt.save(7, state(value)).result(30)
+            ckpt.save(7, state(value)).result()
 
 
 def attempts(root: Path) -> set[str]:
@@ -234,7 +234,7 @@ def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
     for generation in {1, 2, 3} - set(committed):
         (folder / f"MANIFEST-{generation}.json").unlink()
     with aiockpt.Checkpointer(ours, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage
+        garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result().garbage
     assert overtaken in {one.attempt for one in garbage}
 
 
@@ -251,9 +251,9 @@ def save_steps(root: Path, steps: range, *, load: int | None = None, last: int =
     rules = aiockpt.Retention(last=last)
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
         if load is not None:
-            assert ckpt.load(state(0), load).result(30) is not None
+            assert ckpt.load(state(0), load).result() is not None
         for step in steps:
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
@@ -278,7 +278,7 @@ def test_a_run_whose_parent_was_deleted_keeps_no_more_steps(tmp_path: Path) -> N
     save_steps(tmp_path, range(1, 4), last=9)
     save_steps(tmp_path, range(4, 5), load=3, last=9)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(3).result(30)
+        ckpt.delete(3).result()
     save_steps(tmp_path, range(5, 6), load=4)
     assert steps(tmp_path) == [5, 4]
 
@@ -305,8 +305,8 @@ def test_whatever_the_history_the_newest_is_kept(rows: list[tuple[int, int, str]
 
 def test_an_older_generation_is_collected_after_the_new_one_is_committed(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state(1)).result(30)
-        ckpt.save(1, state(2)).result(30)
+        ckpt.save(1, state(1)).result()
+        ckpt.save(1, state(2)).result()
         ckpt.wait()
     folder = tmp_path / "step-00000001"
     assert [path.name for path in folder.glob("MANIFEST-*")] == ["MANIFEST-2.json"]
@@ -316,7 +316,7 @@ def test_an_older_generation_is_collected_after_the_new_one_is_committed(tmp_pat
 def dead_attempt(root: Path, *, voted: bool) -> Path:
     """Leave what a job leaves that was killed before, or after, its vote."""
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(7, state(7)).result(30)
+        ckpt.save(7, state(7)).result()
         ckpt.wait()
     folder = root / "step-00000007"
     (folder / "MANIFEST-1.json").unlink()
@@ -331,7 +331,7 @@ def test_a_commit_whose_job_died_after_its_vote_is_rolled_forward(tmp_path: Path
     dead_attempt(tmp_path, voted=True)
     target = state(0)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        loaded = ckpt.load(target).result(30)
+        loaded = ckpt.load(target).result()
     assert loaded is not None
     assert (loaded.step, target["value"]) == (7, 7)
 
@@ -339,16 +339,16 @@ def test_a_commit_whose_job_died_after_its_vote_is_rolled_forward(tmp_path: Path
 def test_an_explicit_step_is_rolled_forward_too(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.describe(7).result(30).info.step == 7
+        assert ckpt.describe(7).result().info.step == 7
 
 
 def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=False)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load(state(0)).result(30) is None
-        assert ckpt.prune(aiockpt.Retention()).result(30).garbage == ()
+        assert ckpt.load(state(0)).result() is None
+        assert ckpt.prune(aiockpt.Retention()).result().garbage == ()
         assert attempt.exists()
-        collected = ckpt.prune(aiockpt.Retention(grace_s=0)).result(30).garbage
+        collected = ckpt.prune(aiockpt.Retention(grace_s=0)).result().garbage
         assert [f"a-{garbage.attempt}" for garbage in collected] == [attempt.name]
         assert not attempt.exists()
 
@@ -360,13 +360,13 @@ def test_a_place_that_takes_no_byte_more_is_cleaned_up_all_the_same(tmp_path: Pa
     attempt = dead_attempt(tmp_path, voted=False)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, state(step)).result(30)
-        ckpt.save(9, state(9)).result(30)
+            ckpt.save(step, state(step)).result()
+        ckpt.save(9, state(9)).result()
     with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL]), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune(aiockpt.Retention(last=3, grace_s=0)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=3, grace_s=0)).result()
         assert ([step.step for step in pruned.steps], pruned.left, pruned.failed) == ([1], (), ())
         assert not attempt.parent.exists()
-        ckpt.delete(2).result(30)
+        ckpt.delete(2).result()
     assert steps(tmp_path) == [9, 3]
     assert not (tmp_path / "step-00000002").exists()
 
@@ -381,7 +381,7 @@ def test_a_step_of_a_full_store_that_can_rename_nothing_is_deleted(tmp_path: Pat
     save_steps(tmp_path, range(1, 4), last=9)
     recorded = RecordingBackend(NoRenames(LocalBackend(tmp_path), [FULL]))
     with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(2).result(30)
+        ckpt.delete(2).result()
     assert steps(tmp_path) == [3, 1]
     first = next(done.key for done in recorded.operations if done.verb == "delete")
     assert first.partition(" ")[0].endswith("r/r00000.json")
@@ -404,20 +404,20 @@ def test_what_was_collected_on_a_full_disk_can_not_be_committed_any_more(tmp_pat
     ) as ckpt:
         if committed:
             with pytest.raises(aiockpt.StorageError):
-                ckpt.delete(7).result(30)
+                ckpt.delete(7).result()
         else:
-            assert ckpt.prune(aiockpt.Retention(grace_s=0)).result(30).failed == ("step-00000007",)
+            assert ckpt.prune(aiockpt.Retention(grace_s=0)).result().failed == ("step-00000007",)
     assert (attempt / "DECISION.json").read_bytes() == (votes if committed else content)
     for path, was in ((receipt, votes), (data, content)):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(was)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.finish_commits().result(30) == ()
-        assert ckpt.load(state(0)).result(30) is None
+        assert ckpt.finish_commits().result() == ()
+        assert ckpt.load(state(0)).result() is None
         shutil.rmtree(receipt.parent)
         for path in attempt.rglob("*"):
             os.utime(path, (1e9, 1e9))
-        ckpt.prune(aiockpt.Retention(grace_s=0)).result(30)
+        ckpt.prune(aiockpt.Retention(grace_s=0)).result()
     assert not folder.exists()
 
 
@@ -428,7 +428,7 @@ def test_a_full_disk_takes_no_data_file_from_a_committed_step(tmp_path: Path) ->
         shutil.rmtree(receipts)
     recorded = RecordingBackend(FaultyBackend(LocalBackend(tmp_path), [FULL]))
     with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(1).result(30)
+        ckpt.delete(1).result()
     assert "move" not in {done.verb for done in recorded.operations}
     assert steps(tmp_path) == [2]
 
@@ -459,8 +459,8 @@ def test_a_save_finds_room_that_retention_makes_for_it(tmp_path: Path, disk: typ
     with aiockpt.Checkpointer(
         disk(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)
     ) as ckpt:
-        ckpt.load(state(0)).result(30)
-        ckpt.save(6, state(6)).result(30)
+        ckpt.load(state(0)).result()
+        ckpt.save(6, state(6)).result()
     assert steps(tmp_path) == [6, 5]
 
 
@@ -468,11 +468,11 @@ def test_inodes_are_counted_before_a_save_as_bytes_are(tmp_path: Path) -> None:
     save_steps(tmp_path, range(1, 6), last=9)
     before = sorted(tmp_path.rglob("*"))
     with aiockpt.Checkpointer(FewInodes(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.load(state(0)).result(30)
+        ckpt.load(state(0)).result()
         with pytest.raises(
             aiockpt.StorageFullError, match=r"step 6 makes \d+ files and folders, .* 0 inodes free \(df -i\)"
         ):
-            ckpt.save(6, state(6)).result(30)
+            ckpt.save(6, state(6)).result()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -489,11 +489,11 @@ def test_retention_is_applied_when_a_save_finds_no_room_while_it_writes(tmp_path
     with aiockpt.Checkpointer(
         full, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2), on_error="warn"
     ) as ckpt:
-        ckpt.load(state(0)).result(30)
+        ckpt.load(state(0)).result()
         with pytest.raises(aiockpt.StorageError):
-            ckpt.save(6, state(6)).result(30)
+            ckpt.save(6, state(6)).result()
         assert steps(tmp_path) == [5, 4]
-        ckpt.save(6, state(6)).result(30)
+        ckpt.save(6, state(6)).result()
     assert steps(tmp_path) == [6, 5]
 
 
@@ -501,8 +501,8 @@ def test_a_collected_attempt_can_not_be_committed_any_more(tmp_path: Path) -> No
     attempt = dead_attempt(tmp_path, voted=True)
     (attempt / "DECISION.json").write_text('{"decision":"collect","attempt":"x","write_id":"y"}')
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.finish_commits().result(30) == ()
-        assert ckpt.load(state(0)).result(30) is None
+        assert ckpt.finish_commits().result() == ()
+        assert ckpt.load(state(0)).result() is None
 
 
 def test_a_receipt_with_a_flipped_bit_is_no_vote(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_a_receipt_with_a_flipped_bit_is_no_vote(tmp_path: Path) -> None:
         bad[position] ^= 4
         receipt.write_bytes(bad)
         with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-            assert ckpt.finish_commits().result(30) == ()
+            assert ckpt.finish_commits().result() == ()
 
 
 def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path: Path) -> None:
@@ -528,25 +528,25 @@ def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path
                     import anyio.to_thread
 
                     committed.append(1)
-                    await anyio.to_thread.run_sync(lambda: rival.save(1, state(1)).result(30))
+                    await anyio.to_thread.run_sync(lambda: rival.save(1, state(1)).result())
                 return await super().create(key, size)
 
         with aiockpt.Checkpointer(Interloper(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
             with pytest.raises(aiockpt.CommitConflictError, match="the winner stands"):
-                ckpt.save(1, state(2)).result(30)
+                ckpt.save(1, state(2)).result()
             target = state(0)
-            ckpt.load(target).result(30)
+            ckpt.load(target).result()
             assert target["value"] == 1
-            assert ckpt.save(1, state(3)).result(30).generation == 2
+            assert ckpt.save(1, state(3)).result().generation == 2
 
 
 def test_deleting_a_step_removes_every_trace(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, STATE).result(30)
-        ckpt.save(2, STATE).result(30)
-        ckpt.delete(1).result(30)
+        ckpt.save(1, STATE).result()
+        ckpt.save(2, STATE).result()
+        ckpt.delete(1).result()
         with pytest.raises(aiockpt.StepNotFoundError, match="it has: 2"):
-            ckpt.load(state(0), 1).result(30)
+            ckpt.load(state(0), 1).result()
     assert not (tmp_path / "step-00000001").exists()
 
 
@@ -559,17 +559,17 @@ def test_saves_of_one_step_at_once_are_generations_in_the_order_of_the_calls(
         tmp_path, limits=aiockpt.Limits(io=SMALL, max_in_flight=3), worker=worker, snapshot=snapshot
     ) as ckpt:
         saves = [ckpt.save(10, state(value)) for value in range(3)]
-        assert [save.result(30).generation for save in saves] == [1, 2, 3]
+        assert [save.result().generation for save in saves] == [1, 2, 3]
         target = state(9)
-        ckpt.load(target).result(30)
+        ckpt.load(target).result()
     assert target["value"] == 2
 
 
 def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
         first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
-        assert not first.result(30).existed
-        assert second.result(30).existed
+        assert not first.result().existed
+        assert second.result().existed
 
 
 def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) -> None:
@@ -578,15 +578,15 @@ def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) ->
         first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
         until(lambda: stuck.schedule.fired, "the first save's file")
         first.cancel()
-        assert second.result(30).generation == 1
+        assert second.result().generation == 1
 
 
 def test_deleting_a_step_asks_little_of_the_place(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, STATE).result(30)
+        ckpt.save(1, STATE).result()
     recorded = RecordingBackend(LocalBackend(str(tmp_path)))
     with aiockpt.Checkpointer(recorded, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.delete(1).result(30)
+        ckpt.delete(1).result()
     asked = [done.verb for done in recorded.operations]
     found = ["list", "get"]  # which copies there are
     assert asked == [*found, "put", "delete", "list", "list", "delete", "delete", "list", "close"]
@@ -598,7 +598,7 @@ def test_a_folder_that_is_not_ours_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "readme.txt").write_text("x")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load(state(0)).result(30) is None
-        ckpt.save(1, STATE).result(30)
+        assert ckpt.load(state(0)).result() is None
+        ckpt.save(1, STATE).result()
     assert steps(tmp_path) == [1]
     assert attempt_folder("a", "0" * 12) == "a/a-000000000000"

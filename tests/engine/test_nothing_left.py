@@ -98,5 +98,5 @@ print("the last line")
 
 
 def test_a_program_whose_loop_is_patched_for_notebooks_ends(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", NESTED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", NESTED, str(tmp_path)], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr

@@ -35,7 +35,7 @@ AGES = {1: 30.0, 2: 9.0, 3: 8.0, 4: 6.0, 5: 1.0}
 def test_what_is_younger_stays_beside_what_other_rules_keep(tmp_path: Path, newer_than: float | str) -> None:
     save_aged(tmp_path, AGES)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune(aiockpt.Retention(newer_than=newer_than, last=1, every=3)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(newer_than=newer_than, last=1, every=3)).result()
     assert steps(tmp_path) == [3, 4, 5]
     assert [step.step for step in pruned.steps] == [1, 2]
     assert "not among the last 1, not a multiple of 3, not newer than" in pruned.steps[0].reason
@@ -44,8 +44,8 @@ def test_what_is_younger_stays_beside_what_other_rules_keep(tmp_path: Path, newe
 def test_the_newest_and_the_newest_verified_stay_however_old_they_are(tmp_path: Path) -> None:
     save_aged(tmp_path, {1: 50, 2: 40, 3: 30})
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.verify(1).result(30)
-        ckpt.prune(aiockpt.Retention(newer_than="7d")).result(30)
+        ckpt.verify(1).result()
+        ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [1, 3]
 
 
@@ -54,14 +54,14 @@ def test_a_newest_step_that_is_torn_is_not_what_stays_in_place_of_one_that_is_wh
     (data,) = (tmp_path / "step-00000003").glob("a-*/d/*")
     data.write_bytes(b"torn")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.prune(aiockpt.Retention(newer_than="7d")).result(30)
+        ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [2, 3]
 
 
 def test_a_date_to_come_is_young(tmp_path: Path) -> None:
     save_aged(tmp_path, {1: -5, 2: 40, 3: 30})
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.prune(aiockpt.Retention(newer_than="7d")).result(30)
+        ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [1, 3]
 
 
@@ -88,7 +88,7 @@ def test_of_unknown_age_is_young(tmp_path: Path, wrap: type[Forwarding]) -> None
     save_aged(tmp_path, AGES)
     backend: Backend = wrap(LocalBackend(str(tmp_path)))
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        pruned = ckpt.prune(aiockpt.Retention(newer_than="7d")).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert not pruned.steps
     assert "of unknown age" in pruned.kept[-1].reason
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
@@ -97,11 +97,11 @@ def test_of_unknown_age_is_young(tmp_path: Path, wrap: type[Forwarding]) -> None
 def test_a_step_that_was_thinned_later_is_as_old_as_its_save(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
         make_older(tmp_path / "step-00000001", 20)
-        assert [one.step for one in ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned] == [2, 1]
+        assert [one.step for one in ckpt.prune(aiockpt.Retention(optimizer=1)).result().thinned] == [2, 1]
         assert (tmp_path / "step-00000001" / "MANIFEST-2.json").exists()
-        ckpt.prune(aiockpt.Retention(newer_than="7d")).result(30)
+        ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [2, 3]
 
 
@@ -110,8 +110,8 @@ def test_it_is_applied_after_each_commit(tmp_path: Path, worker: Worker) -> None
     save_aged(tmp_path, AGES)
     rules = aiockpt.Retention(newer_than="7d")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
-        assert ckpt.load({"x": None}, strict=False).result(30) is not None
-        ckpt.save(6, state(6)).result(30)
+        assert ckpt.load({"x": None}, strict=False).result() is not None
+        ckpt.save(6, state(6)).result()
     assert steps(tmp_path) == [4, 5, 6]
 
 
@@ -120,12 +120,12 @@ def test_each_tier_goes_by_its_own_dates(tmp_path: Path) -> None:
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=aiockpt.Retention(newer_than="7d"))]
     with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
     make_older(near / "step-00000001", 20)
     make_older(far / "step-00000002", 20)
     with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load({"x": None}, strict=False).result(30) is not None
-        ckpt.save(3, state(3)).result(30)
+        assert ckpt.load({"x": None}, strict=False).result() is not None
+        ckpt.save(3, state(3)).result()
     assert (steps(near), steps(far)) == ([1, 2, 3], [1, 3])
 
 

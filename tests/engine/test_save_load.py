@@ -24,11 +24,11 @@ from tests.watch import Watch
 
 def test_a_run_resumes_bit_exactly(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     run.train(3)
-    ckpt.save(3, run.state).result(30)
+    ckpt.save(3, run.state).result()
     expected, at_save = run.train(2), run.digest()
 
     other = Run(seed=1)
-    loaded = ckpt.load(other.state).result(30)
+    loaded = ckpt.load(other.state).result()
     assert loaded is not None
     assert (loaded.step, loaded.id, loaded.generation, loaded.skipped) == (3, "step-00000003", 1, ())
     assert other.train(2) == expected
@@ -37,9 +37,9 @@ def test_a_run_resumes_bit_exactly(ckpt: aiockpt.Checkpointer, run: Run) -> None
 
 def test_a_fresh_root_loads_none(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     before = run.digest()
-    assert ckpt.load(run.state).result(30) is None
-    assert ckpt.latest().result(30) is None
-    assert ckpt.steps().result(30) == ()
+    assert ckpt.load(run.state).result() is None
+    assert ckpt.latest().result() is None
+    assert ckpt.steps().result() == ()
     assert run.digest() == before
 
 
@@ -50,11 +50,11 @@ def test_the_newest_step_is_taken_and_an_explicit_one_on_request(ckpt: aiockpt.C
         ckpt.save(step, run.state)
         digests[step] = run.digest()
     ckpt.wait()
-    assert [info.step for info in ckpt.steps().result(30)] == [3, 2, 1]
-    assert ckpt.latest().result(30) == 3
+    assert [info.step for info in ckpt.steps().result()] == [3, 2, 1]
+    assert ckpt.latest().result() == 3
     for wanted in (None, 2, 1):
         other = Run(seed=9)
-        loaded = ckpt.load(other.state, wanted).result(30)
+        loaded = ckpt.load(other.state, wanted).result()
         assert loaded is not None
         assert other.digest() == digests[loaded.step]
         assert loaded.step == (wanted or 3)
@@ -71,9 +71,9 @@ def test_a_state_changed_right_after_the_save_does_not_change_the_checkpoint(bac
         run.train(3)
         for parameter in run.model.parameters():
             parameter.data.fill_(float("nan"))
-        future.result(30)
+        future.result()
         other = Run(seed=4, fused=fused)
-        ckpt.load(other.state).result(30)
+        ckpt.load(other.state).result()
     assert other.digest() == at_save
 
 
@@ -83,16 +83,16 @@ def test_several_saves_are_in_flight_and_all_are_committed(backend: Backend, run
         for step in range(8):
             run.train()
             futures.append(ckpt.save(step, run.state))
-        assert [future.result(30).step for future in futures] == list(range(8))
+        assert [future.result().step for future in futures] == list(range(8))
 
 
 def test_a_tensor_larger_than_the_pool_works(backend: Backend) -> None:
     io = aiockpt.IO(pool_bytes=8192, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
     state = {"big": torch.randn(100_003), "small": torch.arange(3)}
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(0, state).result(30)
+        ckpt.save(0, state).result()
         target = {"big": torch.zeros(100_003), "small": torch.zeros(3, dtype=torch.int64)}
-        ckpt.load(target).result(30)
+        ckpt.load(target).result()
     assert torch.equal(state["big"], target["big"])
     assert torch.equal(state["small"], target["small"])
 
@@ -125,7 +125,7 @@ async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer
 
     def slow_copy(*args: Any, **kwargs: Any) -> None:
         copied_on.append(threading.current_thread().name)
-        assert go.wait(10)
+        assert go.wait(250)
         real(*args, **kwargs)
 
     monkeypatch.setattr(CopyProgram, "run", slow_copy)
@@ -147,10 +147,10 @@ async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer
 
 def test_part_of_a_state_is_loaded_with_only_map_and_strict(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     run.train()
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     other = Run(seed=3)
     optimizer_before = other.optimizer.state_dict()
-    ckpt.load(other.state, only=["model"]).result(30)
+    ckpt.load(other.state, only=["model"]).result()
     assert all(
         torch.equal(mine, theirs)
         for mine, theirs in zip(other.model.state_dict().values(), run.model.state_dict().values(), strict=True)
@@ -159,12 +159,12 @@ def test_part_of_a_state_is_loaded_with_only_map_and_strict(ckpt: aiockpt.Checkp
 
     net = torch.nn.Sequential(*Run(seed=6).model)
     renamed = {"net": net}
-    ckpt.load(renamed, map=lambda name: name.replace("net.", "model.", 1), strict=False).result(30)
+    ckpt.load(renamed, map=lambda name: name.replace("net.", "model.", 1), strict=False).result()
     assert torch.equal(net.state_dict()["0.weight"], run.model.state_dict()["0.weight"])
 
     stranger = torch.ones(2)
     partial = {"model": Run(seed=7).model, "stranger": stranger}
-    loaded = ckpt.load(partial, strict=False).result(30)
+    loaded = ckpt.load(partial, strict=False).result()
     assert loaded is not None
     assert "stranger" in loaded.missing
     assert any(name.startswith("optimizer") for name in loaded.unexpected)
@@ -172,12 +172,12 @@ def test_part_of_a_state_is_loaded_with_only_map_and_strict(ckpt: aiockpt.Checkp
 
 
 def test_all_differences_are_named_and_nothing_is_overwritten(ckpt: aiockpt.Checkpointer, run: Run) -> None:
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     other = Run(seed=3, width=20)
     other.state["extra"]["ema"] = torch.randn(5, 3, dtype=torch.float64)
     before = other.digest()
     with pytest.raises(aiockpt.StateMismatchError) as caught:
-        ckpt.load(other.state).result(30)
+        ckpt.load(other.state).result()
     message = str(caught.value)
     assert "model.0.weight" in message
     assert "extra.ema" in message
@@ -186,17 +186,17 @@ def test_all_differences_are_named_and_nothing_is_overwritten(ckpt: aiockpt.Chec
 
 def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     run.train()
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     weight = run.model.state_dict()["0.weight"]
-    assert torch.equal(ckpt.read(1, "model.0.weight").result(30), weight)
-    assert torch.equal(ckpt.read(None, "model.0.weight", rows=slice(5, 9)).result(30), weight[5:9])
-    assert ckpt.read(1, "model.0.weight", rows=slice(4, 2)).result(30).shape == (0, 33)
+    assert torch.equal(ckpt.read(1, "model.0.weight").result(), weight)
+    assert torch.equal(ckpt.read(None, "model.0.weight", rows=slice(5, 9)).result(), weight[5:9])
+    assert ckpt.read(1, "model.0.weight", rows=slice(4, 2)).result().shape == (0, 33)
     with pytest.raises(aiockpt.StateMismatchError, match=r"model\.0\.weight"):
-        ckpt.read(1, "model.0.weigth").result(30)
+        ckpt.read(1, "model.0.weigth").result()
     with pytest.raises(aiockpt.UsageError, match=r"give a slice, such as slice\(0, 10\)"):
-        ckpt.read(1, "model.0.weight", rows=3).result(30)  # type: ignore[arg-type]
+        ckpt.read(1, "model.0.weight", rows=3).result()  # type: ignore[arg-type]
     with pytest.raises(aiockpt.UsageError, match="no rows"):
-        ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result(30)
+        ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result()
 
 
 @pytest.mark.parametrize(
@@ -212,23 +212,23 @@ def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run
 def test_reading_what_is_no_tensor_says_what_it_is_and_how_to_get_it(
     ckpt: aiockpt.Checkpointer, run: Run, name: str, told: str
 ) -> None:
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     with pytest.raises(aiockpt.StateMismatchError, match=told):
-        ckpt.read(1, name).result(30)
+        ckpt.read(1, name).result()
 
 
 def test_a_plain_value_is_loaded_alone_as_the_message_says(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     run.train(3)
-    ckpt.save(1, run.state).result(30)
+    ckpt.save(1, run.state).result()
     values: dict[str, Any] = {"step": None, "extra": None}
-    ckpt.load(values, 1).result(30)
+    ckpt.load(values, 1).result()
     assert values["step"] == 3
     assert values["extra"]["note"] == "a"
 
 
 def test_a_step_is_described_without_reading_data(ckpt: aiockpt.Checkpointer, run: Run) -> None:
-    ckpt.save(1, run.state, metrics={"loss": 0.5}, user={"commit": "abc"}).result(30)
-    seen = ckpt.describe().result(30)
+    ckpt.save(1, run.state, metrics={"loss": 0.5}, user={"commit": "abc"}).result()
+    seen = ckpt.describe().result()
     named = {tensor.name: tensor for tensor in seen.tensors}
     assert named["model.0.weight"].shape == (64, 33)
     assert named["model.0.weight"].dtype == "F32"
@@ -237,31 +237,31 @@ def test_a_step_is_described_without_reading_data(ckpt: aiockpt.Checkpointer, ru
 
 
 def test_verifying_a_step_marks_it(ckpt: aiockpt.Checkpointer, run: Run) -> None:
-    ckpt.save(1, run.state).result(30)
-    assert not ckpt.steps().result(30)[0].verified
+    ckpt.save(1, run.state).result()
+    assert not ckpt.steps().result()[0].verified
     read: list[int] = []
-    verified = ckpt.verify(1, on_read=read.append).result(30)
-    assert verified.bytes == sum(read) == ckpt.steps().result(30)[0].bytes
-    assert ckpt.steps().result(30)[0].verified
+    verified = ckpt.verify(1, on_read=read.append).result()
+    assert verified.bytes == sum(read) == ckpt.steps().result()[0].bytes
+    assert ckpt.steps().result()[0].verified
 
 
 def test_saving_a_step_again_adds_a_generation_skips_or_raises(backend: Backend, run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.save(1, run.state).result(30).generation == 1
+        assert ckpt.save(1, run.state).result().generation == 1
         run.train()
         again = run.digest()
-        assert ckpt.save(1, run.state).result(30).generation == 2
+        assert ckpt.save(1, run.state).result().generation == 2
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
-        skipped = ckpt.save(1, Run(seed=8).state).result(30)
+        skipped = ckpt.save(1, Run(seed=8).state).result()
         assert (skipped.existed, skipped.generation) == (True, 2)
         other = Run(seed=5)
-        ckpt.load(other.state).result(30)
+        ckpt.load(other.state).result()
         assert other.digest() == again
     with (
         pytest.raises(aiockpt.UsageError, match="committed already"),
         aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="raise") as ckpt,
     ):
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
 
 
 def test_the_policy_form_is_five_lines(backend: Backend) -> None:
@@ -276,7 +276,7 @@ def test_the_policy_form_is_five_lines(backend: Backend) -> None:
                 ckpt.step(step, run.state, metrics={"loss": loss})
             assert start in (0, 4)
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert [info.step for info in ckpt.steps().result(30)] == [6, 3]
+        assert [info.step for info in ckpt.steps().result()] == [6, 3]
         with pytest.raises(aiockpt.UsageError, match="every=N"):
             ckpt.step(1, run.state)
 
@@ -284,8 +284,8 @@ def test_the_policy_form_is_five_lines(backend: Backend) -> None:
 def test_events_tell_the_story_of_a_save(backend: Backend, run: Run) -> None:
     watch = Watch()
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
-        ckpt.save(1, run.state).result(30)
-        ckpt.load(run.state).result(30)
+        ckpt.save(1, run.state).result()
+        ckpt.load(run.state).result()
     names = [type(event).__name__ for event in watch.events]
     story = ["SaveStarted", "BytesWritten", "DataWritten", "Committed", "Loaded"]
     assert [names.index(name) for name in story] == sorted(names.index(name) for name in story)
@@ -298,7 +298,7 @@ def test_an_observer_that_raises_harms_nothing(backend: Backend, run: Run, caplo
             raise ValueError("my bug")
 
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), observers=[Broken()]) as ckpt:
-        assert ckpt.save(1, run.state).result(30).step == 1
+        assert ckpt.save(1, run.state).result().step == 1
     assert "not called again" in caplog.text
 
 
@@ -306,26 +306,26 @@ def test_warming_up_makes_room_and_changes_nothing(backend: Backend, run: Run) -
     with aiockpt.Checkpointer(
         backend, limits=aiockpt.Limits(io=aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384))
     ) as ckpt:
-        ckpt.warm_up(run.state).result(30)
+        ckpt.warm_up(run.state).result()
         allocated = ckpt.statistics().pool.allocated_bytes
         assert allocated > 0
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         assert ckpt.statistics().pool.allocated_bytes == allocated
 
 
 def test_after_the_first_save_the_pool_holds_all_that_the_next_one_needs(run: Run) -> None:
     io = aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384)
     with aiockpt.Checkpointer(MemoryBackend("pool"), limits=aiockpt.Limits(io=io)) as ckpt:
-        held = ckpt.save(1, run.state).result(30).bytes
+        held = ckpt.save(1, run.state).result().bytes
         ckpt.wait()
         while ckpt.statistics().pool.allocated_bytes < held:
-            ckpt.steps().result(30)  # each is a turn for the task that fills the pool
+            ckpt.steps().result()  # each is a turn for the task that fills the pool
 
 
 def test_an_empty_state_can_be_saved(ckpt: aiockpt.Checkpointer) -> None:
-    ckpt.save(0, {"step": 4}).result(30)
+    ckpt.save(0, {"step": 4}).result()
     state = {"step": 0}
-    ckpt.load(state).result(30)
+    ckpt.load(state).result()
     assert state == {"step": 4}
 
 
@@ -346,7 +346,7 @@ def test_of_saves_that_run_at_once_the_one_called_last_is_the_newest(tmp_path: P
         for step in (1, 2):
             ckpt.save(step, {"w": torch.full((3,), float(step))})
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        assert [info.step for info in ckpt.steps().result(30)] == [2, 1]
+        assert [info.step for info in ckpt.steps().result()] == [2, 1]
 
 
 def test_a_long_list_of_numbers_is_no_tensor_to_be_read_and_the_error_says_how_it_is_loaded(tmp_path: Path) -> None:
@@ -354,14 +354,14 @@ def test_a_long_list_of_numbers_is_no_tensor_to_be_read_and_the_error_says_how_i
     losses = [float(number) for number in range(100_000)]
     held = {"losses": losses, "log": {"ids": list(range(100_000)), "at": torch.ones(3)}, "ranks": torch.arange(9)}
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1, held).result(30)
+        ckpt.save(1, held).result()
         with pytest.raises(aiockpt.StateMismatchError, match="losses: 100,000 plain numbers") as told:
-            ckpt.read(1, "losses").result(30)
+            ckpt.read(1, "losses").result()
         assert "values = {'losses': None}; ckpt.load(values, 1).result()" in str(told.value)
         values: dict[str, Any] = {"losses": None}
-        ckpt.load(values, 1).result(30)
+        ckpt.load(values, 1).result()
         assert values["losses"] == losses
         with pytest.raises(aiockpt.StateMismatchError, match=r"log\.ids: 100,000 plain numbers"):
-            ckpt.read(1, "log.ids").result(30)
-        assert torch.equal(ckpt.read(1, "ranks").result(30), torch.arange(9))
-        assert torch.equal(ckpt.read(1, "log.at").result(30), torch.ones(3))
+            ckpt.read(1, "log.ids").result()
+        assert torch.equal(ckpt.read(1, "ranks").result(), torch.arange(9))
+        assert torch.equal(ckpt.read(1, "log.at").result(), torch.ones(3))

@@ -55,13 +55,13 @@ def files(root: Path, step: int) -> list[str]:
 def weights_are(where: Any, step: int, value: float) -> bool:
     bare = state(-1)["model"]
     with aiockpt.Checkpointer(where, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load({"model": bare}, step).result(30) is not None
+        assert ckpt.load({"model": bare}, step).result() is not None
     return all(bool((tensor == value).all()) for tensor in bare.parameters())
 
 
 def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state(1)).result(30)
+        ckpt.save(1, state(1)).result()
     (manifest,) = manifests(tmp_path, 1)
     # What the state has beside the module, too, bears that name, and so it lies in no file of the module's.
     assert [file.kind for file in manifest.files] == ["weights", "weights", "rest"]
@@ -76,21 +76,21 @@ def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worke
     rules = aiockpt.Retention(last=4, optimizer=2)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
         for step in range(1, 7):
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
     assert {step: len(files(tmp_path, step)) for step in (3, 4, 5, 6)} == {3: 2, 4: 2, 5: 3, 6: 3}
     assert [manifest.generation for manifest in manifests(tmp_path, 4)] == [2]
     for step in (3, 4, 5, 6):
         assert weights_are(tmp_path, step, step)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert [info.problem for info in ckpt.steps().result(30)] == [None] * 4
+        assert [info.problem for info in ckpt.steps().result()] == [None] * 4
         for step in (3, 6):
-            ckpt.verify(step).result(30)
+            ckpt.verify(step).result()
         fresh = state(-1)
-        loaded = ckpt.load(fresh).result(30)
+        loaded = ckpt.load(fresh).result()
         assert loaded is not None
         assert (loaded.step, fresh["step"]) == (6, 6)
         with pytest.raises(CheckpointError, match="weights only"):
-            ckpt.load(state(-1), 4).result(30)
+            ckpt.load(state(-1), 4).result()
 
 
 class Deletions:
@@ -108,14 +108,14 @@ def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_who
     seen = Deletions()
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[seen]) as ckpt:
         for step in (1, 2, 3, 4):
-            ckpt.save(step, state(step)).result(30)
-        ckpt.verify(2).result(30)
-        told = ckpt.prune(KEEP_ONE, dry_run=True).result(30)
+            ckpt.save(step, state(step)).result()
+        ckpt.verify(2).result()
+        told = ckpt.prune(KEEP_ONE, dry_run=True).result()
         assert not seen.told
         assert [(thin.step, thin.bytes > 0) for thin in told.thinned] == [(3, True)]
         assert [doomed.step for doomed in told.steps] == [1]
-        assert [thin.step for thin in ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned] == [3, 1]
-        assert ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned == ()
+        assert [thin.step for thin in ckpt.prune(aiockpt.Retention(optimizer=1)).result().thinned] == [3, 1]
+        assert ckpt.prune(aiockpt.Retention(optimizer=1)).result().thinned == ()
         assert seen.told
     assert {step: len(files(tmp_path, step)) for step in (1, 2, 3, 4)} == {1: 2, 2: 3, 3: 2, 4: 3}
 
@@ -123,23 +123,23 @@ def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_who
 def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"x": torch.ones(5)}).result(30)
-        pruned = ckpt.prune(KEEP_ONE).result(30)
+            ckpt.save(step, {"x": torch.ones(5)}).result()
+        pruned = ckpt.prune(KEEP_ONE).result()
         assert pruned.thinned == ()
         assert [step_id for step_id, _ in pruned.left] == ["step-00000001"]
-        assert ckpt.load({"x": torch.zeros(5)}, 1).result(30) is not None
+        assert ckpt.load({"x": torch.zeros(5)}, 1).result() is not None
 
 
 def test_weights_that_a_load_passes_over_are_sound_and_count_for_the_rules(tmp_path: Path) -> None:
     """A resume that finds nothing whole has looked at every thinned step, and damaged none of them."""
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=KEEP_ONE) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, state(step)).result(30)
+            ckpt.save(step, state(step)).result()
     (tmp_path / "step-00000003" / "MANIFEST-1.json").write_bytes(b"")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         with pytest.raises(CheckpointError):
-            ckpt.load(state(0)).result(30)
-        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30)
+            ckpt.load(state(0)).result()
+        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result()
     assert [step.step for step in pruned.steps] == [1]
     assert {step.step: step.reason for step in pruned.kept}[2] == "the newest"
 
@@ -149,7 +149,7 @@ def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tm
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=KEEP_ONE)]
     with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, state(step)).committed(str(far)).result(30)
+            ckpt.save(step, state(step)).committed(str(far)).result()
     assert len(files(far, 1)) == 2
     damaged = (
         near
@@ -160,7 +160,7 @@ def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tm
     data[-1] ^= 1
     damaged.write_bytes(data)
     with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt, pytest.raises(CheckpointError):
-        ckpt.load(state(-1), 1).result(30)
+        ckpt.load(state(-1), 1).result()
 
 
 # Power cuts

@@ -73,6 +73,6 @@ def test_one_that_was_made_on_one_loop_serves_another() -> None:
 
     trio.run(make)
     anyio.run(use)
-    made[0].save(3, state(3.0)).result(30)
+    made[0].save(3, state(3.0)).result()
     trio.run(use)
     made[0].close()

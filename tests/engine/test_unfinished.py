@@ -27,7 +27,7 @@ VOTE = Fault(do="hang", verb="put_new", match="step-00000002/*/r00000.json")
 
 def save(root: Path, step: int) -> None:
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(step, STATE).result(30)
+        ckpt.save(step, STATE).result()
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
 
 def loaded(place: object) -> int | None:
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # type: ignore[arg-type]
-        found = ckpt.load(STATE).result(30)
+        found = ckpt.load(STATE).result()
         return None if found is None else found.step
 
 
@@ -92,7 +92,7 @@ def test_a_job_that_died_long_ago_is_told_of_quietly(tmp_path: Path, caplog: pyt
 
 def test_the_votes_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(2, {"x": torch.arange(5000)}).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, {"x": torch.arange(5000)}).result())
     (folder,) = tmp_path.glob("step-*")
     for gone in ("MANIFEST-1.json", "a-*/DECISION.json", "a-*/r/r00001.json"):
         (path,) = folder.glob(gone)
@@ -108,7 +108,7 @@ def test_neither_a_save_of_its_own_nor_an_older_step_is_told_of(
     caplog.set_level("INFO", "aiockpt")
     save(tmp_path, 1)
     with writing(tmp_path) as ckpt:
-        found = ckpt.load(STATE).result(30)
+        found = ckpt.load(STATE).result()
         assert found is not None
         assert found.step == 1
         save(tmp_path, 3)
@@ -142,8 +142,8 @@ def test_an_attempt_of_which_nothing_is_left_is_not_told_of(tmp_path: Path, capl
 def test_who_only_looks_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     with writing(tmp_path), aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.verify().result(30)
-        ckpt.steps().result(30)
+        ckpt.verify().result()
+        ckpt.steps().result()
     assert told(caplog) == []
 
 

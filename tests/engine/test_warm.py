@@ -62,7 +62,7 @@ def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         for step in range(4):
             torch.rand(1)
-            ckpt.save(step, state).result(60)
+            ckpt.save(step, state).result()
     assert (len(looks), len(programs)) == (1, 1)
 
 
@@ -87,10 +87,10 @@ def test_values_that_are_in_new_memory_each_time_are_those_of_the_call(tmp_path:
             state["history"], state["some"] = np.full(4, float(step)), [torch.full((2,), float(step))]
             save = ckpt.save(step, state)
             state["history"][:], state["some"][0][:] = -1, -1
-            save.result(60)
+            save.result()
         for step in range(3):
-            assert ckpt.read(step, "history").result(60).eq(step).all()
-            assert ckpt.read(step, "some[0]").result(60).eq(step).all()
+            assert ckpt.read(step, "history").result().eq(step).all()
+            assert ckpt.read(step, "some[0]").result().eq(step).all()
 
 
 def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> None:
@@ -149,9 +149,9 @@ def test_the_same_tensors_under_another_plan_are_copied_by_that(tmp_path: Path) 
         for step in range(3):
             shown.update({"extra": tensor}) if step % 2 == 0 else shown.clear()
             tensor.fill_(step)
-            ckpt.save(step, state).result(20)
+            ckpt.save(step, state).result()
         for step in range(3):
-            assert ckpt.read(step, "tensor").result(60).eq(step).all()
+            assert ckpt.read(step, "tensor").result().eq(step).all()
 
 
 def test_tensors_of_another_shape_are_written_by_another_plan(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_tensors_of_another_shape_are_written_by_another_plan(tmp_path: Path) ->
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         for step in range(3):
             state["some"] = [torch.full((step + 1,), float(step))]
-            ckpt.save(step, state).result(20)
-        assert [ckpt.read(step, "some[0]").result(60).tolist() for step in range(3)] == [[0], [1, 1], [2, 2, 2]]
+            ckpt.save(step, state).result()
+        assert [ckpt.read(step, "some[0]").result().tolist() for step in range(3)] == [[0], [1, 1], [2, 2, 2]]
 
 
 def test_a_tensor_of_a_list_is_copied_from_where_it_is(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def read_each(folder: Path, state: dict[str, Any], change: Callable[[int], objec
     with aiockpt.Checkpointer(folder) as ckpt:
         for step in range(3):
             change(step)
-            ckpt.save(step, state).result(60)
-        return [ckpt.read(step, name).result(60).flatten()[0].item() for step in range(3)]
+            ckpt.save(step, state).result()
+        return [ckpt.read(step, name).result().flatten()[0].item() for step in range(3)]
 
 
 def test_a_tensor_that_is_copied_aside_is_copied_again_by_each_save(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_demo_that_is_told_to_end_leaves_no_folder_and_no_process(
         while not (started := children.read_text().split()):
             assert process.poll() is None
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=250)
     assert process.returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
     assert not any(Path(f"/proc/{child}").exists() for child in started)

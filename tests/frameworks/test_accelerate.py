@@ -725,7 +725,7 @@ def test_a_save_after_one_that_failed_is_made_and_tells_of_it(tmp_path: Path) ->
     ckpt = attach(run.accelerator, tmp_path / "file" / "runs", observers=[Watch()])
     (tmp_path / "file").write_text("in the way")
     run.accelerator.save_state(tmp_path / "step_1")
-    assert failed.wait(60)
+    assert failed.wait(250)
     (tmp_path / "file").unlink()
     with pytest.raises(BackgroundSaveError):
         run.accelerator.save_state(tmp_path / "step_2")

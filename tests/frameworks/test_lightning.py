@@ -359,7 +359,7 @@ def test_sigterm_is_saved_where_it_came(options: list[str], saved: list[int]) ->
 def test_sigterm_is_saved_where_it_reaches_the_workers_too(to: str) -> None:
     command = [*PROGRAM, "--every-epochs=9", "--sigterm-at=4", "--workers=2", f"--sigterm-to={to}"]
     done = subprocess.run(
-        command, check=False, env=environment(), capture_output=True, text=True, timeout=120, process_group=0
+        command, check=False, env=environment(), capture_output=True, text=True, timeout=250, process_group=0
     )
     assert steps_in() == [4], done.stderr
 

@@ -45,13 +45,13 @@ def write(place: Path) -> None:
         next(batches)
 
     def save(crew: Crew, step: int) -> None:
-        crew.on_all(lambda rank, ckpt: ckpt.save(step, states[step][rank], **SAID).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(step, states[step][rank], **SAID).result())
 
     with Crew(RANKS, place, screen="finite", config=CONFIG) as crew:
         save(crew, DAMAGED)
         save(crew, WHOLE)
     with Crew(RANKS, place, screen="finite", config=CONFIG) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load({"odd": torch.ones(2)}, WHOLE).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load({"odd": torch.ones(2)}, WHOLE).result())
         save(crew, TWICE)
         save(crew, TWICE)
         save(crew, VOTES)
@@ -59,7 +59,7 @@ def write(place: Path) -> None:
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1] + b"\xff")
     with aiockpt.Checkpointer(place) as ckpt:
-        ckpt.verify(DAMAGED).exception(30)
+        ckpt.verify(DAMAGED).exception()
         assert [one.step for one in ckpt.watch("golden", follow=False)]
     (votes,) = place.glob(f"step-{VOTES:08d}")
     for lost in (*votes.glob("MANIFEST*"), *votes.glob("a-*/DECISION*")):

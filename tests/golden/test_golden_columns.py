@@ -25,8 +25,8 @@ def test_a_checkpoint_in_columns_of_an_earlier_release_loads_bit_for_bit(release
     assert manifest.parts[0].count > len(manifest.tensors)  # some are cut
     state = {name: torch.zeros_like(tensor) for name, tensor in columns_state().items()}
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        assert ckpt.load(state).result(30) is not None
-        assert ckpt.verify(7).result(30).step == 7
+        assert ckpt.load(state).result() is not None
+        assert ckpt.verify(7).result().step == 7
     assert all(torch.equal(state[name], tensor) for name, tensor in columns_state().items())
 
 

@@ -48,7 +48,7 @@ def test_two_ranks_load_what_two_ranks_saved(place: Path, step: int) -> None:
     states = [blank(rank) for rank in range(RANKS)]
     asked = None if step == VOTES else step
     with Crew(RANKS, place / "crew") as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank][0], asked).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank][0], asked).result())
     assert [one.step for one in results if one is not None] == [step] * RANKS
     for rank, state in enumerate(states):
         wanted = held(ranks_state(rank, step))
@@ -59,11 +59,11 @@ def test_one_rank_loads_what_two_saved_and_tells_what_the_manifests_say(place: P
     state, rows = blank(0, 1)
     del state["own"]
     with aiockpt.Checkpointer(place / "crew", config={"lr": 0.25}) as ckpt:
-        loaded = ckpt.load(state, WHOLE).result(30)
+        loaded = ckpt.load(state, WHOLE).result()
         assert loaded is not None
-        described = ckpt.describe(TWICE).result(30)
+        described = ckpt.describe(TWICE).result()
         with pytest.raises(aiockpt.CorruptionError):
-            ckpt.verify(DAMAGED).result(30)
+            ckpt.verify(DAMAGED).result()
         assert list(ckpt.watch("golden", follow=False)) == [], "its mark says that it has had the newest"
         assert list(ckpt.watch("another", follow=False))
     assert torch.equal(rows, ranks_state(0, WHOLE, size=1)[1])

@@ -37,7 +37,7 @@ class CopyGate:
     def __call__(self, copy: Callable[..., None]) -> Callable[..., None]:
         def held(*arguments: Any) -> None:
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(250)
             copy(*arguments)
 
         return held

@@ -70,7 +70,7 @@ class Run:
 def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
     run = Run(TwinAccelerator())
     with aiockpt.Checkpointer(place) as ckpt:
-        ckpt.load({"model": run.model, "note": run.note}, step).result(60)
+        ckpt.load({"model": run.model, "note": run.note}, step).result()
     return {"note": run.note, **run.model.state_dict()}
 
 
@@ -132,13 +132,13 @@ def test_a_step_goes_on_while_the_device_still_copies(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
     expected = run.copied()
     with run.open(tmp_path, snapshot="lazy") as ckpt:
-        ckpt.warm_up(run.state).result(60)
+        ckpt.warm_up(run.state).result()
         run.twin.hold()
         save = ckpt.save(1, run.state)
         run.optimizer.step()
         assert not save.snapshotted().done()
         run.twin.release()
-        save.result(60)
+        save.result()
     assert_equal(loaded(tmp_path, 1), expected)
 
 
@@ -174,7 +174,7 @@ def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tm
             run.note.zero_()
         assert not save.written().done()
         run.twin.release()
-        save.result(60)
+        save.result()
         assert run.watch.of(SnapshotTaken)[0].snapshot == "device"
     assert_equal(loaded(tmp_path, 1), expected)
 
@@ -183,7 +183,7 @@ def test_the_copy_on_the_device_is_freed_when_the_host_has_it(tmp_path: Path) ->
     run = Run(TwinAccelerator("late"))
     with run.open(tmp_path, snapshot="device") as ckpt:
         save = ckpt.save(1, run.state)
-        save.result(60)
+        save.result()
         gc.collect()
         assert run.twin.clones
         assert [clone for clone in run.twin.clones if clone() is not None] == []
@@ -196,7 +196,7 @@ def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> 
         save = ckpt.save(1, run.state)
         save.cancel()
         run.twin.release()
-        assert isinstance(save.exception(60), SaveCancelledError)
+        assert isinstance(save.exception(), SaveCancelledError)
     gc.collect()
     assert [clone for clone in run.twin.clones if clone() is not None] == []
 
@@ -206,7 +206,7 @@ def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path
     limits = aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(slab_s=0.1))
     with run.open(tmp_path, snapshot="device", on_error="warn", limits=limits) as ckpt:
         run.twin.hold()
-        error = ckpt.save(1, run.state).exception(60)
+        error = ckpt.save(1, run.state).exception()
         assert isinstance(error, StorageTimeoutError)
         run.twin.release()
         run.twin.finish()
@@ -222,9 +222,9 @@ def test_after_a_cancelled_save_the_optimizer_and_the_next_save_go_on(snapshot: 
         run.twin.hold()
         cancelled = ckpt.save(1, run.state)
         cancelled.cancel()
-        assert isinstance(cancelled.exception(60), SaveCancelledError)
+        assert isinstance(cancelled.exception(), SaveCancelledError)
         run.twin.release()
-        ckpt.save(2, run.state).result(60)
+        ckpt.save(2, run.state).result()
         run.optimizer.step()
     assert_equal(loaded(tmp_path, 2), expected)
 
@@ -290,10 +290,10 @@ def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(t
 def test_slabs_are_pinned_once_and_unpinned_in_the_end(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
     with run.open(tmp_path, snapshot="lazy") as ckpt:
-        ckpt.warm_up(run.state).result(60)
+        ckpt.warm_up(run.state).result()
         warm = run.twin.pin_count
         for step in range(5):
-            ckpt.save(step, run.state).result(60)
+            ckpt.save(step, run.state).result()
         pool = ckpt.statistics().pool
         assert 0 < warm == run.twin.pin_count == pool.allocated_bytes // pool.slab_bytes
     assert run.twin.pinned == {}
@@ -307,7 +307,7 @@ def test_where_nothing_can_be_pinned_it_is_said_once_and_the_save_is_right(
     expected = run.copied()
     with run.open(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
         for step in range(3):
-            ckpt.save(step, run.state).result(60)
+            ckpt.save(step, run.state).result()
     assert caplog.text.count("cannot be pinned") == 1
     assert_equal(loaded(tmp_path, 2), expected)
 
@@ -322,7 +322,7 @@ def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(t
         run.twin.compute(lambda: run.model[1].running_mean.add_(5))  # type: ignore[operator]
         assert run.twin.host_wait_count - waits <= 1  # the worker's
         run.twin.release()
-        save.result(60)
+        save.result()
     assert_equal(loaded(tmp_path, 1), expected)
 
 
@@ -332,16 +332,16 @@ def test_what_no_optimizer_owns_is_copied_after_all_that_was_asked_of_the_device
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         for step in range(3):  # later saves copy into the memory of the first
             run.twin.compute(lambda: mean.add_(5))
-            ckpt.save(step, run.state).result(60)
+            ckpt.save(step, run.state).result()
     assert [loaded(tmp_path, step)["1.running_mean"][0].item() for step in range(3)] == [5, 10, 15]
 
 
 def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("late"))
     with run.open(tmp_path) as ckpt:
-        ckpt.save(1, run.state).result(60)
+        ckpt.save(1, run.state).result()
         program = program_of(ckpt)
-        ckpt.save(2, run.state).result(60)
+        ckpt.save(2, run.state).result()
         assert program_of(ckpt) is program
 
 

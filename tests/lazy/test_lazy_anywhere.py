@@ -22,7 +22,7 @@ from tests.lazy.copy_gate import CopyGate
 from tests.watch import Watch
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
-SOON_S = 60
+SOON_S = 250
 
 
 class Net(nn.Module):

@@ -53,9 +53,9 @@ WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, OneLayer, aiockpt.SaveFu
     "a step": lambda _, run, __: run.step(),
     "the barrier": lambda ckpt, _, __: ckpt.barrier(),
     "wait_mutable": lambda ckpt, _, __: anyio.run(ckpt.wait_mutable),
-    "a wait for the snapshot": lambda _, __, save: save.snapshotted().result(30),
+    "a wait for the snapshot": lambda _, __, save: save.snapshotted().result(),
     "an await of the snapshot": lambda _, __, save: anyio.run(_wait, save),
-    "the next save": lambda ckpt, run, save: ckpt.save(2, run.state) and save.snapshotted().result(30),
+    "the next save": lambda ckpt, run, save: ckpt.save(2, run.state) and save.snapshotted().result(),
 }
 
 
@@ -72,8 +72,8 @@ def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
         assert save.snapshotted().done()
         assert used(ckpt) >= 48
         place.open_up()
-        save.result(30)
-        ckpt.load(run.state, 1).result(30)
+        save.result()
+        ckpt.load(run.state, 1).result()
     assert torch.equal(run.model.weight, weight)
 
 
@@ -81,7 +81,7 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
     run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         known(ckpt, 1000.0)
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         seen = ckpt._engine.pool.statistics()
         assert seen.peak_used_slabs <= 2 * BATCH  # of a second turn only where the first one took long
         assert seen.allocated_bytes <= 2 * BATCH * SLAB
@@ -108,7 +108,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
         assert inside.acquire(blocking=False)
 
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
-        ckpt.save(1, run.state).snapshotted().result(30)
+        ckpt.save(1, run.state).snapshotted().result()
         known(ckpt, 600.0)  # who waited for that would hang
         monkeypatch.setattr(Throttle, "wait", seen)
         save = ckpt.save(2, run.state)
@@ -117,7 +117,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
         until(lambda: inside._value == 0, "the end of the copy")
         copied = used(ckpt)
         place.open_up()
-        assert save.exception(30) is not None
+        assert save.exception() is not None
         assert copied == 50  # the headers of the two files, weights and the rest, have windows of their own
 
 
@@ -125,7 +125,7 @@ def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -
     run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         for step in range(3):
-            ckpt.save(step, run.state).result(30)
+            ckpt.save(step, run.state).result()
             run.step()
             run.step()
         assert len(lazy_of(ckpt)._pacing._quiet_s) == 3
@@ -209,7 +209,7 @@ def test_a_turn_begins_when_the_one_before_is_written() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     batches.pool.give(first)
-    waiting.join(30)
+    waiting.join(250)
     assert not waiting.is_alive()
     assert not batches.throttle.whole
 
@@ -229,7 +229,7 @@ def test_a_bandwidth_is_kept() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
     io = msgspec.structs.replace(IO, bandwidth=10e6)
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=io)) as ckpt:
-        result = ckpt.save(1, run.state).result(30)
+        result = ckpt.save(1, run.state).result()
     assert result.seconds >= 0.8 * result.bytes / 10e6
 
 
@@ -249,8 +249,8 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
     run = run_of_48_slabs()
     with aiockpt.Checkpointer("memory://", snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         monkeypatch.setattr(ckpt._engine.pool, "warm_up", refuse)
-        ckpt.save(1, run.state).result(30)
-        ckpt.save(2, run.state).result(30)
+        ckpt.save(1, run.state).result()
+        ckpt.save(2, run.state).result()
 
 
 def test_memory_that_cannot_be_had_is_not_counted() -> None:
@@ -274,14 +274,14 @@ def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPat
     run = run_of_48_slabs()
     with aiockpt.Checkpointer("memory://", limits=aiockpt.Limits(io=IO), on_error=lambda _: None) as ckpt:
         monkeypatch.setattr(ckpt._destination, "save", cancelled)
-        assert ckpt.save(1, run.state).exception(30) is not None
+        assert ckpt.save(1, run.state).exception() is not None
         monkeypatch.undo()
 
 
 def test_a_program_that_steps_no_optimizer_leaves_nothing_behind() -> None:
     with aiockpt.Checkpointer("memory://", snapshot="lazy") as ckpt:
         for step in range(8):
-            ckpt.save(step, {"x": torch.ones(3)}).result(30)
+            ckpt.save(step, {"x": torch.ones(3)}).result()
         assert len(ckpt._copies._on_change) <= 4
 
 

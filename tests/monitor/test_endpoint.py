@@ -31,7 +31,7 @@ def get(endpoint: Endpoint, path: str, method: str = "GET") -> tuple[int, str, A
     until(lambda: endpoint.port, "it listens")
     request = urllib.request.Request(f"http://127.0.0.1:{endpoint.port}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=250) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers["Content-Type"], error.read()
@@ -163,7 +163,7 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_it_may_be_closed_before_it_began() -> None:
     async def main() -> None:
         endpoint = Endpoint(0)
-        with anyio.fail_after(10):
+        with anyio.fail_after(250):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(endpoint.run)
                 await endpoint.aclose()

@@ -182,7 +182,7 @@ def test_without_plotly_it_says_what_to_install(
 
 def saved_run(tmp_path: Path, trace: TraceFile) -> Path:
     with aiockpt.Checkpointer(tmp_path / "run", observers=[trace]) as ckpt:
-        ckpt.save(3, {"model": {"weight": torch.ones(300), "bias": torch.ones(3)}}).result(30)
+        ckpt.save(3, {"model": {"weight": torch.ones(300), "bias": torch.ones(3)}}).result()
     return tmp_path / "run"
 
 

@@ -30,10 +30,10 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far")]
     with aiockpt.Checkpointer(tiers, observers=[Metrics(registry)]) as ckpt:
         for step in (3, 7):
-            ckpt.save(step, STATE).committed(tmp_path / "far").result(30)
-        ckpt.load(STATE).result(30)
+            ckpt.save(step, STATE).committed(tmp_path / "far").result()
+        ckpt.load(STATE).result()
         with pytest.raises(aiockpt.StateMismatchError):
-            ckpt.load({"y": torch.zeros(1)}).result(30)
+            ckpt.load({"y": torch.zeros(1)}).result()
         ckpt.wait()
     read = registry.get_sample_value
     assert read("aiockpt_saves_total", {"outcome": "committed"}) == 2
@@ -58,7 +58,7 @@ def test_a_registry_takes_the_metrics_of_one_checkpointer_at_a_time(tmp_path: Pa
     metrics = Metrics(registry)
     for name in ("first", "second"):
         with aiockpt.Checkpointer(tmp_path / name, observers=[metrics]) as ckpt:
-            ckpt.save(1, STATE).result(30)
+            ckpt.save(1, STATE).result()
     assert registry.get_sample_value("aiockpt_saves_total", {"outcome": "committed"}) == 2
     with pytest.raises(aiockpt.UsageError, match="has the metrics of another checkpointer already"):
         Metrics(registry)
@@ -69,7 +69,7 @@ def test_numbers_that_are_not_finite_and_what_a_scrub_finds_are_counted(tmp_path
     metrics = Metrics(registry)
     with aiockpt.Checkpointer(tmp_path, observers=[metrics], screen="finite") as ckpt:
         for step, value in ((1, 0.0), (2, float("nan")), (3, float("inf"))):
-            ckpt.save(step, {"x": torch.full((4,), value)}).result(30)
+            ckpt.save(step, {"x": torch.full((4,), value)}).result()
     metrics.on_event(events.StepRepaired(at_ns=1, step=1, url="file:///r", keys=("d",), bytes=4))
     metrics.on_event(events.StepDamaged(at_ns=2, step=2, url="file:///r", problem="no copy"))
     read = registry.get_sample_value
@@ -81,8 +81,8 @@ def test_numbers_that_are_not_finite_and_what_a_scrub_finds_are_counted(tmp_path
 def test_what_loads_read_is_compared_with_what_they_filled(tmp_path: Path) -> None:
     registry = prometheus.CollectorRegistry()
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
-        ckpt.save(1, STATE).result(30)
-        loaded = ckpt.load(STATE).result(30)
+        ckpt.save(1, STATE).result()
+        loaded = ckpt.load(STATE).result()
     assert loaded is not None
     assert registry.get_sample_value("aiockpt_loaded_bytes_total") == loaded.bytes == 4000
     assert registry.get_sample_value("aiockpt_load_read_ratio") == loaded.read_bytes / 4000
@@ -93,7 +93,7 @@ def test_memory_and_writes_are_looked_up_as_long_as_the_checkpointer_is_there(tm
     read = registry.get_sample_value
     ckpt = aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)])
     with ckpt:
-        ckpt.save(1, STATE).result(30)
+        ckpt.save(1, STATE).result()
         now = ckpt.statistics()
         assert read("aiockpt_pool_bytes", {"state": "limit"}) == now.pool.ceiling_bytes > 0
         assert read("aiockpt_pool_bytes", {"state": "allocated"}) == now.pool.allocated_bytes > 0
@@ -121,7 +121,7 @@ def test_memory_in_use_is_seen_while_a_save_writes(tmp_path: Path) -> None:
 
     backend = LocalBackend(tmp_path, world=World(files=Files()))
     with aiockpt.Checkpointer(backend, observers=[Metrics(registry)]) as ckpt:
-        ckpt.save(1, STATE).result(30)
+        ckpt.save(1, STATE).result()
     assert any(memory > 0 and running == 1 for memory, running in used)
 
 
@@ -153,7 +153,7 @@ def test_each_copy_is_queued_before_it_is_made(tmp_path: Path, worker: Any) -> N
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far", every=2)]
     with aiockpt.Checkpointer(tiers, observers=[Sees()], worker=worker) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, STATE).result(60)
+            ckpt.save(step, STATE).result()
     far = f"file://{tmp_path / 'far'}"
     assert [(type(one), one.step, getattr(one, "url", "")) for one in told] == [
         (events.PromotionQueued, 2, far),
@@ -167,8 +167,8 @@ def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path)
         assert ckpt.resume(STATE) == 0
         time.sleep(0.05)
         assert first.get_sample_value("aiockpt_at_risk_seconds") >= 0.05, "nothing is durable yet"
-        ckpt.save(1, STATE).result(30)
-        ckpt.load(STATE).result(30)
+        ckpt.save(1, STATE).result()
+        ckpt.load(STATE).result()
         assert first.get_sample_value("aiockpt_lost_seconds") == 0, "going back is no restart"
     time.sleep(0.3)
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(second)]) as ckpt:
@@ -184,12 +184,12 @@ def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path)
 
 def test_a_step_of_an_earlier_start_that_is_loaded_after_a_save_is_no_restart(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1, STATE).result(30)
+        ckpt.save(1, STATE).result()
     time.sleep(0.05)
     registry = prometheus.CollectorRegistry()
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
-        ckpt.save(2, STATE).result(30)
-        ckpt.load(STATE, 1).result(30)
+        ckpt.save(2, STATE).result()
+        ckpt.load(STATE, 1).result()
     assert registry.get_sample_value("aiockpt_lost_seconds") == 0
 
 
@@ -212,7 +212,7 @@ def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_
     read = registry.get_sample_value
     with aiockpt.Checkpointer(tmp_path, on_exists="skip", observers=[Metrics(registry)]) as ckpt:
         for _ in range(3):
-            ckpt.save(1, STATE).result(30)  # committed already, which is seen when it has begun
+            ckpt.save(1, STATE).result()  # committed already, which is seen when it has begun
         assert read("aiockpt_saves_total", {"outcome": "skipped"}) == 2
         assert read("aiockpt_saves_in_flight") == 0
     metrics = Metrics(second := prometheus.CollectorRegistry())
@@ -244,8 +244,8 @@ def test_a_logger_of_experiments_gets_numbers_with_their_step_on_another_thread(
 
     with aiockpt.Checkpointer(tmp_path, observers=[Scalars(log)]) as ckpt:
         for step in (3, 7):
-            ckpt.save(step, STATE).result(30)
-        ckpt.load(STATE).result(30)
+            ckpt.save(step, STATE).result()
+        ckpt.load(STATE).result()
     for step in (3, 7):
         assert {("checkpoint/pause_s", step), ("checkpoint/durable_s", step)} <= set(told)
     assert ("checkpoint/load_s", 7) in told
@@ -257,5 +257,5 @@ def test_a_logger_that_raises_is_logged_and_harms_no_save(tmp_path: Path, caplog
         raise ZeroDivisionError
 
     with caplog.at_level(logging.ERROR, "aiockpt"), aiockpt.Checkpointer(tmp_path, observers=[Scalars(log)]) as ckpt:
-        assert ckpt.save(1, STATE).result(30).step == 1
+        assert ckpt.save(1, STATE).result().step == 1
     assert "stopped working" in caplog.text

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after step 5, and went on from step 4."""
     folder = tmp_path_factory.mktemp("run")
     for kill_after, status in (("5", -signal.SIGKILL), ("-1", 0)):
-        done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), kill_after], check=False, timeout=100)
+        done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), kill_after], check=False, timeout=250)
         assert done.returncode == status
     return folder
 
@@ -295,7 +295,7 @@ def test_a_trace_that_cannot_be_read_is_named_beside_what_the_others_tell(tmp_pa
 def test_where_nothing_can_be_read_the_command_says_so_and_why(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "trace.jsonl").write_bytes(data)
     command = [sys.executable, "-c", "from aiockpt.tools.cli.main import main; main()", "report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 2
     assert "nothing can be read from 1 trace here: no line says" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -41,7 +41,7 @@ OPTIONS = {
     "storage": ("local", "memory", "objects"),
     "trouble": ("damaged everywhere", "damaged in the nearest", "killed before the commit", "killed while writing"),
 }
-DEADLINE_S = 60
+DEADLINE_S = 250
 LIMIT = 1 << 24
 
 

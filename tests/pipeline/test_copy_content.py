@@ -44,7 +44,7 @@ def save(root: Path, ranks: int = 3) -> None:
         return {"model": model(1), "moments": {str(n): torch.full((35, 33), float(n)) for n in range(12)}, "step": 4}
 
     with Crew(ranks, root) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, state()).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state()).result())
 
 
 def columns_in(root: Path) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ def look(backend: Backend) -> Hints:
 
 def make_run(root: Path) -> None:
     with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, STATE).result(30)
+        ckpt.save(3, STATE).result()
 
 
 def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) ->
         with pytest.raises(UsageError, match=named):
             aiockpt.Checkpointer(place)
     with aiockpt.Checkpointer(tmp_path) as ckpt, pytest.raises(UsageError, match=named):
-        ckpt.copy(3, step).result(30)
+        ckpt.copy(3, step).result()
     (tmp_path / "step-00000007").mkdir()
     with aiockpt.Checkpointer(tmp_path / "step-00000007") as ckpt:  # of that name, and no step
         assert ckpt.resume(STATE) == 0
-        ckpt.save(1, STATE).result(30)
+        ckpt.save(1, STATE).result()
 
 
 def test_a_link_into_a_step_is_told_from_a_link_to_a_run(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_link_into_a_step_is_told_from_a_link_to_a_run(tmp_path: Path) -> None
     (tmp_path / "run" / "latest").symlink_to("step-00000003")
     for place in (tmp_path / "above", tmp_path / "run"):
         with aiockpt.Checkpointer(place) as ckpt:
-            assert ckpt.latest().result(30) == 3
+            assert ckpt.latest().result() == 3
     (tmp_path / "empty").symlink_to("run/step-00000099")
     with aiockpt.Checkpointer(tmp_path / "run" / "step-00000099") as ckpt:
-        assert ckpt.latest().result(30) is None
+        assert ckpt.latest().result() is None
 
 
 def test_a_checkpoint_of_dcp_is_no_place_unless_steps_lie_beside_it(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_a_checkpoint_of_dcp_is_no_place_unless_steps_lie_beside_it(tmp_path: Pa
         with pytest.raises(UsageError, match=advice):
             open_place(place)
     with aiockpt.Checkpointer(tmp_path / "both") as ckpt:
-        assert ckpt.latest().result(30) == 3
+        assert ckpt.latest().result() == 3
         with pytest.raises(UsageError, match="no place for steps"):
-            ckpt.copy(3, tmp_path / "old").result(30)
+            ckpt.copy(3, tmp_path / "old").result()
 
 
 def test_the_folder_of_a_step_elsewhere_is_found_out_by_the_first_look() -> None:
@@ -113,7 +113,7 @@ def test_the_folder_of_a_step_elsewhere_is_found_out_by_the_first_look() -> None
             pytest.raises(UsageError, match=f"is one step; give the folder above it, and the step: {place} 3"),
             aiockpt.Checkpointer(f"{place}/step-00000003") as ckpt,
         ):
-            call(ckpt).result(30)
+            call(ckpt).result()
     with pytest.raises(UsageError, match=r"in the folder of one step.* s3://bucket/run 3"):
         aiockpt.Checkpointer("s3://bucket/run/step-00000003/a-0123456789ab/d")
 
@@ -163,7 +163,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_load_of_nothing_says_what_may_have_been_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_run(tmp_path / "run")
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert ckpt.load(STATE).result(30) is None
+        assert ckpt.load(STATE).result() is None
     assert warnings(caplog) == [f"nothing is loaded, and {LocalBackend(str(tmp_path)).url}/run holds steps"]
 
 
@@ -175,6 +175,6 @@ def test_a_load_of_something_or_from_an_empty_place_says_nothing(
     make_run(tmp_path / "inner")
     for place, step in ((tmp_path, 3), (tmp_path / "empty", None), (tmp_path / "not there", None)):
         with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-            loaded = ckpt.load(STATE).result(30)
+            loaded = ckpt.load(STATE).result()
             assert (None if loaded is None else loaded.step) == step
     assert warnings(caplog) == []

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-WAIT_S = 60.0
+WAIT_S = 250
 
 TRAIN = """
 import hashlib, logging, os, signal, sys, threading, time

@@ -216,7 +216,7 @@ def tell(number: int = signal.SIGUSR1) -> None:
     logger.addFilter(note)
     try:
         os.kill(os.getpid(), number)
-        assert heard.wait(60)
+        assert heard.wait(250)
     finally:
         logger.removeFilter(note)
 

@@ -118,7 +118,7 @@ class Gates:
     def wait(self, at: int) -> None:
         if at == self.at:
             self.reached.set()
-            assert self.opened.wait(60)
+            assert self.opened.wait(250)
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -204,12 +204,12 @@ class Bench:
             place.open_up()
             if self.ckpt is not None:
                 self._stop_writer(False)
-            error = save.exception(60)
+            error = save.exception()
             if twin is not None:
                 twin.finish()
             assert error is None or isinstance(error, aiockpt.TornSnapshotError), error
             as_it_was = error is None and all(
-                torch.equal(ckpt.read(self.steps, name).result(30), tensor)
+                torch.equal(ckpt.read(self.steps, name).result(), tensor)
                 for name, tensor in zip(state.names, expected, strict=True)
             )
             return Outcome(met, error is not None, as_it_was)
@@ -229,7 +229,7 @@ class Bench:
                 until(copied, "the copy")
             met = not copied()
         else:
-            assert gates.reached.wait(60) or self.mode == "device"
+            assert gates.reached.wait(250) or self.mode == "device"
             met = not copied() or self.mode == "device"
         change = MAKE[what.change.key]
         at_once = what.moment != "under way at the end" or what.change.key == "resized"
@@ -368,14 +368,14 @@ def test_what_waits_and_what_is_replaced_leaves_the_state_of_the_call(
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         gates.hold(WINDOWS if moment == "at the end" else 3)
         save = ckpt.save(1, state.tree)
-        assert gates.reached.wait(60)
+        assert gates.reached.wait(250)
         opens = threading.Timer(0.1, gates.opened.set)  # for those that wait; the others are done by then
         opens.start()
         GOES_ON[change](state, ckpt)
         opens.join()
-        save.result(60)
+        save.result()
         for name, tensor in zip(state.names, expected, strict=True):
-            assert torch.equal(ckpt.read(1, name).result(30), tensor), name
+            assert torch.equal(ckpt.read(1, name).result(), tensor), name
 
 
 @pytest.mark.parametrize("mode", ["lazy", "lazy on a device"])
@@ -391,10 +391,10 @@ def test_digests_see_what_nothing_else_does(
     with aiockpt.Checkpointer(place, **options) as ckpt:
         gates.hold(3)
         save = ckpt.save(1, state.tree)
-        assert gates.reached.wait(60)
+        assert gates.reached.wait(250)
         MAKE[change](state.tensors[1])
         gates.opened.set()
-        error = save.exception(60)
+        error = save.exception()
         assert isinstance(error, aiockpt.TornSnapshotError)
         assert error.tensors == ("model.1",)
 
@@ -411,4 +411,4 @@ def test_digests_are_compared_when_the_device_has_copied(monkeypatch: pytest.Mon
         until(lambda: twin.host_wait_count or is_compared(save), "somebody to wait for the device")
         by_data(state.tensors[1])
         twin.release()
-        assert isinstance(save.exception(60), aiockpt.TornSnapshotError)
+        assert isinstance(save.exception(), aiockpt.TornSnapshotError)

@@ -95,7 +95,7 @@ def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
             assert running.poll() is None
             time.sleep(0.05)
         running.send_signal(number)
-        assert running.wait(60) == 128 + number
+        assert running.wait(250) == 128 + number
     until(lambda: not left_behind(tmp_path), "the end of what was killed")
 
 

@@ -37,13 +37,13 @@ def what_a_rank_was_said_to_write_is_what_it_writes() -> None:
         state = job(PARALLELISMS[kind], Wide, 0)
         with open_checkpointer(kind, root / kind) as ckpt:
             if rank == 1:
-                ckpt.estimate(state).result(30)  # one alone may ask
-            before = ckpt.estimate(state).result(30)
+                ckpt.estimate(state).result()  # one alone may ask
+            before = ckpt.estimate(state).result()
             state["model"](torch.ones(2, 256)).square().mean().backward()
             state["optimizer"].step()
-            ckpt.save(1, state).result(60)
-            after = ckpt.estimate(state).result(30)
-            stored = sum(tensor.bytes for tensor in ckpt.describe(1).result(30).tensors)
+            ckpt.save(1, state).result()
+            after = ckpt.estimate(state).result()
+            stored = sum(tensor.bytes for tensor in ckpt.describe(1).result().tensors)
             own = sum(file.stat().st_size for file in (root / kind).glob(f"step-*/a-*/d/r{rank:05d}-*"))
         assert SUPPOSED in before.assumptions, kind
         assert ONLY_SEEN in after.assumptions, kind

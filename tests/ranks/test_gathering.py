@@ -35,7 +35,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(crew: Crew, step: int) -> None:
-    crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result(30))
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result())
 
 
 def gathered(root: Path) -> list[str]:
@@ -68,7 +68,7 @@ def test_a_rank_of_another_group_commits_in_place_of_a_dead_rank_0(tmp_path: Pat
     hang = Fault(do="hang", verb="put_new", match="*DECISION*", times=None)
     quick = aiockpt.Deadlines(ranks_s=20, commit_s=3, takeover_s=0.3, close_s=60)
     with Crew(RANKS, failing_on(0, tmp_path, hang), deadlines=quick, on_error=lambda future: None) as crew:
-        outcomes = crew.start(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        outcomes = crew.start(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
         assert [outcome.result().generation for outcome in outcomes[1:]] == [1] * (RANKS - 1)
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 

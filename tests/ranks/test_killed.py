@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, str | None]] = {
 }
 """Who is killed, and after its first call of what."""
 PATIENT = aiockpt.Deadlines(ranks_s=500, commit_s=500, takeover_s=300, close_s=60)
-WAIT_S = 100
+WAIT_S = 250
 WORLD_S = 200
 
 

@@ -55,14 +55,14 @@ def test_what_one_process_saved_many_ranks_load(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     states = [empty() for _ in range(3)]
     with Crew(3, tmp_path) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert [result.step for result in results if result] == [2, 2, 2]
     assert all(holds(state, 2) for state in states)
 
 
 def test_an_empty_place_is_empty_for_all(tmp_path: Path) -> None:
     with Crew(3, tmp_path) as crew:
-        assert crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result(30)) == [None, None, None]
+        assert crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result()) == [None, None, None]
 
 
 @pytest.mark.parametrize("blind", [0, 1, 2])
@@ -71,7 +71,7 @@ def test_a_step_that_one_rank_finds_damaged_is_left_by_all(tmp_path: Path, blind
     states = [empty() for _ in range(3)]
     flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
     with Crew(3, one_rank_sees(tmp_path, blind, flip)) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert [result.step for result in results if result] == [1, 1, 1]
     assert all([step for step, _ in result.skipped] == ["step-00000002"] for result in results if result)
     assert all(holds(state, 1) for state in states)
@@ -84,7 +84,7 @@ def test_all_ranks_are_told_the_same_of_what_was_passed_over(tmp_path: Path) -> 
     states = [empty() for _ in range(3)]
     flip = Fault(do="flip", verb="reader.read", match="step-00000004/*", bit=80_000, times=None)
     with Crew(3, one_rank_sees(tmp_path, 1, flip)) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     told = [result.skipped for result in results if result]
     assert [name for name, _ in told[0]] == ["step-00000001", "step-00000005", "step-00000004"]
     assert told[1:] == told[:1] * 2
@@ -98,7 +98,7 @@ def test_an_explicit_step_that_one_rank_finds_damaged_is_an_error_on_all(tmp_pat
     save(tmp_path, 1, 2)
     flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
     with Crew(2, one_rank_sees(tmp_path, blind, flip)) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), 2).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), 2).result())
     assert all(isinstance(error, aiockpt.CorruptionError) for error in errors)
     assert f"rank {blind}" in str(errors[1 - blind])
 
@@ -108,7 +108,7 @@ def test_a_manifest_that_one_rank_cannot_believe_is_left_by_all(tmp_path: Path) 
     states = [empty() for _ in range(2)]
     flip = Fault(do="flip", verb="get", match="step-00000002/MANIFEST*", bit=900, times=None)
     with Crew(2, one_rank_sees(tmp_path, 1, flip)) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert all(holds(state, 1) for state in states)
 
 
@@ -116,7 +116,7 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(tmp_path: 
     save(tmp_path, 1)
     states = [empty(), {**empty(), "w1": torch.zeros(3, 3), "extra": torch.zeros(2)}, empty()]
     with Crew(3, tmp_path) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert all(isinstance(error, aiockpt.StateMismatchError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert "w1" in str(errors[0])
@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_read_stops_all_and_nobody_goes_back_silently(tmp_pat
     save(tmp_path, 1, 2)
     broken = Fault(do="fail", verb="open", match="step-00000002/*", error=24, times=None)
     with Crew(2, one_rank_sees(tmp_path, 1, broken)) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result())
     assert isinstance(errors[0], RankFailedError)
     assert isinstance(errors[1], aiockpt.StorageError)
 
@@ -143,15 +143,15 @@ def test_no_load_is_done_before_all_ranks_have_loaded(tmp_path: Path) -> None:
             futures[0].result(0.5)
         futures[1].cancel()
         with pytest.raises(RankFailedError, match="rank 1"):
-            futures[0].result(10)
-        assert futures[1].exception(10) is not None
+            futures[0].result()
+        assert futures[1].exception() is not None
 
 
 def test_a_rank_that_does_not_load_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
     quick = aiockpt.Deadlines(ranks_s=0.3, close_s=0.5)
     with Crew(2, tmp_path, deadlines=quick) as crew:
-        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.load(empty()).result(30))
+        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.load(empty()).result())
     assert isinstance(errors[0], RankTimeoutError)
     assert errors[0].ranks == (1,)
 
@@ -159,16 +159,16 @@ def test_a_rank_that_does_not_load_is_named(tmp_path: Path) -> None:
 def test_what_only_other_ranks_want_is_no_difference_and_what_no_rank_wants_is(tmp_path: Path) -> None:
     stages = [{"part": {f"layer{rank}": torch.full((5, 3), float(rank))}} for rank in range(3)]
     with Crew(3, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, stages[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, stages[rank]).result())
     fresh = [{"part": {f"layer{rank}": torch.zeros(5, 3)}} for rank in range(3)]
     with Crew(3, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank]).result())
         assert [state["part"][f"layer{rank}"][0, 0].item() for rank, state in enumerate(fresh)] == [0, 1, 2]
     with Crew(2, tmp_path) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(fresh[rank]).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(fresh[rank]).result())
         assert all(isinstance(error, aiockpt.StateMismatchError) and "layer2" in str(error) for error in errors)
         assert not any("layer1" in str(error) for error in errors)
-        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank], strict=False).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank], strict=False).result())
 
 
 def test_a_rank_may_look_around_alone(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_rank_may_look_around_alone(tmp_path: Path) -> None:
     with Crew(2, tmp_path) as looking:
         assert looking.checkpointers[1].latest().result() == 1
         with Crew(2, tmp_path) as crew:
-            crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+            crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert all(holds(state, 1) for state in states)
 
 
@@ -185,19 +185,19 @@ def test_after_going_back_all_ranks_save_on_the_new_branch(tmp_path: Path) -> No
     save(tmp_path, 1, 2, 3)
     states = [empty() for _ in range(2)]
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], 1).result(30))
-        crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(20)).result(30))
-        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], 1).result())
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(20)).result())
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert all(holds(state, 20) for state in states)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (3, 2), (2, 3)])
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, writers: int, readers: int) -> None:
     with Crew(writers, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(5, state_at(5)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(5, state_at(5)).result())
     states = [empty() for _ in range(readers)]
     with Crew(readers, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert all(holds(state, 5) for state in states)
 
 
@@ -208,7 +208,7 @@ def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path:
         store: Any = coordinator_of(crew.checkpointers[0]).board._store
         counts = []
         for _ in range(18):
-            crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result(30))
+            crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result())
             counts.append(store.num_keys())
         assert max(counts[12:]) < 2 * max(counts[:6]), counts  # how many are left over at an instant varies
 
@@ -217,9 +217,9 @@ def test_a_load_that_fails_on_one_rank_begins_no_new_branch_on_any(tmp_path: Pat
     broken = Fault(do="fail", verb="reader.read", match="step-00000001/*", error=24, times=None)
     with Crew(2, one_rank_sees(tmp_path, 1, broken)) as crew:
         for step in (1, 2):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state_at(step)).result(30))  # type: ignore[misc]
-        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty(), 1).result(30)))
-        crew.on_all(lambda rank, ckpt: ckpt.save(3, state_at(3)).result(30))
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state_at(step)).result())  # type: ignore[misc]
+        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty(), 1).result()))
+        crew.on_all(lambda rank, ckpt: ckpt.save(3, state_at(3)).result())
     runs = [json.loads((tmp_path / f"step-{step:08d}/MANIFEST-1.json").read_text())["run"] for step in (1, 2, 3)]
     assert len(set(runs)) == 1
 
@@ -261,7 +261,7 @@ def test_what_an_object_of_one_rank_refuses_is_raised_on_all_and_says_partly_ove
     parts[1].picky = True
 
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, {"part": parts[0]}).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, {"part": parts[0]}).result())
 
         async def load(rank: int) -> None:
             await crew.checkpointers[rank].load({"part": parts[rank]})
@@ -272,10 +272,10 @@ def test_what_an_object_of_one_rank_refuses_is_raised_on_all_and_says_partly_ove
         errors = (
             asyncio.run(load_all())
             if awaited
-            else crew.errors(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result(30))
+            else crew.errors(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result())
         )
         for error in errors:
             assert isinstance(error, StateMismatchError), error
             assert re.search(r"(?s)part: (Hooked|Counter) refused what is stored.*partly overwritten", str(error))
         parts[1].picky = False
-        crew.on_all(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result())

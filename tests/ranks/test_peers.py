@@ -11,7 +11,7 @@ from aiockpt.ranks.peers import Peers, PeersLostError, find_peers
 from aiockpt.runtime.ranks import Ranks
 from tests.ranks.gloo_threads import connect
 
-DEADLINE_S = 50.0
+DEADLINE_S = 250
 
 
 def memory(value: int, size: int = 5000) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -36,18 +36,18 @@ async def test_bytes_arrive_at_the_ranks_they_are_for() -> None:
 
 async def test_a_silent_rank_is_named_at_the_deadline_and_all_others_learn_it_at_once() -> None:
     one, silent, other = connect((0, 1, 2))
-    with anyio.fail_after(30):
+    with anyio.fail_after(250):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_lost, other, 0)  # waits for one that is about to give up
             with pytest.raises(PeersLostError, match="lost rank 1"):
                 await receive(one, 1, deadline_s=0.2)
-    with anyio.fail_after(10):
+    with anyio.fail_after(250):
         await _lost(silent, 0)
 
 
 async def test_who_waits_for_a_rank_that_lost_another_learns_it_too() -> None:
     one, gone, other = connect((0, 1, 2))
-    with anyio.fail_after(30):
+    with anyio.fail_after(250):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_lost, other, 0)
             await gone.hang_up("a test")
@@ -62,7 +62,7 @@ async def _lost(mine: Peers, source: int) -> None:
 
 async def test_a_cancelled_trade_ends_at_once_at_both_ends() -> None:
     one, other = connect((0, 1))
-    with anyio.fail_after(20):
+    with anyio.fail_after(250):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_lost, other, 0)
             with anyio.move_on_after(0.2):
@@ -78,7 +78,7 @@ async def test_a_group_that_broke_is_not_used_again() -> None:
     with pytest.raises(PeersLostError, match="a test"):
         await receive(one, 1)
     assert "a test" in repr(one)
-    with anyio.fail_after(10):
+    with anyio.fail_after(250):
         await _lost(other, 0)
 
 

@@ -54,7 +54,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def load_all(crew: Crew, states: list[dict[str, Any]], step: int | None = None) -> list[LoadResult]:
-    results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], step).result(60))
+    results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], step).result())
     return [result for result in results if result is not None]
 
 
@@ -91,7 +91,7 @@ def test_what_only_one_rank_wants_is_read_by_it_and_sent_to_nobody(root: Path) -
     wants = [["w0", "w1"], ["w1", "w2"], ["w1", "w0"]]
     states = [{name: torch.zeros(ROWS, COLUMNS) for name in names} for names in wants]
     with crew_with_groups(3, root) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], only=wants[rank]).result(60))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], only=wants[rank]).result())
     for names, state in zip(wants, states, strict=True):
         assert all(torch.equal(state[name], state_at(2)[name]) for name in names)
     read = sum(result.read_bytes for result in results if result)
@@ -104,7 +104,7 @@ def test_strided_parts_and_twice_wanted_tensors_are_received_too(root: Path) -> 
         {"w0": column, "w1": torch.zeros(ROWS, COLUMNS), "again": torch.zeros(ROWS, COLUMNS)} for column in columns
     ]
     with crew_with_groups(2, root) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], map={"again": "w1"}, strict=False).result(60))
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], map={"again": "w1"}, strict=False).result())
     for state in states:
         assert torch.equal(state["w0"], state_at(2)["w0"])
         assert torch.equal(state["w1"], state_at(2)["w1"])
@@ -128,7 +128,7 @@ def test_a_damaged_block_sends_all_to_the_next_step_and_the_group_lives(root: Pa
         assert all("is not what was saved" in result.skipped[0][1] for result in results)
         assert all(result.received_bytes > 0 for result in results)
         assert all(holds(state, 1) for state in states)
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), 2).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), 2).result())
         assert all(isinstance(error, CorruptionError) and "is not what was saved" in str(error) for error in errors)
         assert all(peers_of(crew, rank).broken is None for rank in range(3))
 
@@ -149,7 +149,7 @@ def test_a_rank_that_cannot_read_stops_all_and_the_group_lives(root: Path) -> No
     states = [empty() for _ in range(3)]
     broken = Fault(do="fail", verb="open", match="step-00000002/*", error=24, times=None)
     with crew_with_groups(3, one_rank_sees(root, 1, broken)) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result())
         assert isinstance(errors[1], aiockpt.StorageError)
         assert all(isinstance(error, RankFailedError) and error.ranks == (1,) for error in (errors[0], errors[2]))
         assert all(result.received_bytes > 0 for result in load_all(crew, states, 1))
@@ -163,7 +163,7 @@ def test_what_a_rank_could_not_read_is_not_read_by_the_others_instead(root: Path
         return FaultyBackend(backends[rank], [broken]) if rank == 1 else backends[rank]
 
     with crew_with_groups(3, backend) as crew:
-        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(30)))
+        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty()).result()))
     for inner in (backends[0], backends[2]):
         statistics = inner.statistics()
         assert statistics.cached_read_bytes + statistics.direct_read_bytes <= (2 << 20) + 3 * 4096
@@ -204,7 +204,7 @@ def test_what_is_damaged_on_its_way_is_read_from_storage(root: Path) -> None:
 def test_a_group_that_broke_earlier_costs_reading_alone_and_nothing_else(root: Path) -> None:
     states = [empty() for _ in range(3)]
     with crew_with_groups(3, root) as crew:
-        crew.checkpointers[2]._loop.submit(peers_of(crew, 2).hang_up, "a test").result(10)
+        crew.checkpointers[2]._loop.submit(peers_of(crew, 2).hang_up, "a test").result()
         for step in (2, 1):
             results = load_all(crew, states, step)
             assert all(holds(state, step) for state in states)
@@ -249,7 +249,7 @@ def test_a_load_cancelled_in_the_middle_ends_on_all_at_once(root: Path) -> None:
         time.sleep(0.5)
         if rank == 1:
             future.cancel()
-        future.result(20)
+        future.result()
 
     with crew_with_groups(3, backend) as crew:
         begun = time.monotonic()
@@ -264,7 +264,7 @@ def test_a_rank_of_the_group_that_was_not_given_it_is_named(root: Path) -> None:
     with Crew(3, root, deadlines=quick) as crew:
         for peers in connect(range(3))[:2]:
             use(crew, peers)
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(60))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result())
     assert isinstance(errors[0], RankTimeoutError)
     assert errors[0].ranks == (2,)
     assert all("rank 2" in str(error) for error in errors)

@@ -81,13 +81,13 @@ def test_a_difference_is_always_told_and_equal_replicas_never_are(seed: int, sna
     with Crew(
         world_size, f"memory://{uuid.uuid4().hex}", snapshot=snapshot, lazy=aiockpt.Lazy(debug=debug), on_error="warn"
     ) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, states[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, states[rank]).result())
         odd = dice.randrange(world_size)
         leaves = {name: leaf for name, leaf in leaves_of(states[odd]["of"], "of").items() if leaf.numel()}
         planted = set(dice.sample(sorted(leaves), dice.randrange(0, len(leaves) + 1)))
         for name in planted:  # a few bytes where all are looked at, else all of it
             _change(leaves[name], dice, one=debug is not None or leaves[name].nbytes <= 256)
-        errors = crew.on_all(lambda rank, ckpt: ckpt.save(2, states[rank]).exception(30))
+        errors = crew.on_all(lambda rank, ckpt: ckpt.save(2, states[rank]).exception())
     for error in errors:
         if not planted:
             assert error is None
@@ -112,7 +112,7 @@ def errors_of(crew: Crew, make: Callable[[int], dict[str, Any]], step: int = 1) 
     states = [
         make(rank) for rank in range(crew.world_size)
     ]  # an optimizer that steps waits for lazy copies of any thread
-    return crew.on_all(lambda rank, ckpt: ckpt.save(step, states[rank]).exception(60))
+    return crew.on_all(lambda rank, ckpt: ckpt.save(step, states[rank]).exception())
 
 
 def assert_told(errors: list[BaseException | None], *tensors: str) -> None:
@@ -133,7 +133,7 @@ def test_every_rank_hears_the_same_and_no_step_is_there(tmp_path: Path, options:
         assert_told(errors, "bare")
         assert len({str(error) for error in errors}) == 1
         assert "bare (rank 1 unlike ranks 0, 2)" in str(errors[2])
-        assert crew.checkpointers[0].latest().result(30) is None
+        assert crew.checkpointers[0].latest().result() is None
         assert errors_of(crew, lambda rank: alike(), step=2) == [None] * 3
 
 
@@ -144,8 +144,8 @@ def test_several_places_get_nothing_of_it(tmp_path: Path) -> None:
     with Crew(2, places, on_error="warn") as crew:
         assert_told(errors_of(crew, lambda rank: alike(odd=rank)), "bare")
         assert errors_of(crew, lambda rank: alike(), step=2) == [None] * 2
-        assert [step.step for step in crew.checkpointers[0].steps().result(30)] == [2]
-        crew.checkpointers[0].delete(2).result(30)
+        assert [step.step for step in crew.checkpointers[0].steps().result()] == [2]
+        crew.checkpointers[0].delete(2).result()
 
 
 def test_one_element_of_many_is_told_where_all_bytes_are_asked_for(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_one_rank_has_and_who_saves_alone_cost_nothing(tmp_path: Path) -> N
     with Crew(2, tmp_path / "two") as crew:
         assert errors_of(crew, make) == [None] * 2
     with aiockpt.Checkpointer(tmp_path / "alone") as ckpt:
-        ckpt.save(1, alike()).result(30)
+        ckpt.save(1, alike()).result()
     for receipt in (*receipts_in(tmp_path / "two"), *receipts_in(tmp_path / "alone")):
         assert not receipt.replicas
         assert not receipt.buffers
@@ -185,7 +185,7 @@ def test_what_one_rank_has_and_who_saves_alone_cost_nothing(tmp_path: Path) -> N
 def test_one_ranks_values_are_saved_where_that_is_asked_for(tmp_path: Path) -> None:
     with Crew(2, tmp_path, replicas="first") as crew:
         assert errors_of(crew, lambda rank: alike(odd=rank)) == [None] * 2
-        assert crew.checkpointers[1].read(1, "bare").result(30).eq(0).all()
+        assert crew.checkpointers[1].read(1, "bare").result().eq(0).all()
     assert not any(receipt.replicas for receipt in receipts_in(tmp_path))
 
 
@@ -216,7 +216,7 @@ def test_buffers_that_differ_are_counted_in_the_log_once(tmp_path: Path, caplog:
     with Crew(2, tmp_path) as crew:
         for step in (1, 2, 3):
             assert errors_of(crew, make, step) == [None] * 2
-        assert crew.checkpointers[1].read(3, "model.running_mean").result(30).eq(0).all()
+        assert crew.checkpointers[1].read(3, "model.running_mean").result().eq(0).all()
     (told,) = [record.message for record in caplog.records if "buffers of modules" in record.message]
     assert "3 buffers of modules differ" in told
 
@@ -235,7 +235,7 @@ def test_votes_that_differ_are_not_committed_by_who_finishes_for_the_dead(tmp_pa
         rows[-1] ^= 1
         path.write_bytes(encode_receipt(msgspec.structs.replace(receipt, replicas=bytes(rows))))
     with aiockpt.Checkpointer(tmp_path) as ckpt:
-        assert (ckpt.load(alike()).result(30) is None) == differ
+        assert (ckpt.load(alike()).result() is None) == differ
 
 
 @pytest.mark.parametrize("pace", ["late", "early", 1, 2, 3])
@@ -265,7 +265,7 @@ def test_replicas_on_a_device_are_those_of_the_call(tmp_path: Path, pace: Any, s
             save = ckpt.save(step, state)
             if rank:
                 state["optimizer"].step()
-            errors.append(save.exception(60))
+            errors.append(save.exception())
             if not rank:
                 state["optimizer"].step()
             elif step == 2:
@@ -302,7 +302,7 @@ def test_an_optimizer_waits_for_a_device_that_reads_what_another_rank_writes(tmp
         for step in range(3):
             save = ckpt.save(step, {"model": model, "optimizer": optimizer})
             optimizer.step()
-            errors.append(save.exception(60))
+            errors.append(save.exception())
         return errors
 
     with Crew(

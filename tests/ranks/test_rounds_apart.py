@@ -44,12 +44,12 @@ class SlowOn(FaultyBackend):
 
 def test_a_slow_rank_learns_of_steps_that_rank_0_has_long_left_alone(tmp_path: Path) -> None:
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
-        return [ckpt.save(step, state_at(step)).result(30).existed for step in range(1, 6)]
+        return [ckpt.save(step, state_at(step)).result().existed for step in range(1, 6)]
 
     far_ahead = threading.Event()
 
     def save_again(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
-        assert rank == 0 or far_ahead.wait(30)
+        assert rank == 0 or far_ahead.wait(250)
         existed = save_all(rank, ckpt)
         far_ahead.set()
         return existed
@@ -64,9 +64,9 @@ def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> No
         return SlowOn(tmp_path, "step-00000002/", 2) if rank == 1 else LocalBackend(str(tmp_path), world=World())
 
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[int]:
-        ckpt.save(1, state_at(1)).result(30)
+        ckpt.save(1, state_at(1)).result()
         slow = ckpt.save(2, state_at(2))
-        return [ckpt.save(step, state_at(step)).result(30).step for step in (3, 4, 5)] + [slow.result(30).step]
+        return [ckpt.save(step, state_at(step)).result().step for step in (3, 4, 5)] + [slow.result().step]
 
     with Crew(2, backend, deadlines=QUICK) as crew:
         assert crew.on_all(save_all) == [[3, 4, 5, 2]] * 2
@@ -83,11 +83,11 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
 
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> int:
         state = {"w": parameter(torch.zeros(2500, 1024))}  # more than a block: cut by rows
-        ckpt.save(1, state).result(30)
+        ckpt.save(1, state).result()
         second = ckpt.save(2, state)
         if rank == 1:
-            assert second.exception(30) is not None
-        return ckpt.save(3, state).result(30).step
+            assert second.exception() is not None
+        return ckpt.save(3, state).result().step
 
     with Crew(2, backend, deadlines=QUICK, on_error=lambda future: None) as crew:
         rounds = coordinator_of(crew.checkpointers[0]).rounds
@@ -117,7 +117,7 @@ def test_a_manifest_that_is_gone_for_one_rank_is_left_by_all(tmp_path: Path) -> 
         return Blind(inner) if rank == 1 else inner
 
     with Crew(2, backend, deadlines=QUICK) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.load(state_at(0)).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(state_at(0)).result())
     assert [result.step for result in results if result] == [1, 1]
 
 
@@ -136,7 +136,7 @@ def test_a_load_cancelled_on_one_rank_ends_on_all(tmp_path: Path, cancelled: int
         time.sleep(0.5)
         if rank == cancelled:
             future.cancel()
-        future.result(30)
+        future.result()
 
     with Crew(3, backend, deadlines=QUICK) as crew:
         errors = crew.errors(load)
@@ -165,7 +165,7 @@ async def test_saves_started_at_once_from_an_event_loop_are_planned_one_after_th
 
 def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> None:
     with Crew(2, tmp_path, deadlines=aiockpt.Deadlines(ranks_s=20, commit_s=10, takeover_s=0.3, close_s=60)) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, state_at(1)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state_at(1)).result())
         coordinator = coordinator_of(crew.checkpointers[1])
         store = coordinator.board._store
         gone: list[str] = []
@@ -184,7 +184,7 @@ def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> 
 
         dying: Any = Dying()
         coordinator.board._store = dying
-        assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30).step) == [2, 2]
+        assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result().step) == [2, 2]
 
 
 class ForgetsToLeave:
@@ -207,9 +207,9 @@ def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(t
     def work(rank: int, ckpt: aiockpt.Checkpointer) -> None:
         if what == "save":
             step = next(steps[rank])
-            ckpt.save(step, state_at(step)).result(30)
+            ckpt.save(step, state_at(step)).result()
         else:
-            ckpt.load(state_at(0)).result(30)
+            ckpt.load(state_at(0)).result()
 
     with aiockpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_at(1)).result()
@@ -231,12 +231,12 @@ def test_a_rank_cancelled_after_the_commit_was_decided_alarms_nobody(tmp_path: P
     def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
         future = ckpt.save(1, state_at(1))
         if rank == 1:
-            assert holding.reached.wait(20)  # the commit is decided, and the manifest waits to be written
+            assert holding.reached.wait(250)  # the commit is decided, and the manifest waits to be written
             future.cancel()
-            assert isinstance(future.exception(20), SaveCancelledError)
+            assert isinstance(future.exception(), SaveCancelledError)
             holding.open_up()
             return "cancelled"
-        return future.result(30).id
+        return future.result().id
 
     with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else holding, deadlines=QUICK) as crew:
         assert crew.on_all(save) == ["step-00000001", "cancelled", "step-00000001"]
@@ -249,7 +249,7 @@ def test_a_save_right_after_a_warm_up_that_nobody_waited_for_plans_nothing_again
         def begin(rank: int, ckpt: aiockpt.Checkpointer) -> int:
             ckpt.warm_up(state_at(1))
             time.sleep(0.1 * rank)
-            return ckpt.save(1, state_at(1)).result(30).step
+            return ckpt.save(1, state_at(1)).result().step
 
         assert crew.on_all(begin) == [1, 1, 1]
     assert {key for key in posted if "holdings" in key} == {f"warm_up/1/holdings/{rank}" for rank in range(3)}

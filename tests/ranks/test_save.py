@@ -61,7 +61,7 @@ def steps(url: Any) -> list[int]:
 
 def test_what_all_ranks_hold_is_written_once_and_evenly(tmp_path: Path) -> None:
     with Crew(3, tmp_path) as crew:
-        results = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     assert {result.step for result in results} == {1}
     written = [result.bytes for result in results]
     whole = sum(value.nbytes for value in replicated(1).values() if isinstance(value, torch.Tensor))
@@ -74,7 +74,7 @@ def test_a_later_save_of_the_same_structure_exchanges_nothing(tmp_path: Path) ->
     with Crew(3, tmp_path) as crew:
         posted = crew.record_notes()
         for step in (1, 2, 3):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result())  # type: ignore[misc]
     exchanged = [key for key in posted if "holdings" in key or "share" in key]
     assert exchanged
     assert all(key.startswith("save/1/") for key in exchanged)
@@ -87,15 +87,15 @@ def test_ranks_with_parts_of_their_own_are_saved_side_by_side(tmp_path: Path) ->
         return {f"layer{rank}": torch.full((50, 3), float(rank)), "common": torch.arange(9), "step": 4}
 
     with Crew(4, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(4, stage(rank)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(4, stage(rank)).result())
     whole = {**stage(0), **stage(1), **stage(2), **stage(3)}
     assert equal(loaded(tmp_path, whole), whole)
 
 
 def test_a_structure_that_changed_on_all_ranks_is_planned_anew(tmp_path: Path) -> None:
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1, tensors=2)).result(30))
-        results = crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2, tensors=7)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1, tensors=2)).result())
+        results = crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2, tensors=7)).result())
     assert abs(results[0].bytes - results[1].bytes) <= 33 * 4 * 700 + 2 * 4096
     assert equal(loaded(tmp_path, replicated(2, tensors=7)), replicated(2, tensors=7))
 
@@ -107,7 +107,7 @@ def test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do
 
     with Crew(3, tmp_path) as crew:
         for step in (1, 2, 3):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state(rank, step)).result(30))  # type: ignore[misc]
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state(rank, step)).result())  # type: ignore[misc]
     for step in (2, 3):
         assert equal(loaded(tmp_path, state(1, step), step), state(1, step))
 
@@ -126,13 +126,13 @@ def failing_on(rank_that_fails: int, root: Path, *faults: Fault) -> Any:
 def test_a_rank_that_fails_fails_the_step_on_all_and_harms_nothing_else(tmp_path: Path, broken: int) -> None:
     fault = Fault(do="fail", verb="upload.write", match="step-00000002/*", error=errno.ENOSPC)
     with Crew(3, failing_on(broken, tmp_path, fault), on_error=lambda future: None) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result())
         assert isinstance(errors[broken], aiockpt.StorageError)
         for rank in {0, 1, 2} - {broken}:
             assert isinstance(errors[rank], RankFailedError)
             assert f"rank {broken}" in str(errors[rank])
-        crew.on_all(lambda rank, ckpt: ckpt.save(3, replicated(3)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(3, replicated(3)).result())
     assert steps(tmp_path) == [3, 1]
     assert equal(loaded(tmp_path, replicated(1), 1), replicated(1))
     assert not list(tmp_path.glob("step-00000002/*/d/*.safetensors"))
@@ -144,8 +144,8 @@ def test_a_rank_whose_state_cannot_be_saved_tells_the_others_at_once(tmp_path: P
         return {**replicated(1), "odd": object()} if rank == 2 else replicated(1)
 
     with Crew(3, tmp_path, on_error=lambda future: None) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, state(rank)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, state(rank)).result())
     assert isinstance(errors[2], aiockpt.UnsupportedStateError)
     assert all("rank 2" in str(error) and "odd" in str(error) for error in errors[:2])
     assert steps(tmp_path) == [1]
@@ -156,9 +156,9 @@ def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp
         return {**replicated(1), "odd": object()} if rank == 1 else replicated(1)
 
     with Crew(3, tmp_path, deadlines=PATIENT, on_error=lambda future: None) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, state(rank)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, state(rank)).result())
         assert all(isinstance(errors[rank], RankFailedError) and "odd" in str(errors[rank]) for rank in (0, 2))
-        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).result())
     assert steps(tmp_path) == [2]
 
 
@@ -175,8 +175,8 @@ def test_a_rank_that_lost_its_storage_before_its_vote_tells_the_others_without_i
     gone = Gone(LocalBackend(str(tmp_path)), "*step-00000002*")
     backends = [LocalBackend(str(tmp_path)), gone, LocalBackend(str(tmp_path))]
     with Crew(3, backends.__getitem__, deadlines=PATIENT, on_error=lambda future: None) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result())
         assert isinstance(errors[1], aiockpt.StorageError)
         assert all(isinstance(errors[rank], RankFailedError) and "rank 1" in str(errors[rank]) for rank in (0, 2))
     assert steps(tmp_path) == [1]
@@ -192,7 +192,7 @@ def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> Non
             )
             for rank, world in ((0, 2), (1, 3))
         ]
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     assert "one of 2" in str(errors[0])
     assert "one of 3" in str(errors[0])
     assert errors[1] is not None
@@ -201,7 +201,7 @@ def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> Non
 def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path) -> None:
     quick = aiockpt.Deadlines(ranks_s=1, close_s=60)
     with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
-        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(1, replicated(1)).result())
         for rank in (0, 2):
             assert isinstance(errors[rank], RankTimeoutError | RankFailedError)
             assert re.search(r"ranks? (0, )?1\b", str(errors[rank]))  # and maybe one that was late, on a busy machine
@@ -216,10 +216,10 @@ def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path)
             until(lambda: list(tmp_path.glob("step-00000002/a-*/r/r00002.json")), "the vote of rank 2")
             vote_of_rank_0.open_up()  # from which on it waits for the others
         else:
-            ckpt.save(2, replicated(2)).result(30)
+            ckpt.save(2, replicated(2)).result()
 
     with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else vote_of_rank_0, on_error=lambda _: None) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
         crew.hurry(commit_s=0.5, takeover_s=0.2)
         errors = crew.errors(save)
         assert isinstance(errors[0], aiockpt.CommitTimeoutError)
@@ -230,7 +230,7 @@ def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path)
 
 def test_values_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
     with Crew(2, tmp_path, on_error=lambda future: None) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, {**replicated(1), "seed": rank}).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, {**replicated(1), "seed": rank}).result())
         assert isinstance(errors[0], aiockpt.CheckpointError)
         assert "seed" in str(errors[0])
         assert "seed" in str(errors[1])
@@ -243,11 +243,11 @@ def test_values_of_one_rank_stay_with_that_rank(tmp_path: Path) -> None:
 
     with Crew(2, tmp_path) as crew:
         crew.on_all(
-            lambda rank, ckpt: ckpt.save(1, state(rank, {"at": rank, "buffer": torch.full((3,), rank)})).result(30)
+            lambda rank, ckpt: ckpt.save(1, state(rank, {"at": rank, "buffer": torch.full((3,), rank)})).result()
         )
     targets = [state(rank, None) for rank in range(2)]
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.load(targets[rank]).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.load(targets[rank]).result())
     assert [target["own"].value["at"] for target in targets] == [0, 1]
     assert [target["own"].value["buffer"].tolist() for target in targets] == [[0] * 3, [1] * 3]
 
@@ -256,7 +256,7 @@ def test_a_dead_rank_0_is_replaced_when_all_have_voted(tmp_path: Path) -> None:
     hang = Fault(do="hang", verb="put_new", match="*DECISION*", times=None)
     quick = aiockpt.Deadlines(ranks_s=20, commit_s=3, takeover_s=0.3, close_s=60)
     with Crew(3, failing_on(0, tmp_path, hang), deadlines=quick, on_error=lambda future: None) as crew:
-        outcomes = crew.start(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        outcomes = crew.start(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
         assert [outcome.result().generation for outcome in outcomes[1:]] == [1, 1]
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
@@ -268,7 +268,7 @@ def test_a_save_cancelled_on_one_rank_ends_on_all(tmp_path: Path) -> None:
         future = ckpt.save(1, replicated(1))
         if rank == 1:
             future.cancel()
-        future.result(30)
+        future.result()
 
     with Crew(3, failing_on(1, tmp_path, hang), on_error=lambda future: None) as crew:
         errors = crew.errors(save)
@@ -279,21 +279,21 @@ def test_a_save_cancelled_on_one_rank_ends_on_all(tmp_path: Path) -> None:
 
 def test_a_committed_step_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
     def save(_: int, ckpt: aiockpt.Checkpointer) -> Any:
-        return ckpt.save(1, replicated(1)).result(30)
+        return ckpt.save(1, replicated(1)).result()
 
     with Crew(3, tmp_path, on_exists="raise") as crew:
         crew.on_all(save)
         errors = crew.errors(save)
         assert [type(error) for error in errors] == [StepExistsError] * 3
         assert all("step 1 is committed already" in str(error) for error in errors)
-        crew.on_all(lambda _, ckpt: ckpt.save(2, replicated(2)).result(30))
+        crew.on_all(lambda _, ckpt: ckpt.save(2, replicated(2)).result())
     assert steps(tmp_path) == [2, 1]
 
 
 def test_a_committed_step_is_skipped_on_all_ranks_alike(tmp_path: Path) -> None:
     with Crew(3, tmp_path, on_exists="skip") as crew:
-        first = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
-        again = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(2)).result(30))
+        first = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
+        again = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(2)).result())
     assert [result.existed for result in first + again] == [False] * 3 + [True] * 3
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
@@ -301,7 +301,7 @@ def test_a_committed_step_is_skipped_on_all_ranks_alike(tmp_path: Path) -> None:
 def test_several_saves_run_at_once_on_all_ranks(tmp_path: Path) -> None:
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[int]:
         futures = [ckpt.save(step, replicated(step)) for step in range(1, 7)]
-        return [future.result(30).step for future in futures]
+        return [future.result().step for future in futures]
 
     with Crew(3, tmp_path, limits=aiockpt.Limits(io=SMALL, deadlines=QUICK, max_in_flight=3)) as crew:
         assert crew.on_all(save_all) == [[1, 2, 3, 4, 5, 6]] * 3
@@ -311,8 +311,8 @@ def test_several_saves_run_at_once_on_all_ranks(tmp_path: Path) -> None:
 
 def test_warm_up_plans_for_all_ranks(tmp_path: Path) -> None:
     with Crew(2, tmp_path) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.warm_up(replicated(0)).result(30))
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.warm_up(replicated(0)).result())
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
 
@@ -354,7 +354,7 @@ def test_a_checkpointer_made_before_the_process_group_says_that(
     tmp_path: Path, group_of_two: Callable[[], None]
 ) -> None:
     with aiockpt.Checkpointer(tmp_path) as early, aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks()) as alone:
-        early.save(1, replicated(1)).result(30)
+        early.save(1, replicated(1)).result()
         group_of_two()
         calls: list[Callable[[int, dict[str, Any]], object]] = [
             early.save,
@@ -368,10 +368,10 @@ def test_a_checkpointer_made_before_the_process_group_says_that(
                 UsageError, match=r"was alone, and now it is rank 1 of 2.*after torch\.distributed\.init"
             ):
                 call(2, replicated(2))
-        assert early.latest().result(30) == 1  # who only looks needs nobody
-        assert alone.save(2, replicated(2)).result(30).step == 2
+        assert early.latest().result() == 1  # who only looks needs nobody
+        assert alone.save(2, replicated(2)).result().step == 2
         torch.distributed.destroy_process_group()
-        assert early.save(3, replicated(3)).result(30).step == 3
+        assert early.save(3, replicated(3)).result().step == 3
 
 
 def test_a_process_that_saves_alone_with_a_part_of_a_tensor_is_told_who_has_the_rest(
@@ -393,5 +393,5 @@ def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:
     with Crew(2, tmp_path, deadlines=QUICK) as crew:
         store: Any = coordinator_of(crew.checkpointers[0]).board._store
         for step in range(1, 12):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result())  # type: ignore[misc]
         assert store.num_keys() < 40

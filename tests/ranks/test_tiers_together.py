@@ -36,8 +36,8 @@ def test_all_ranks_hear_when_a_step_is_in_each_tier(tmp_path: Path) -> None:
         urls = []
         for step in (1, 2):
             future = ckpt.save(step, replicated(step))
-            future.in_memory().result(30)
-            urls += [future.result(30).url, future.committed(tmp_path / "far").result(30).url]
+            future.in_memory().result()
+            urls += [future.result().url, future.committed(tmp_path / "far").result().url]
         return urls
 
     with Crew(3, tiers) as crew:
@@ -50,7 +50,7 @@ def test_all_ranks_hear_when_a_step_is_in_each_tier(tmp_path: Path) -> None:
 def test_every_rank_copies_its_own_files(tmp_path: Path) -> None:
     far = [RecordingBackend(LocalBackend(str(tmp_path / "far"))) for _ in range(3)]
     with Crew(3, lambda rank: [tmp_path / "near", far[rank]]) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result())
     for rank, backend in enumerate(far):
         created = [done.key.rpartition("/")[2] for done in backend.operations if done.verb == "create"]
         assert created == [f"r{rank:05d}-0000.safetensors"]
@@ -71,7 +71,7 @@ def test_rank_0_waits_for_a_rank_that_copies_later(tmp_path: Path) -> None:
 
     first = Around(LocalBackend(str(tmp_path / "far")), before=watch)
     with Crew(2, lambda rank: [tmp_path / "near", later if rank else first]) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result())
     assert created == ["r00000-0000.safetensors"]
 
 
@@ -83,7 +83,7 @@ def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: 
         return [tmp_path / "near", FaultyBackend(LocalBackend(str(tmp_path / "far")), broken)]
 
     with Crew(2, tiers) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     assert equal(loaded(tmp_path / "far", replicated(1)), replicated(1))
 
 
@@ -96,7 +96,7 @@ def test_the_others_hear_at_once_that_rank_0_could_not_commit_a_copy(tmp_path: P
         return [tmp_path / "near", FaultyBackend(LocalBackend(str(tmp_path / "far")), once)]
 
     with Crew(2, tiers, observers=[watch]) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result())
     assert any("rank 0 could not commit step 1" in event.error for event in watch.of(PromotionFailed))
 
 
@@ -105,7 +105,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
     far = tmp_path / "far"
 
     def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
-        return ckpt.save(1, replicated(1)).committed(far).result(30).url
+        return ckpt.save(1, replicated(1)).committed(far).result().url
 
     with Crew(3, lambda rank: [tmp_path / "near", far]) as crew:
         board = coordinator_of(crew.checkpointers[0]).board
@@ -125,7 +125,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
                 assert attempt is not None
                 assert isinstance(tiers, Tiers)
                 board.post = post  # type: ignore[method-assign]
-                ckpt._loop.submit(tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)
+                ckpt._loop.submit(tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result()
             return url
 
         board.post = die_instead  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
 def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -> None:
     with Crew(2, lambda rank: [tmp_path / "near", tmp_path / "far"]) as crew:
         ckpt = crew.checkpointers[0]
-        crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result())
         board: Any = coordinator_of(ckpt).board
         forget, forgotten = board.forget, list[str]()
 
@@ -149,7 +149,7 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
         for attempt in attempts:
             ckpt._loop.submit(
                 ckpt._submitter._destination.tell_lost, 1, attempt, [1], WriterLostError("killed")
-            ).result(30)
+            ).result()
         first, *others = forgotten
         assert first.startswith("tier/1/step-00000000/")
         assert others == [f"tier/1/step-00000001/{attempt}" for attempt in attempts[: -(2 * MOST_WAITING + 1) - 1]]
@@ -158,20 +158,20 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
 def test_ranks_load_together_from_the_nearest_tier_that_has_the_newest_step(tmp_path: Path) -> None:
     tiers = [tmp_path / "near", tmp_path / "far"]
     with Crew(2, lambda rank: tiers) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(tmp_path / "far").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(tmp_path / "far").result())
     fresh = [tmp_path / "fresh", tmp_path / "far"]
     with Crew(3, lambda rank: fresh) as crew:
 
         def load(rank: int, ckpt: aiockpt.Checkpointer) -> bool:
             state = replicated(9)
-            assert ckpt.load(state).result(30) is not None
+            assert ckpt.load(state).result() is not None
             return equal(state, replicated(1))
 
         assert crew.on_all(load) == [True] * 3
 
 
 def save_on_all(crew: Crew, step: int, state: dict[str, Any]) -> None:
-    crew.on_all(lambda rank, ckpt: ckpt.save(step, state).result(30))
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, state).result())
 
 
 def test_every_rank_makes_the_weights_of_what_it_wrote(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def test_every_rank_makes_the_weights_of_what_it_wrote(tmp_path: Path) -> None:
     state = {"model": model, "moments": torch.zeros(10), "step": 3}
     weights = aiockpt.Tier(tmp_path / "weights", content="weights")
     with Crew(3, lambda rank: [tmp_path / "near", weights]) as crew:
-        crew.on_all(lambda rank, ckpt: ckpt.save(1, state).committed(tmp_path / "weights").result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state).committed(tmp_path / "weights").result())
     made = {path.name for path in tmp_path.glob("weights/step-*/a-*/d/*")}
     assert made == {f"r{rank:05d}-0000.safetensors" for rank in range(3)}
     bare = torch.nn.Sequential(*(torch.nn.Linear(30, 50) for _ in range(6)))
     with aiockpt.Checkpointer(tmp_path / "weights") as ckpt:
-        assert ckpt.load({"model": bare}).result(30) is not None
+        assert ckpt.load({"model": bare}).result() is not None
     assert all(torch.equal(mine, other) for mine, other in zip(bare.parameters(), model.parameters(), strict=True))
 
 
@@ -203,14 +203,14 @@ def test_all_ranks_pass_newer_weights_over_or_all_say_what_lacks(tmp_path: Path)
 
         def load(rank: int, ckpt: aiockpt.Checkpointer) -> tuple[int, str, float]:
             into = state(0)
-            loaded = ckpt.load(into).result(30)
+            loaded = ckpt.load(into).result()
             assert loaded is not None
             assert "weights only" in loaded.skipped[0][1]
             return loaded.step, loaded.url, float(into["moments"][0])
 
         assert crew.on_all(load) == [(1, f"file://{near}", 1.0)] * 2
     with Crew(2, far) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.load(state(0)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(state(0)).result())
         assert [type(error) for error in errors] == [StateMismatchError] * 2
         assert all("moments" in str(error) for error in errors)
 
@@ -241,7 +241,7 @@ def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path
         return [open_own(tmp_path / f"host-{rank // 2}"), tmp_path / "shared"][:tiers]
 
     with mock.patch.object(storage_fallback, "LOOK_FOR_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     refused = [error for error in errors if isinstance(error, UsageError)]
     assert refused
     assert all(isinstance(error, UsageError | RankFailedError) for error in errors)

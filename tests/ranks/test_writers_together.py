@@ -45,7 +45,7 @@ def test_it_is_the_same_with_writer_processes(
 
 
 def save_on_all(crew: Crew, step: int) -> None:
-    crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result(30))
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result())
 
 
 def test_writers_and_threads_save_together(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_write_that_fails_on_one_rank_is_told_to_the_others_at_once(orders: Or
     with Crew(3, orders.url, worker="process", deadlines=PATIENT, on_error=lambda future: None) as crew:
         save_on_all(crew, 1)
         orders.fail("create", errno.ENOSPC, "r00001")
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result())
         assert isinstance(errors[1], StorageFullError)
         for rank in (0, 2):
             assert isinstance(errors[rank], RankFailedError)
@@ -106,7 +106,7 @@ def test_a_save_that_one_rank_cancels_ends_on_all(orders: Orders) -> None:
             if rank == 1:
                 until(lambda: orders.has_reached("create"), "the first data file")
                 future.cancel()
-            future.result(30)
+            future.result()
 
         errors = crew.errors(save)
         assert isinstance(errors[1], SaveCancelledError)
@@ -140,7 +140,7 @@ def test_a_writer_that_dies_fails_the_save_on_all_at_once_and_the_next_one_works
                 until(lambda: orders.has_reached(verb), verb)
                 os.kill(process_of(ckpt).pid, signal.SIGKILL)
                 orders.let_go(verb)
-            future.result(30)
+            future.result()
 
         errors = crew.errors(save)
         assert isinstance(errors[dead], WriterLostError)
@@ -161,15 +161,15 @@ def test_when_rank_0s_writer_dies_nobody_waits_for_what_it_was_copying_to_a_fart
 
         def save(rank: int, ckpt: aiockpt.Checkpointer) -> BaseException | None:
             future = ckpt.save(1, replicated(1))
-            future.result(30)
+            future.result()
             if rank == 0:
                 until(lambda: orders.has_reached("create"), "the copy")
                 os.kill(process_of(ckpt).pid, signal.SIGKILL)
-            return future.committed(orders.url).exception(30)
+            return future.committed(orders.url).exception()
 
         errors = crew.on_all(save)
         assert isinstance(errors[0], WriterLostError)
         assert "gave step 1 up" in str(errors[1])
         orders.let_go("create")
-        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).committed(orders.url).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).committed(orders.url).result())
     assert steps_of(orders) == [2, 1]  # the next writer has made up for the one that died

@@ -23,7 +23,7 @@ import aiockpt
 from tests.small_run import SMALL
 from tests.worker.worker_child import before_window, die
 
-DEADLINE_S = 60
+DEADLINE_S = 250
 DEADLINES = aiockpt.Deadlines(ranks_s=30, commit_s=30, takeover_s=2, close_s=60)
 ROWS = 24
 

@@ -289,7 +289,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
                 if step.step == 3:
                     break
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(250):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
@@ -314,7 +314,7 @@ def test_closing_the_checkpointer_elsewhere_ends_the_wait(tmp_path: Path) -> Non
     thread.start()
     time.sleep(0.05)
     ckpt.close()
-    thread.join(60)
+    thread.join(250)
     assert [type(error) for error in ended] == [aiockpt.ClosedError]
 
 
@@ -401,7 +401,7 @@ def test_a_folder_that_is_not_there_is_waited_for_unless_it_is_looked_at_once(tm
         told = following.stdout.readline()
         made = (tmp_path / "run").exists()
         save(tmp_path / "run", 1)
-        assert following.wait(60) == 128 + signal.SIGTERM
+        assert following.wait(250) == 128 + signal.SIGTERM
     assert "waiting for the first step" in told
     assert not made
 

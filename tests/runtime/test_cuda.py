@@ -144,7 +144,7 @@ def test_a_worker_thread_leaves_no_context_on_a_device_that_the_state_is_not_on(
             lane.follow(mark)
             lane.empty(8)
             copied = lane.enqueue(lambda: model.reach("copy", model.stream_of(model.device).name))
-            assert copied.wait(10)
+            assert copied.wait(250)
             copied.order_before_compute()
             lane.pin(4096, 4096)
             lane.unpin(4096)

@@ -108,7 +108,7 @@ def test_result_waits_for_another_thread_and_times_out_by_name() -> None:
     with pytest.raises(TimeoutError, match=r"save of step 7.*the work goes on"):
         save.result(0.01)
     thread = _later(lambda: promise.resolve(RESULT))
-    assert save.result(10) == RESULT
+    assert save.result() == RESULT
     thread.join()
 
 

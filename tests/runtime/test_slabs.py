@@ -65,7 +65,7 @@ def test_a_waiter_is_served_when_the_ceiling_rises() -> None:
     waiter.start()
     until(lambda: pool.statistics().waiting == 1, "the waiter")
     pool.fit(2, available_bytes=lambda: 400 * KIB)
-    waiter.join(10)
+    waiter.join(250)
     assert not waiter.is_alive()
     assert pool.statistics().used_slabs == 2
 
@@ -84,7 +84,7 @@ def test_closing_wakes_whoever_waits() -> None:
     waiter = threading.Thread(target=wait)
     waiter.start()
     pool.close()
-    waiter.join(10)
+    waiter.join(250)
     assert len(failures) == 1
 
 

@@ -254,7 +254,7 @@ def test_killed_at_any_call_the_step_is_as_it_was_or_whole_and_another_repair_en
     for file in data_files(here)[:2]:
         flip(file, 9000)
     good = {path.name for path in data_files(here)[2:]}
-    ended = subprocess.run([sys.executable, "-c", KILLED, here, there, str(call)], check=False, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", KILLED, here, there, str(call)], check=False, timeout=250)
     assert ended.returncode == -signal.SIGKILL
     assert good <= {path.name for path in data_files(here)}
     assert repair(here, there).left == ""
@@ -383,7 +383,7 @@ async def test_nothing_is_read_while_a_save_is_under_way() -> None:
         await pace.let_through(1)
     assert waited.cancelled_caught
     engine.busy_attempts.clear()
-    with anyio.fail_after(30):
+    with anyio.fail_after(250):
         await pace.let_through(1)
 
 

@@ -222,17 +222,17 @@ def test_whatever_counts_as_an_integer_numbers_a_step(step: Any) -> None:
     with aiockpt.Checkpointer("memory://steps-by-index", every=1) as ckpt:
         saved = ckpt.save(step, {"n": 1, "t": torch.ones(1)})
         assert saved.step == 3
-        assert type(saved.result(30).step) is int
-        ckpt.step(step, {"n": 2, "t": torch.ones(1)}).result(30)  # type: ignore[union-attr]
+        assert type(saved.result().step) is int
+        ckpt.step(step, {"n": 2, "t": torch.ones(1)}).result()  # type: ignore[union-attr]
         into = {"n": 0}
-        assert ckpt.load(into, step).result(30).step == 3  # type: ignore[union-attr]
+        assert ckpt.load(into, step).result().step == 3  # type: ignore[union-attr]
         assert into["n"] == 2
-        assert ckpt.read(step, "t").result(30).item() == 1
-        ckpt.describe(step).result(30)
-        assert ckpt.verify(step).result(30).step == 3
-        ckpt.copy(step, "memory://steps-by-index-copy").result(30)
-        ckpt.delete(step).result(30)
-        assert ckpt.latest().result(30) is None
+        assert ckpt.read(step, "t").result().item() == 1
+        ckpt.describe(step).result()
+        assert ckpt.verify(step).result().step == 3
+        ckpt.copy(step, "memory://steps-by-index-copy").result()
+        ckpt.delete(step).result()
+        assert ckpt.latest().result() is None
 
 
 NO_STEPS = [True, np.True_, torch.tensor(True), 3.0, np.float64(3), torch.tensor(3.0), torch.ones(2), -1, 2**63, "3"]

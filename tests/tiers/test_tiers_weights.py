@@ -34,7 +34,7 @@ def save(tiers: list[Any], run: Run, *numbers: int, **options: Any) -> None:
     with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
         for number in numbers:
             run.train()
-            ckpt.save(number, run.state).result(30)
+            ckpt.save(number, run.state).result()
 
 
 def weights(place: Any, **options: Any) -> aiockpt.Tier:
@@ -43,7 +43,7 @@ def weights(place: Any, **options: Any) -> aiockpt.Tier:
 
 def load(place: Any, state: dict[str, Any], step: int | None = None, **options: Any) -> aiockpt.LoadResult:
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        loaded = ckpt.load(state, step, **options).result(30)
+        loaded = ckpt.load(state, step, **options).result()
     assert loaded is not None
     return loaded
 
@@ -59,11 +59,11 @@ def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(tmp_path: P
     assert load(tmp_path / "far", {"model": bare}).step == 7
     assert same(bare, run.model)
     with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        held = ckpt.describe(7).result(30)
+        held = ckpt.describe(7).result()
         assert {tensor.name for tensor in held.tensors} == {f"model.{name}" for name in run.model.state_dict()}
         assert held.values == {"model": {"$": "module"}}
         assert held.per_rank == {}
-        assert ckpt.verify(7).result(30).step == 7
+        assert ckpt.verify(7).result().step == 7
 
 
 def test_other_tools_open_its_files(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_tensors_of_many_windows_and_files_arrive_whole(tmp_path: Path) -> None:
     moments = {name: torch.randn_like(value, dtype=torch.float32) for name, value in model.state_dict().items()}
     state = {"before": moments, "model": model, "after": torch.randn(50_000)}
     with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(1, state).result(30)
+        ckpt.save(1, state).result()
     assert len(list(tmp_path.glob("far/step-*/a-*/d/*.safetensors"))) > 2
     bare = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
     for name in ("low", "none", "scalar"):
@@ -104,9 +104,9 @@ def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_n
         "loose": torch.zeros(5),
     }
     with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state).result(30)
+        ckpt.save(1, state).result()
     with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        held = ckpt.describe(1).result(30)
+        held = ckpt.describe(1).result()
     assert {tensor.name for tensor in held.tensors} == {
         *(rf"nested.a\.b.{name}" for name in ("weight", "bias")),
         *(f"nested.$.{name}" for name in ("weight", "bias")),
@@ -138,7 +138,7 @@ class Counting(torch.nn.Module):
 def test_extra_values_of_modules_are_weights(tmp_path: Path) -> None:
     saved, bare = Counting(5), Counting(0)
     with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"model": saved, "step": 1}).result(30)
+        ckpt.save(1, {"model": saved, "step": 1}).result()
     load(tmp_path / "far", {"model": bare})
     assert bare.count["n"] == 5
     assert torch.equal(bare.count["t"], saved.count["t"])
@@ -156,8 +156,8 @@ def test_a_resume_passes_newer_weights_over_and_says_why(tmp_path: Path) -> None
     shutil.rmtree(near / "step-00000002")  # the near tier lost its newest step
     watch, other = Watch(), Run(9)
     with aiockpt.Checkpointer([near, weights(far)], limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
-        assert ckpt.latest().result(30) == 1
-        loaded = ckpt.load(other.state).result(30)
+        assert ckpt.latest().result() == 1
+        loaded = ckpt.load(other.state).result()
         assert loaded is not None
     assert (loaded.step, loaded.url) == (1, f"file://{near}")
     assert other.digest() == first
@@ -229,11 +229,11 @@ def test_it_is_no_commit_and_made_where_the_step_is_in_full(tmp_path: Path) -> N
         [memory, weights(tmp_path / "w"), tmp_path / "full"], limits=aiockpt.Limits(io=SMALL)
     ) as ckpt:
         future = ckpt.save(1, run.state)
-        result = future.result(30)
+        result = future.result()
         assert result.url == f"file://{tmp_path}/full"
-        assert future.committed(tmp_path / "w").result(30).url == f"file://{tmp_path}/w"
+        assert future.committed(tmp_path / "w").result().url == f"file://{tmp_path}/w"
     with aiockpt.Checkpointer([memory, weights(tmp_path / "w")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert not ckpt.save(2, run.state).result(30).durable
+        assert not ckpt.save(2, run.state).result().durable
     assert steps(tmp_path / "w") == [1, 2]
 
 
@@ -271,26 +271,26 @@ def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> 
     run.train()
     with aiockpt.Checkpointer([near, weights(w), far], limits=aiockpt.Limits(io=io)) as ckpt:
         future = ckpt.save(1, run.state)
-        future.committed(w).result(30)
+        future.committed(w).result()
         last = max(near.glob("step-*/a-*/d/*"))
         data = last.read_bytes()
         last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         far.open_up()
-        assert isinstance(future.committed(far).exception(30), CorruptionError)
+        assert isinstance(future.committed(far).exception(), CorruptionError)
 
 
 def test_damage_is_never_copied(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     run = Run(1)
     with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(2, run.state).result(30)
+        ckpt.save(2, run.state).result()
     spoil(near, 2, "model.3.weight")
     watch = Watch()
     with aiockpt.Checkpointer(
         [near, weights(far, every=2)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
     ) as ckpt:
-        ckpt.save(3, run.state).result(30)
-        ckpt.save(4, run.state).result(30)
+        ckpt.save(3, run.state).result()
+        ckpt.save(4, run.state).result()
     assert steps(far) == [4]
     (failed,) = watch.of(PromotionFailed)
     assert (failed.step, failed.final) == (2, True)
@@ -303,7 +303,7 @@ def test_a_copy_that_was_cut_short_is_taken_up_again(tmp_path: Path) -> None:
     cut = Fault(do="fail", verb="create", match="*-0001.safetensors", times=1)
     far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [cut])
     with aiockpt.Checkpointer([tmp_path / "near", weights(far)], limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(1, run.state).committed(far).result(30)
+        ckpt.save(1, run.state).committed(far).result()
     load(tmp_path / "far", {"model": bare})
     assert same(bare, run.model)
 
@@ -324,8 +324,8 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next_once(tmp_path:
 def test_a_state_without_modules_is_given_up_there_and_saved_elsewhere(tmp_path: Path) -> None:
     with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
         future = ckpt.save(1, {"x": torch.zeros(4)})
-        future.result(30)
-        assert isinstance(future.committed(tmp_path / "far").exception(30), UsageError)
+        future.result()
+        assert isinstance(future.committed(tmp_path / "far").exception(), UsageError)
     assert steps(tmp_path / "near") == [1]
 
 
@@ -338,4 +338,4 @@ def test_a_tier_of_weights_needs_a_nearer_one_that_has_its_steps_in_full(tmp_pat
         aiockpt.Tier(tmp_path, content="everything")  # type: ignore[arg-type]
     with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=5), weights(tmp_path / "b", every=15)]) as ckpt:
         future = ckpt.save(5, Run(1).state)
-        assert isinstance(future.committed(tmp_path / "b").exception(30), SaveSkippedError)
+        assert isinstance(future.committed(tmp_path / "b").exception(), SaveSkippedError)

@@ -35,7 +35,7 @@ from tests.seams import promise_of
 from tests.traces.trace import Trace
 
 State = dict[str, Any]
-DEADLINE_S = 60
+DEADLINE_S = 250
 ROOT = "/run"
 
 

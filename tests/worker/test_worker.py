@@ -115,7 +115,7 @@ def test_a_writer_gives_way_loads_no_torch_and_has_a_session_of_its_own(tmp_path
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, nice=7)
     gives_way = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)  # the tests may run at a niceness of their own
     with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=io)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         pid = process_of(ckpt).pid
         assert psutil.Process(pid).nice() == gives_way
         assert all(os.getpriority(os.PRIO_PROCESS, thread.id) == gives_way for thread in psutil.Process(pid).threads())
@@ -130,7 +130,7 @@ def test_a_relative_path_means_the_same_there(tmp_path: Path, monkeypatch: pytes
         monkeypatch.chdir(tmp_path / "else")
         os.kill(process_of(ckpt).pid, 9)  # the next one is started from here
         until_gone(process_of(ckpt).pid)
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
     assert (tmp_path / "runs/a/step-00000001").is_dir()
 
 
@@ -143,7 +143,7 @@ def test_a_place_that_only_this_process_can_open_fails_the_saves_with_its_error(
         until_gone(process_of(ckpt).pid)
         (tmp_path / "packages/tried_places-1.dist-info/entry_points.txt").write_text("")
         save = ckpt.save(1, run.state, snapshot="lazy")
-        error = save.exception(30)
+        error = save.exception()
         assert isinstance(error, aiockpt.UsageError)
         assert "no backend for tried://" in str(error)
         assert any("in the writer process" in note for note in error.__notes__)
@@ -164,7 +164,7 @@ def made_bytes(ckpt: aiockpt.Checkpointer) -> int:
 def test_when_it_has_warmed_up_no_new_slab_waits_for_huge_pages(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=GROWING)) as ckpt:
         assert made_bytes(ckpt) == 0
-        ckpt.warm_up(STATES[0]).result(30)
+        ckpt.warm_up(STATES[0]).result()
         assert made_bytes(ckpt) >= STATES[0]["x"].nbytes
         assert ckpt._engine.pool.is_settled
 
@@ -173,7 +173,7 @@ def test_after_each_save_the_slabs_that_it_made_get_huge_pages(tmp_path: Path) -
     with aiockpt.Checkpointer(tmp_path, worker="process", limits=aiockpt.Limits(io=GROWING)) as ckpt:
         for step, state in enumerate(STATES):
             assert made_bytes(ckpt) < state["x"].nbytes
-            ckpt.save(step, state).result(30)
+            ckpt.save(step, state).result()
             until(partial(lambda size: made_bytes(ckpt) >= size, state["x"].nbytes), "slabs for all of the state")
             until(lambda: ckpt._engine.pool.is_settled, "their huge pages", timeout_s=10)
 
@@ -191,14 +191,14 @@ def test_an_error_of_the_storage_is_raised_as_what_it_is(
 ) -> None:
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         orders.fail("create", number)
-        error = ckpt.save(1, run.state).exception(30)
+        error = ckpt.save(1, run.state).exception()
         assert isinstance(error, kind)
         assert type(error) is kind
         assert error.key.startswith("step-00000001/a-")
         assert not error.retryable
         assert "in the writer process:\nTraceback" in error.__notes__[-1]
         orders.fail("create", None)
-        assert ckpt.save(2, run.state).result(30).step == 2
+        assert ckpt.save(2, run.state).result().step == 2
         assert ckpt.statistics().pool.used_slabs == 0
 
 
@@ -212,7 +212,7 @@ def test_a_failure_that_nobody_took_is_raised_by_the_next_call(orders: Orders, r
             ckpt.save(2, run.state)
         assert told.value.failures == (failed,)
         assert told.value.future is not None
-        assert told.value.future.result(30).step == 2
+        assert told.value.future.result().step == 2
 
 
 def test_a_torn_snapshot_is_given_up_in_the_writer(orders: Orders, run: Run) -> None:
@@ -222,7 +222,7 @@ def test_a_torn_snapshot_is_given_up_in_the_writer(orders: Orders, run: Run) -> 
 
     def copy(*arguments: Any) -> None:
         reached.set()
-        assert changed.wait(30)
+        assert changed.wait(250)
         real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -231,29 +231,29 @@ def test_a_torn_snapshot_is_given_up_in_the_writer(orders: Orders, run: Run) -> 
             orders.url, worker="process", limits=aiockpt.Limits(io=SMALL), lazy=aiockpt.Lazy(debug="digest")
         ) as ckpt:
             save = ckpt.save(1, run.state, snapshot="lazy")
-            assert reached.wait(30)
+            assert reached.wait(250)
             with torch.no_grad():
                 next(run.model.parameters()).add_(1.0)
             changed.set()
-            assert isinstance(save.exception(30), TornSnapshotError)
-            ckpt.save(2, run.state).result(30)
-            assert [info.step for info in ckpt.steps().result(30)] == [2]
+            assert isinstance(save.exception(), TornSnapshotError)
+            ckpt.save(2, run.state).result()
+            assert [info.step for info in ckpt.steps().result()] == [2]
     assert not list(orders.path.glob("step-00000001/a-*/d/*"))
 
 
 def test_what_the_trainer_prunes_leaves_what_the_writer_writes_alone(orders: Orders, run: Run) -> None:
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         ckpt.wait()
         orders.has_reached("put_new")
         orders.hold("put_new")
         again = ckpt.save(1, run.state)
         until(lambda: orders.has_reached("put_new"), "the vote")
         with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as stranger:
-            (stray,) = stranger.prune(aiockpt.Retention(grace_s=0.0), dry_run=True).result(30).garbage
+            (stray,) = stranger.prune(aiockpt.Retention(grace_s=0.0), dry_run=True).result().garbage
         assert ckpt._engine.busy_attempts == {stray.attempt}
         orders.let_go("put_new")
-        assert again.result(30).generation == 2
+        assert again.result().generation == 2
         until(lambda: not ckpt._engine.busy_attempts, "the end of the attempt")
 
 
@@ -261,18 +261,18 @@ def test_waiting_for_all_waits_for_what_follows_a_save_too(orders: Orders, run: 
     with aiockpt.Checkpointer(
         orders.url, worker="process", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)
     ) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         ckpt.wait()
         orders.has_reached("put")
         orders.hold("put")  # of the hint, which comes before retention
-        ckpt.save(2, run.state).result(30)
+        ckpt.save(2, run.state).result()
         waiting = threading.Thread(target=ckpt.wait)
         waiting.start()
         until(lambda: orders.has_reached("put"), "the hint")
         waiting.join(0.3)
         assert waiting.is_alive()
         orders.let_go("put")
-        waiting.join(30)
+        waiting.join(250)
         assert [folder.name for folder in orders.path.glob("step-*")] == ["step-00000002"]
 
 
@@ -287,7 +287,7 @@ def test_structures_may_alternate(tmp_path: Path) -> None:
                 key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
                 for key, value in states[step].items()
             }
-            ckpt.load(like, step + 3).result(30)
+            ckpt.load(like, step + 3).result()
             assert all(
                 torch.equal(like[key], value) if isinstance(value, torch.Tensor) else like[key] == value
                 for key, value in states[step].items()
@@ -296,7 +296,7 @@ def test_structures_may_alternate(tmp_path: Path) -> None:
 
 def test_two_saves_in_flight_are_both_written_and_told_apart(orders: Orders, run: Run) -> None:
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL, max_in_flight=2)) as ckpt:
-        ckpt.save(0, run.state).result(30)
+        ckpt.save(0, run.state).result()
         orders.has_reached("create")
         orders.hold("create")
         digests, saves = [], []
@@ -306,12 +306,12 @@ def test_two_saves_in_flight_are_both_written_and_told_apart(orders: Orders, run
             saves.append(ckpt.save(step, run.state))
             until(lambda: orders.has_reached("create"), "the data file")
         orders.let_go("create")
-        assert [save.result(30).step for save in saves] == [1, 2]
+        assert [save.result().step for save in saves] == [1, 2]
         for step, digest in zip((1, 2), digests, strict=True):
             other = Run(8)
-            ckpt.load(other.state, step).result(30)
+            ckpt.load(other.state, step).result()
             assert other.digest() == digest
-        assert ckpt.latest().result(30) == 2
+        assert ckpt.latest().result() == 2
 
 
 # ------------------------------------------------------------------ tiers and events
@@ -337,14 +337,14 @@ def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> N
     ) as ckpt:
         saves = [ckpt.save(step, run.state) for step in range(5)]
         for save in saves:
-            assert save.result(30).url == f"file://{tmp_path}/near"
-            save.in_memory().result(30)
+            assert save.result().url == f"file://{tmp_path}/near"
+            save.in_memory().result()
         for save in saves[::2]:
-            assert save.committed(far.url).result(30).url == f"file://{tmp_path}/far"
-        assert isinstance(saves[1].committed(far.url).exception(30), SaveSkippedError)
+            assert save.committed(far.url).result().url == f"file://{tmp_path}/far"
+        assert isinstance(saves[1].committed(far.url).exception(), SaveSkippedError)
     for folder, there in (("near", [4, 3, 2]), ("far", [4])):
         with aiockpt.Checkpointer(tmp_path / folder) as ckpt:
-            assert [info.step for info in ckpt.steps().result(30)] == there
+            assert [info.step for info in ckpt.steps().result()] == there
     assert [event.step for event in watch.of(Promoted)] == [0, 2, 4]
     assert {event.step for event in watch.of(StepDeleted)} == {0, 1, 2}
 
@@ -362,9 +362,9 @@ def test_a_tier_that_gives_up_is_told_the_way_it_was_asked_for(
         [str(tmp_path / "near"), far], worker="process", limits=aiockpt.Limits(io=SMALL), observers=[watch]
     )
     save = ckpt.save(7, run.state)
-    assert save.result(30).step == 7
+    assert save.result().step == 7
     until(lambda: any(event.final for event in watch.of(PromotionFailed)), "the end of the tier's patience")
-    assert isinstance(save.committed(far.url).exception(30), StorageFullError)
+    assert isinstance(save.committed(far.url).exception(), StorageFullError)
     if policy == "raise":
         with pytest.raises(aiockpt.BackgroundSaveError, match="step 7"):
             ckpt.close()
@@ -379,9 +379,9 @@ def test_a_writer_that_dies_leaves_no_tier_waiting(orders: Orders, tmp_path: Pat
         [str(tmp_path / "near"), orders.url], worker="process", limits=aiockpt.Limits(io=SMALL)
     ) as ckpt:
         save = ckpt.save(1, run.state)
-        save.result(30)
+        save.result()
         until(lambda: orders.has_reached("create"), "the promotion")
         os.kill(process_of(ckpt).pid, 9)
-        assert isinstance(save.committed(orders.url).exception(30), aiockpt.WriterLostError)
+        assert isinstance(save.committed(orders.url).exception(), aiockpt.WriterLostError)
         orders.let_go("create")
-        assert ckpt.save(2, run.state).committed(orders.url).result(30).step == 2
+        assert ckpt.save(2, run.state).committed(orders.url).result().step == 2

@@ -22,7 +22,7 @@ from tests.watch import until
 from tests.worker.worker_child import PACKAGES
 from tests.worker.worker_places import Orders, register
 
-DEADLINE_S = 60
+DEADLINE_S = 250
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def until_gone(pid: int) -> None:
 
 def steps_of(orders: Orders) -> list[int]:
     with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        return [info.step for info in ckpt.steps().result(30)]
+        return [info.step for info in ckpt.steps().result()]
 
 
 @pytest.mark.parametrize("how", ["eager", "lazy", "busy loop", "unread"])
@@ -97,10 +97,10 @@ def test_a_snapshot_that_was_taken_is_committed_though_the_trainer_is_killed(how
     other = Run(9)
     with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step, digest in ((1, digests[0]), (2, digests[1])):
-            assert ckpt.load(other.state, step).result(30) is not None
+            assert ckpt.load(other.state, step).result() is not None
             assert other.digest() == digest
-            assert ckpt.verify(step).result(30).step == step
-        assert ckpt.latest().result(30) == 2
+            assert ckpt.verify(step).result().step == step
+        assert ckpt.latest().result() == 2
     assert "Traceback" not in log, log
 
 
@@ -110,11 +110,11 @@ def test_a_snapshot_that_was_not_complete_leaves_nothing(orders: Orders) -> None
     assert not list(orders.path.glob("step-00000002/a-*/d/*"))
     other = Run(9)
     with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        loaded = ckpt.load(other.state).result(30)
+        loaded = ckpt.load(other.state).result()
         assert loaded is not None
         assert (loaded.step, loaded.skipped) == (1, ())
         assert other.digest() == digests[0]
-        ckpt.save(2, other.state).result(30)
+        ckpt.save(2, other.state).result()
     assert log.count("nothing of it is kept") == 1
     assert "Traceback" not in log, log
 
@@ -193,7 +193,7 @@ def test_a_writer_that_dies_in_a_save_fails_it_and_the_next_one_starts_another(v
     with aiockpt.Checkpointer(
         orders.url, worker="process", limits=aiockpt.Limits(io=io, deadlines=aiockpt.Deadlines(slab_s=20))
     ) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         ckpt.wait()
         first = process_of(ckpt).pid
         orders.has_reached(verb)
@@ -201,18 +201,18 @@ def test_a_writer_that_dies_in_a_save_fails_it_and_the_next_one_starts_another(v
         lost = ckpt.save(2, run.state, snapshot="lazy")
         until(lambda: orders.has_reached(verb), verb)
         os.kill(first, signal.SIGKILL)
-        error = lost.exception(30)
+        error = lost.exception()
         assert isinstance(error, aiockpt.WriterLostError)
         assert "SIGKILL" in str(error)
         assert "aiockpt ls" in str(error)
         orders.let_go(verb)
         assert not psutil.pid_exists(first)  # reaped
         run.train()
-        assert ckpt.save(3, run.state).result(30).step == 3
+        assert ckpt.save(3, run.state).result().step == 3
         assert process_of(ckpt).pid != first
         assert ckpt.statistics().pool.used_slabs == 0
         other = Run(5)
-        assert ckpt.load(other.state).result(30) is not None
+        assert ckpt.load(other.state).result() is not None
         assert other.digest() == run.digest()
     assert steps_of(orders) == [3, 1]
 
@@ -221,7 +221,7 @@ def test_a_writer_that_died_between_two_saves_costs_neither(orders: Orders) -> N
     run = Run()
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in range(3):
-            ckpt.save(step, run.state).result(30)
+            ckpt.save(step, run.state).result()
             pid = process_of(ckpt).pid
             os.kill(pid, signal.SIGKILL)
             until_gone(pid)
@@ -234,12 +234,12 @@ def test_a_writer_that_answers_to_nobody_is_ended_when_its_slabs_are_needed(
     monkeypatch.setattr("aiockpt.worker.client.END_S", 0.2)
     run = Run()
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         ckpt.wait()
         stuck = process_of(ckpt)
         os.kill(stuck.pid, signal.SIGSTOP)
         stuck.orders.hang_up()  # as after a message that was not taken in time
-        assert ckpt.save(2, run.state).result(30).step == 2
+        assert ckpt.save(2, run.state).result().step == 2
         assert not psutil.pid_exists(stuck.pid)
 
 
@@ -250,7 +250,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     open_fds = []
     for number in range(4):
         with aiockpt.Checkpointer(tmp_path / str(number), worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-            ckpt.save(1, run.state).result(30)
+            ckpt.save(1, run.state).result()
             pid = process_of(ckpt).pid
             assert pid in [child.pid for child in me.children()]
         assert not psutil.pid_exists(pid)
@@ -261,14 +261,14 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
 def test_a_cancelled_save_is_cancelled_in_the_writer_too(orders: Orders) -> None:
     run = Run()
     with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, run.state).result(30)
+        ckpt.save(1, run.state).result()
         orders.has_reached("create")
         orders.hold("create")
         save = ckpt.save(2, run.state)
         until(lambda: orders.has_reached("create"), "the first data file")
         assert save.cancel()
-        assert isinstance(save.exception(30), SaveCancelledError)
+        assert isinstance(save.exception(), SaveCancelledError)
         orders.let_go("create")
-        ckpt.save(3, run.state).result(30)
+        ckpt.save(3, run.state).result()
         assert ckpt.statistics().pool.used_slabs == 0
     assert steps_of(orders) == [3, 1]

@@ -155,7 +155,7 @@ def pair(timeout_s: float = 10) -> tuple[Sender, Receiver]:
 
 async def drain(receiver: Receiver) -> list[bytes]:
     got = []
-    with anyio.fail_after(20):
+    with anyio.fail_after(250):
         while (frame := await receiver.receive()) is not None:
             got.append(frame)
     receiver.close()
@@ -254,7 +254,7 @@ def test_hanging_up_ends_a_send_that_waits_and_a_receiver() -> None:
     thread = threading.Thread(target=send)
     thread.start()
     sender.hang_up()
-    thread.join(20)
+    thread.join(250)
     assert len(raised) == 1
     sender.close()
 

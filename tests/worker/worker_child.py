@@ -58,7 +58,7 @@ def main(how: str, place: str) -> None:
         place, worker="process", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=5)
     )
     run.train()
-    ckpt.save(1, run.state).result(60)
+    ckpt.save(1, run.state).result()
     ckpt.wait()
     tell(run.digest())
     sys.stdin.readline()  # until the test has made its preparations
@@ -74,7 +74,7 @@ def main(how: str, place: str) -> None:
         time.sleep(300)
         os._exit(0)
     save = ckpt.save(2, run.state, snapshot="lazy" if how == "lazy" else "eager")
-    save.snapshotted().result(60)
+    save.snapshotted().result()
     if how == "ends":
         return
     if how == "hangs up":
