@@ -628,8 +628,11 @@ def test_a_folder_that_is_named_is_loaded(tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_not_taken_for_one_of_this(tmp_path: Path) -> None:
     for name in ("one", "other"):
         run = trained(tmp_path / name, "named folders", stop=3)
-    with pytest.raises(UsageError, match="stands for a step"):
+    with pytest.raises(UsageError, match="step_3 has no weights of its own"):
         run.accelerator.load_state(tmp_path / "one" / "step_3")
+    trained(tmp_path / "longer", "named folders", stop=6)
+    with pytest.raises(UsageError, match="step_6 has no weights of its own"):  # no step of this number is there
+        run.accelerator.load_state(tmp_path / "longer" / "step_6")
     (tmp_path / "empty").mkdir()
     for cut in (None, '{"step": 0', '{"step": 0}', "[]"):
         if cut is not None:

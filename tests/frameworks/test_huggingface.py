@@ -680,8 +680,12 @@ def test_a_folder_whose_step_is_nowhere_is_refused(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "first" / "checkpoint-6", tmp_path / "copied" / "checkpoint-6")
     for max_steps in (3, 6):  # then one that has a step of that number
         trainer = ran(tmp_path / "second", max_steps=max_steps, seed=11)
-        with pytest.raises(UsageError, match=r"checkpoint-6 stands for a step that .*second.* does not have"):
+        with pytest.raises(UsageError, match=r"checkpoint-6 has no weights of its own: .*second.* does not have; copy"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "copied" / "checkpoint-6"))
+    trainer = ran(tmp_path / "copied", max_steps=3, seed=11)  # into the run itself
+    with pytest.raises(UsageError, match="checkpoint-6 has no weights of its own"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "copied" / "checkpoint-6"))
+    shutil.rmtree(tmp_path / "copied" / "aiockpt")
     shutil.copytree(tmp_path / "first" / "aiockpt", tmp_path / "copied" / "aiockpt")
     trainer.train(resume_from_checkpoint=str(tmp_path / "copied" / "checkpoint-6"))
 

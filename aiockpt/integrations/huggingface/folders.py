@@ -236,14 +236,16 @@ class CheckpointFolders:
         return json.dumps(dataclasses.asdict(state))
 
 
-def stands_for(folder: str | os.PathLike[str], ckpt: aiockpt.Checkpointer) -> bool:
-    """Return whether *ckpt* has the step of a folder: one of that number, with the same history where it was a Trainer's."""
+def stands_for(folder: str | os.PathLike[str], ckpt: aiockpt.Checkpointer, *, by_number: bool) -> bool:
+    """Return whether *ckpt* has the step of a folder: one of that number, with the same history where it was a Trainer's,
+    unless the number is enough (*by_number*).
+    """
     try:
         values: Any = ckpt.describe(step_of(folder)).result().values
     except StepNotFoundError:
         return False
     held = values.get("trainer")
-    return held is None or _history(held) == _history((Path(folder) / STATE).read_text())
+    return by_number or held is None or _history(held) == _history((Path(folder) / STATE).read_text())
 
 
 def _history(text: str) -> str:

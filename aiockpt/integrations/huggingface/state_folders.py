@@ -195,10 +195,14 @@ def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:
     mark = read_mark(folder)
     if mark is None:
         raise UsageError(f"{folder} was made neither by save_state() nor by accelerate itself; name another folder")
-    user: Any = ckpt.describe(mark.step).result().user
+    try:
+        user: Any = ckpt.describe(mark.step).result().user
+    except StepNotFoundError:
+        user = None
     if not isinstance(user, dict) or user.get("key") != mark.key:
         raise UsageError(
-            f"{folder} stands for a step that {ckpt!r} does not have: attach() to the place that it was saved in"
+            f"{folder} has no weights of its own: they are in a step that {ckpt!r} does not have; attach() to the place "
+            "where it was saved"
         )
     return mark.step
 

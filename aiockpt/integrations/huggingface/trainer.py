@@ -349,17 +349,16 @@ class _Attached:
         Raises:
             UsageError: the step is neither there nor in the place of this Trainer.
         """
-        parent = Path(folder).absolute().parent
-        if os.path.realpath(parent) == os.path.realpath(self._trainer.args.output_dir):
-            return self._ckpt
         if folder not in self._holders:
-            beside, ckpts = parent / "aiockpt", [self._ckpt]
-            if beside.is_dir() and str(beside) != self._place:
+            beside, ckpts = Path(folder).absolute().parent / "aiockpt", [self._ckpt]
+            own = os.path.realpath(beside.parent) == os.path.realpath(self._trainer.args.output_dir)
+            if beside.is_dir() and not own and str(beside) != self._place:
                 ckpts.insert(0, self._opened.enter_context(aiockpt.Checkpointer(beside)))
-            found = [ckpt for ckpt in ckpts if ask_first_rank(partial(stands_for, folder, ckpt))]
+            found = [ckpt for ckpt in ckpts if ask_first_rank(partial(stands_for, folder, ckpt, by_number=own))]
             if not found:
                 raise UsageError(
-                    f"{folder} stands for a step that {self._ckpt!r} does not have: attach() to the place where it was saved"
+                    f"{folder} has no weights of its own: they are in a step that {self._ckpt!r} does not have; copy the "
+                    "folder 'aiockpt' beside it, too, or attach() to the place where it was saved"
                 )
             self._holders[folder] = found[0]
         return self._holders[folder]
