@@ -12,7 +12,7 @@ from aiockpt.events import Event
 E = TypeVar("E", bound=Event)
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60, pause_s: float = 0.01) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 250, pause_s: float = 0.01) -> None:
     """Look at *condition* until it holds; *what* names it in the error. For what another thread or process does."""
     end_s = time.monotonic() + timeout_s
     while not condition():
@@ -36,7 +36,7 @@ class Watch:
         """Return the events of *kind*, oldest first."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    def wait_for(self, kind: type[Event], timeout_s: float = 30) -> None:
+    def wait_for(self, kind: type[Event], timeout_s: float = 250) -> None:
         """Wait until an event of *kind* has come."""
         with self._told:
             assert self._told.wait_for(lambda: self.of(kind), timeout_s), f"no {kind.__name__} within {timeout_s} s"

@@ -24,7 +24,7 @@ from tests.campaigns.mutations import change_bytes, change_document
 
 MUTATED_RUNS = 200
 GUIDED_RUNS = 20_000
-MAX_SECONDS, MAX_BYTES = 1.0, 64 << 20
+MAX_SECONDS, MAX_BYTES = 20.0, 64 << 20
 GUIDED_DEADLINE_S = 1800
 FOUND_IN = Path(tempfile.gettempdir()) / "aiockpt-findings"
 """Where libFuzzer leaves the input that broke a decoder."""
@@ -50,7 +50,7 @@ def _decode_within_limits(target: Target, data: bytes) -> str:
     tracemalloc.reset_peak()
     began_s = time.process_time()
     accepted = target.decode(data)
-    assert time.process_time() - began_s < MAX_SECONDS, "took more than a second"
+    assert time.process_time() - began_s < MAX_SECONDS, f"took more than {MAX_SECONDS:.0f} s"
     assert tracemalloc.get_traced_memory()[1] < MAX_BYTES, "took more than 64 MiB"
     return "accepted" if accepted else "refused"
 

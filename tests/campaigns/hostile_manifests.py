@@ -1,8 +1,9 @@
 """A manifest that an attacker wrote, with a valid digest: a load refuses it, or stays within the checkpoint.
 
 A case mutates the manifest of a committed step, seals it anew and loads through a whole checkpointer. Only our errors may
-come out; nothing outside the step's attempt may be opened; a second and 64 MiB are the limit. What is loaded all the same
-is what the manifest may say: its values are the attacker's, the bytes of its tensors are those of its checked blocks.
+come out; nothing outside the step's attempt may be opened; 20 s of a processor, however slow, and 64 MiB are the limit. What
+is loaded all the same is what the manifest may say: its values are the attacker's, the bytes of its tensors are those of its
+checked blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.file_surgery import ROOT, content, replaced
 from tests.inline_process import Process, local
 
 SHAPES = 8
-MAX_SECONDS, MAX_BYTES = 1.0, 64 << 20
+MAX_SECONDS, MAX_BYTES = 20.0, 64 << 20
 STEP = f"{ROOT}/step-00000001"
 MANIFEST = f"{STEP}/MANIFEST-1.json"
 FORKED = b'"forked_from":["s3://bucket/other","step-00000007","0123456789ab"],'
@@ -77,7 +78,7 @@ def prepare() -> Case:
         began_s = time.process_time()
         with noted(lambda: f"manifest: {body[:4000]!r}"):
             outcome = load(files, shape, newest=dice.random() < 0.3)
-            assert time.process_time() - began_s < MAX_SECONDS, "took more than a second"
+            assert time.process_time() - began_s < MAX_SECONDS, f"took more than {MAX_SECONDS:.0f} s"
             assert tracemalloc.get_traced_memory()[1] < MAX_BYTES, "took more than 64 MiB"
             check_opened(files, attempt)
         return Counter({outcome: 1})

@@ -116,5 +116,5 @@ def test_when_a_rank_is_dead_the_others_end_in_time_and_say_that_nothing_new_is_
     began_s = time.monotonic()
     codes = ends(programs)
     assert (codes[0], codes[2]) == (77, 77), logs(programs)
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < 200
     assert newest(tmp_path / "run") is not None
