@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Engine, Place
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
-from aiockpt.format.replicas import ReplicaTables
+from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.copy_guard import CopyGuard

@@ -13,16 +13,15 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.maintenance import make_room
-from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt, required_for
+from aiockpt.format.merge import find_differences
 from aiockpt.format.names import list_names, step_id
-from aiockpt.format.replicas import find_differences
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit

@@ -35,11 +35,10 @@ from aiockpt.format.document import check_tree
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.loop import Mutex, made_for_the_loop, runs_event_loop, thread_id
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 from aiockpt.units import count, size
 

@@ -18,15 +18,14 @@ import anyio
 from msgspec import UNSET, UnsetType
 
 from aiockpt.events import LimiterStatistics
-from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
+from aiockpt.format.document import ALGORITHM, SUM_BYTES, block_count, hash_block
 from aiockpt.format.finite import count_not_finite
 from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path
 from aiockpt.planning.write_plan import FilePlan, FloatSpan, Window
-from aiockpt.runtime.limits import Limiter, Pace
+from aiockpt.runtime.limits import Limiter, Pace, open_tasks
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.stages import Stages
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Seen, Upload
 
 # The screen for values that are NaN or infinite: beside the hash, while the bytes of the tensors are in the cache.

@@ -21,8 +21,8 @@ from functools import partial
 import anyio
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
     begin,
