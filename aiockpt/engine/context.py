@@ -237,8 +237,8 @@ class Engine:
     def sample_replicas(
         self, state: ShardedState, after: Sequence[tuple[torch.device, DeviceEvent]], *, keep: bool
     ) -> Sampling | None:
-        """Read some of what this rank and others have of *state*; None where that is nothing, or not to be compared."""
-        if not state.replicas or self.options.replicas == "first":
+        """Read some of what this rank and others have of *state*; None where that is not to be compared."""
+        if self.options.replicas == "first":
             return None
         from aiockpt.pipeline.replica_samples import ReplicaSamples
 

@@ -337,7 +337,9 @@ class SaveJob:
     def _run_program(self) -> None:
         capture = self._capture
         self.guard.check_addresses()  # before anything is read; from there on the program does that
-        sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
+        sampling = None
+        if self.state.replicas:
+            sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
         program = self._engine.copy_program(self.plan, self.state, keep=not capture.is_temporary)
         program.run(
             self._engine.pool,
@@ -442,7 +444,8 @@ class SaveJob:
         finally:
             for handover in self.slabs:
                 handover.close()
-        self._fail(self._stopped_by or failure)
+        if not self.promise.is_settled:
+            self._fail(self._stopped_by or failure)
 
     def _fail_unless_running(self, error: BaseException) -> None:
         if self._scope is None:

@@ -130,7 +130,8 @@ class Submitter:
                 if when_full == "skip":
                     return self._skip(save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
-            metrics, user = _plain_metrics(request.metrics), plain_json("user", request.user)
+            metrics = _plain_metrics(request.metrics)
+            user = None if request.user is None else plain_json("user", request.user)
             copying = self._must_be_copied_first()
             before = [point for point in (self._must_end_first(), copying) if point]
             walked_from_ns = engine.now_ns()
@@ -217,7 +218,8 @@ class Submitter:
 
     async def _run(self, job: SaveJob) -> None:
         async with open_tasks() as tasks:
-            tasks.start_soon(self._fill_pool, job)
+            if not self._engine.pool.has(job.plan.window_count):
+                tasks.start_soon(self._fill_pool, job)
             async with job.running():
                 job.promise.resolve(await self._destination.save(job))
             if job.promise.error is None and self._engine.rank == 0:

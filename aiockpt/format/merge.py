@@ -74,8 +74,10 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
     alias = _merge_alias(votes, tensors)
     left_out = _merge_left_out(votes, {*tensors, *alias})
     files = _merge_files(votes)
-    values = _merge_values(votes)
-    check_replicas(votes)
+    values = first.state
+    if len(votes) > 1:
+        values = _merge_values(votes)
+        check_replicas(votes)
     manifest = Manifest(
         writer=writer,
         id=first.id,
