@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Scrub, Tier
     from aiockpt.policies.cadence import Cadence
-    from aiockpt.runtime.ranks import Ranks
+    from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.session.preemption import Preempted, Preemption
     from aiockpt.state.codecs import register_codec
@@ -127,7 +127,7 @@ _HOMES = (
     "aiockpt.errors",
     "aiockpt.options",
     "aiockpt.futures",
-    "aiockpt.runtime.ranks",
+    "aiockpt.runtime.world",
     "aiockpt.state.codecs",
     "aiockpt.data.samples",
     "aiockpt.policies.cadence",

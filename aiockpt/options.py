@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, ge
 import msgspec
 
 from aiockpt.errors import UsageError, kind_in_words
-from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.redaction import redact
 from aiockpt.units import parse_seconds
 

@@ -38,8 +38,7 @@ from aiockpt.backends.in_order import InOrderUpload, lost_stream
 from aiockpt.backends.ranges import Buffers, RangeReader, ends_early
 from aiockpt.errors import ObjectNotFoundError, StorageError, StorageTransferError, UsageError
 from aiockpt.redaction import hide_options
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size

@@ -26,10 +26,9 @@ import msgspec
 from hdfs_native import Client
 
 from aiockpt.backends.hdfs_client import FlushedWriter, create_file, hdfs_errors
-from aiockpt.backends.ranges import Progress
 from aiockpt.errors import CheckpointError, StorageError, StorageTimeoutError, StorageTransferError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.storage.backend import Seen
+from aiockpt.storage.backend import Progress, Seen
 
 # A stream that has not moved for so long is missing a block that is never written.
 TURN_TIMEOUT_S = 600.0

@@ -18,10 +18,10 @@ from typing import Protocol
 import anyio
 import numpy as np
 
-from aiockpt.backends.ranges import Progress, copy_bytes
+from aiockpt.backends.ranges import copy_bytes
 from aiockpt.errors import StorageError
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.storage.backend import Seen
+from aiockpt.storage.backend import Progress, Seen
 
 
 class ByteSink(Protocol):

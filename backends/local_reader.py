@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_tree import Tree
+from aiockpt.backends.local_tree import PAGE_BYTES, DirectMode, Handle, Tree
 from aiockpt.backends.ranges import Buffers, check_range, copy_bytes, ends_early
 from aiockpt.errors import StorageError
 from aiockpt.runtime.host_memory import map_pages

@@ -14,11 +14,22 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from aiockpt.backends.ranges import Buffers, Progress, RangeReader, copy_bytes
+from aiockpt.backends.ranges import Buffers, RangeReader, copy_bytes
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageFullError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Clock, World
-from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key, check_keys, check_prefix, check_size
+from aiockpt.storage.backend import (
+    Listing,
+    Progress,
+    Seen,
+    Space,
+    Stat,
+    Traits,
+    check_key,
+    check_keys,
+    check_prefix,
+    check_size,
+)
 
 _INLINE_BYTES = 1 << 20  # a thread hop costs about as much as copying this
 _COPIES = 4

@@ -20,14 +20,12 @@ from typing import Any
 import anyio
 import msgspec
 
-from aiockpt.backends.ranges import Progress
 from aiockpt.backends.s3_body import Body, Checks
 from aiockpt.backends.s3_client import Bucket
 from aiockpt.backends.s3_create import WRITE_ID, Creator
 from aiockpt.errors import StorageError
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
-from aiockpt.storage.backend import Seen
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.storage.backend import Progress, Seen
 
 PART_LIMIT = 10_000
 _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this

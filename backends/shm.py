@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.local import LocalBackend, LocalUpload
 from aiockpt.backends.local_reader import LocalReader
-from aiockpt.backends.local_upload import LocalUpload
 from aiockpt.errors import StorageAccessError, StorageError, StorageFullError, from_os_error
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.format.checksum import ALGORITHM, hash_block
+from aiockpt.format.document import ALGORITHM, hash_block
 from aiockpt.format.manifest import FileEntry, Receipt
 from aiockpt.format.names import data_path
 

@@ -15,9 +15,8 @@ import pytest
 import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.alone import Alone
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import Capture, SaveJob, SaveRequest
-from aiockpt.engine.place import Place
 from aiockpt.format.names import step_id
 from aiockpt.lazy.mutability import SplitState
 from aiockpt.lazy.snapshotter import LazySnapshotter, StateGuard

@@ -23,9 +23,8 @@ from aiockpt.adapters.sharded_tensors import is_sharded_tensor
 from aiockpt.adapters.tensors import ORDINARY, dtype_code
 from aiockpt.errors import UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
-from aiockpt.state.codecs import DEFAULT_CODECS, class_name
+from aiockpt.state.codecs import DEFAULT_CODECS, class_name, field
 from aiockpt.state.geometry import Box
-from aiockpt.state.scalars import field
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged, refuse
 
 SUBCLASS, QUANTIZED, SPARSE = "subclass", "quantized", "sparse"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aiockpt.adapters.fsdp import FSDP, find_slices, show_shards
-from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.dtensors import FSDP, find_slices, show_shards
+from aiockpt.adapters.leaves import kind_of, members
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import loads_directly, walk_modules, walk_parts
 from aiockpt.adapters.tensors import local_tensors, memory_key

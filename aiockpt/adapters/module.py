@@ -28,7 +28,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from aiockpt.adapters.composite_target import ask_new, load_composite
 from aiockpt.adapters.composites import in_words, is_composite, is_composite_node
 from aiockpt.adapters.differences import asking
-from aiockpt.adapters.fsdp import is_fsdp1, is_own_hook
+from aiockpt.adapters.dtensors import is_fsdp1, is_own_hook
 from aiockpt.adapters.leaves import Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher

@@ -27,8 +27,7 @@ import torch
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import kind_of, members
-from aiockpt.adapters.leaves import Facts, Run, Stale, write_tensor
+from aiockpt.adapters.leaves import Facts, Run, Stale, kind_of, members, write_tensor
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.objects import write_loader, write_own, write_stateful

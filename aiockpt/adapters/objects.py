@@ -19,20 +19,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import Stateful, kind_of, reads_data
-from aiockpt.adapters.leaves import Run
+from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES, Run, Stateful, innermost, kind_of, reads_data
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, keeper_of
-from aiockpt.adapters.optimizer_forms import HOW_TO_STEP, NAMES, innermost, pairs_of
+from aiockpt.adapters.optimizer_forms import pairs_of
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import RNG, PerRank, derive_state
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.data.data_source import warn_of_empty_loop, with_data, without_data
 from aiockpt.data.loader import Loader
 from aiockpt.format.names import join_name
-from aiockpt.state.codecs import class_name
+from aiockpt.state.codecs import class_name, field
 from aiockpt.state.layout import axes_in_memory
-from aiockpt.state.scalars import field
 from aiockpt.state.tree import TAG, Node, Path, damaged, refuse
 
 

@@ -26,13 +26,12 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import Run
+from aiockpt.adapters.leaves import NAMES, Run, default_keys, innermost
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
 from aiockpt.adapters.tensors import bytes_of, is_spread
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.names import join_name, split_name
 from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.codecs import class_name

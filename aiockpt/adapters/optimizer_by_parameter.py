@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, own_parameters
-from aiockpt.adapters.optimizer_forms import HOW_TO_STEP, NAMES, FoundOptimizer, Id, agreed_values, class_misfit
+from aiockpt.adapters.optimizer_forms import FoundOptimizer, Id, agreed_values, class_misfit
 from aiockpt.adapters.optimizer_target import OptimizerTarget, SavedState, Thunks, load_optimizer, numbers_misfit
 from aiockpt.adapters.stored import members_of
 from aiockpt.format.names import join_name, split_name

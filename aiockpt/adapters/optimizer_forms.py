@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from torch.optim import Optimizer
 
+from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES, default_keys, innermost
 from aiockpt.adapters.plain_values import same_content
 from aiockpt.adapters.stored import is_tensor_node, members_of
 from aiockpt.format.names import join_name, split_name
@@ -29,8 +30,6 @@ from aiockpt.state.tree import TAG, Node, Path, damaged
 
 Id = str | int
 """What a form calls a parameter."""
-NAMES = ("params", "param_names")
-"""What a group of torch has beside its values."""
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
@@ -277,27 +276,9 @@ def _cut(name: str, depth: int) -> str:
 #   because values are missing. Of a wrapper counts the class inside. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
 #   what torch's do: they fit unless a group has an option that the other class does not support (``amsgrad=True``).
 
-
-HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay"})
 _UNSAID = {"bias_correction": True, "amsgrad": False, "maximize": False}
 """What only some classes of Adam have in their groups, and what the others compute."""
-
-
-def default_keys(optimizer: Optimizer) -> list[str]:
-    """Return what each group of *optimizer* has by default, sorted, but for how a step is computed."""
-    defaults = getattr(optimizer, "defaults", None)
-    if not isinstance(defaults, Mapping):
-        return []
-    return sorted(key for key in defaults if type(key) is str and key not in HOW_TO_STEP)
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that *optimizer* forwards all calls to, as wrappers of accelerate and Lightning do; or itself."""
-    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    if len(inner) != 1 or inner[0].state is not optimizer.state or inner[0].param_groups is not optimizer.param_groups:
-        return optimizer
-    return innermost(inner[0])
 
 
 def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:

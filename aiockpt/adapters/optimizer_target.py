@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composite_target import ask_value
 from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.leaves import NAMES
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module import (
@@ -44,7 +45,6 @@ from aiockpt.adapters.optimizer import (
     view_plain,
 )
 from aiockpt.adapters.optimizer_forms import (
-    NAMES,
     Id,
     SavedOptimizer,
     agreed_values,

@@ -24,8 +24,7 @@ from aiockpt.adapters.stored import members_of
 from aiockpt.adapters.tensors import number_misfit, write_number
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name
-from aiockpt.state.codecs import CodecRegistry
-from aiockpt.state.scalars import PATHS
+from aiockpt.state.codecs import PATHS, CodecRegistry
 from aiockpt.state.tree import TAG, Decoder, Node, Path, metadata_of, set_metadata
 
 # Filling of objects that the program holds.

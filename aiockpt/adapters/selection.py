@@ -18,7 +18,7 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
-from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.leaves import kind_of
 from aiockpt.adapters.rename import near
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes, split_name

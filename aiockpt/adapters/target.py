@@ -13,8 +13,7 @@ from aiockpt.adapters.composite_target import load_composite
 from aiockpt.adapters.composites import is_composite, is_composite_node
 from aiockpt.adapters.differences import Strict
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import kind_of, members
-from aiockpt.adapters.leaves import read_plain_leaf
+from aiockpt.adapters.leaves import kind_of, members, read_plain_leaf
 from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module import is_saved_module, load_module, load_saved_module
 from aiockpt.adapters.objects import load_loader, load_own, load_stateful
@@ -29,8 +28,7 @@ from aiockpt.adapters.value_requests import Thunk
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.document import collector_paused
 from aiockpt.format.names import join_name, name_within
-from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
-from aiockpt.state.scalars import field
+from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry, field
 from aiockpt.state.tree import Decoder, Path, set_metadata
 
 # Dicts, lists and tuples that are loaded part by part.

@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from collections.abc import Hashable, Sequence
@@ -272,6 +273,14 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     if not tensor.numel():
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return a dense host tensor's memory as bytes; valid while the tensor lives."""
+    size = tensor.nbytes
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:

@@ -19,8 +19,7 @@ from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, 
 from aiockpt.adapters.stored import Stored, members_of
 from aiockpt.adapters.tensors import hold, is_spread, misfit
 from aiockpt.format.names import Names, join_name, name_within
-from aiockpt.state.codecs import CodecRegistry
-from aiockpt.state.scalars import field
+from aiockpt.state.codecs import CodecRegistry, field
 from aiockpt.state.tree import Decoder, Encoder, Node, Path, damaged
 
 Thunk = Callable[[], Any]

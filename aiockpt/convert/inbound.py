@@ -12,32 +12,29 @@ import msgspec
 import torch
 
 from aiockpt.adapters.rename import Rules
-from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.convert.casting import Cast, cast_all, cast_code
 from aiockpt.convert.choice import check_unique, parse_prefix
 from aiockpt.convert.publish import write_file
 from aiockpt.convert.source import Source, open_source
 from aiockpt.engine import maintenance
 from aiockpt.engine.alone import RoundAlone
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import Capture, RoundName, SaveJob, SaveRequest
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import attempting, check_space, commit_votes, committed, vote
 from aiockpt.errors import StepExistsError, UsageError
-from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import data_path, join_name, step_id
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
-from aiockpt.pipeline.scatter import byte_view
 from aiockpt.pipeline.upload import BlockSums
 from aiockpt.planning.write_plan import HEADER, WEIGHTS, Copy, FilePlan, Window
 from aiockpt.redaction import HIDDEN, redact
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
 from aiockpt.state.tree import TAG, Node, Path

@@ -16,18 +16,16 @@ from aiockpt.convert.casting import Cast, cast_all
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import FolderFile, Layout, plan_folder
 from aiockpt.convert.publish import check_target, open_target
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.place import Place
+from aiockpt.engine.load import Places
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.read_plan import GAP, BlockRead, Landing, plan_reads
-from aiockpt.runtime.limits import run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks, run_blocking
 from aiockpt.state.geometry import flat_range_boxes
 from aiockpt.state.shards import TensorShard
 from aiockpt.storage.backend import Backend

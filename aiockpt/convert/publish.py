@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 import anyio
 
-from aiockpt.backends.local_handle import FALLBACKS
+from aiockpt.backends.local_tree import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, is_weights
 from aiockpt.errors import (
     CheckpointError,
@@ -35,9 +35,8 @@ from aiockpt.errors import (
 )
 from aiockpt.format.names import parse_step
 from aiockpt.pipeline.copy import Windows
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Backend, Seen, Upload
 from aiockpt.storage.transfer import put_once

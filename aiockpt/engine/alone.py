@@ -1,34 +1,43 @@
-"""A process that saves and loads by itself, into one place: the plain `Coordinator`, `Round` and `Destination`."""
+"""A process that saves and loads by itself, into one place: the plain implementation of each protocol of the core.
+
+`Alone`, `RoundAlone` and `OnePlace` stand for `aiockpt.ranks` and `aiockpt.places.tiers`; `NeverInterrupted` and `Unwatched`
+for `aiockpt.session.preemption` and `aiockpt.prove`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.coordinator import LoadRound
 from aiockpt.engine.find import ListedStep, Look
-from aiockpt.engine.job import Round, RoundName, SaveJob
+from aiockpt.engine.job import Round, RoundName, SaveJob, SaveRequest
 from aiockpt.engine.maintenance import clean_up, making_room
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import OneAtATime, save_alone
 from aiockpt.errors import RankTimeoutError
-from aiockpt.futures import SaveResult
+from aiockpt.events import Observer
+from aiockpt.futures import LoadResult, SaveFuture, SaveResult
 from aiockpt.options import Tier
 from aiockpt.runtime.promise import Promise, SavePromise
+from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
+    from aiockpt.engine.load import Filled, LoadRequest
 
 F = TypeVar("F")
 N = TypeVar("N")
 
 
 class Alone:
-    """A process that saves and loads by itself. What notifies or awaits other ranks does nothing: there are none."""
+    """A process that saves and loads by itself. What notifies or awaits other ranks does nothing."""
 
     rank, world_size, board_name = 0, 1, ""
 
@@ -146,3 +155,39 @@ class OnePlace:
     async def list_steps(self, look: Look) -> Sequence[ListedStep]:
         (place,) = self.places
         return [ListedStep(place.backend, entry, place) for entry in await look(place)]
+
+
+class NeverInterrupted:
+    """The interruption that never comes: the run goes on until it is done, or killed."""
+
+    listens = False
+    observers: Sequence[Observer] = ()
+
+    def reach(self, request: SaveRequest, start: Callable[[SaveRequest], SaveFuture], *, asked: bool) -> None: ...
+    def leave(self, *, failing: bool) -> None: ...
+    def watch(self, save: SaveFuture) -> None: ...
+    def stop(self) -> None: ...
+    def release(self) -> None: ...
+
+
+class Unwatched:
+    """The probe outside of a proof: it records nothing, and changes neither places nor loads."""
+
+    observers: Sequence[Observer] = ()
+
+    def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
+        """Return *tiers*, and a backend for each."""
+        return list(tiers), [open_backend(tier.url, world=world) for tier in tiers]
+
+    def asked(self, request: LoadRequest) -> LoadRequest:
+        return request
+
+    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
+        """Return what fills the objects; None where there is nothing to fill."""
+        return None if filled is None else filled.apply
+
+    def reached(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None, *, saved: bool
+    ) -> None: ...
+    def saved(self, step: int) -> None: ...
+    def closing(self) -> None: ...

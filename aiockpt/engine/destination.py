@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.find import StepPlaces
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.place import Place
 from aiockpt.futures import SaveResult
 from aiockpt.runtime.promise import Promise, SavePromise
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,

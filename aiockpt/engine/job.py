@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Engine, Place
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
-from aiockpt.format.replicas import ReplicaTables
+from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.copy_guard import CopyGuard
@@ -338,7 +337,9 @@ class SaveJob:
     def _run_program(self) -> None:
         capture = self._capture
         self.guard.check_addresses()  # before anything is read; from there on the program does that
-        sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
+        sampling = None
+        if self.state.replicas:
+            sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
         program = self._engine.copy_program(self.plan, self.state, keep=not capture.is_temporary)
         program.run(
             self._engine.pool,
@@ -443,7 +444,8 @@ class SaveJob:
         finally:
             for handover in self.slabs:
                 handover.close()
-        self._fail(self._stopped_by or failure)
+        if not self.promise.is_settled:
+            self._fail(self._stopped_by or failure)
 
     def _fail_unless_running(self, error: BaseException) -> None:
         if self._scope is None:

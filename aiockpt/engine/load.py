@@ -19,8 +19,8 @@ from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.stored import Stored, find_node
 from aiockpt.adapters.target import OptimizerState, open_target
 from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.engine.context import Place
 from aiockpt.engine.find import Skipped, StepPlaces, candidates, find_manifest, note_skipped
-from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CorruptionError,
     NoValidCheckpointError,
@@ -35,7 +35,6 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names, prefixes, split_name
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
@@ -45,6 +44,11 @@ from aiockpt.units import size
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
+
+
+from aiockpt.adapters.tensors import byte_view
+from aiockpt.format.document import collector_paused
+from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
 
 logger = logging.getLogger("aiockpt")
 
@@ -518,3 +522,87 @@ def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
         over,
         differing,
     )
+
+
+# Live tensors from fetched bytes: mostly they are fetched straight into them; the rest is copied at the end.
+#
+# A target that is dense host memory is filled in place. One on a device, or strided, is fetched into a staging tensor and
+# copied when all blocks are verified. Pieces that overlap a target in short runs come through scratch memory, which may be
+# limited: then the passes of a load use it one after the other.
+
+
+class Places:
+    """The memories that a load fills.
+
+    Args:
+        shards: what is wanted; ``data`` is the live tensor, filled in place.
+        scratch_limit_bytes: of scratch memory, unless one piece is larger. Each pass must be settled before the next
+            one is read then; without a limit all may be at once.
+    """
+
+    def __init__(
+        self, manifest: Manifest, shards: Sequence[TensorShard], scratch_limit_bytes: int | None = None
+    ) -> None:
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wanted: list[Wanted] = []
+        self._parts: list[torch.Tensor] = []  # a dense tensor for each wanted box
+        for shard in shards:
+            dense: torch.Tensor = shard.data
+            if not is_fillable(dense):
+                dense = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
+                self._staged.append((shard.data, dense))
+            if len(shard.boxes) == 1:
+                self._wanted.append(Wanted(shard.name, shard.boxes[0]))
+                self._parts.append(dense)
+            else:
+                self._add_boxes(shard, dense)
+        with collector_paused():
+            self.plan: LoadPlan = plan_load(manifest, self._wanted, scratch_limit_bytes)
+        memory = torch.empty(self.plan.scratch_bytes, dtype=torch.uint8)
+        self._scratch = [memory[offset : offset + size] for offset, size in self.plan.scratch]
+        self._unplaced: dict[int, list[Scattered]] = {}
+        for piece in self.plan.scattered:
+            self._unplaced.setdefault(piece.pass_number, []).append(piece)
+        self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
+
+    def _add_boxes(self, shard: TensorShard, dense: torch.Tensor) -> None:
+        flat = dense.view(-1)
+        start = 0
+        for box in shard.boxes:
+            self._wanted.append(Wanted(shard.name, box))
+            self._parts.append(flat[start : start + box.volume])
+            start += box.volume
+
+    def settle(self, pass_number: int | None = None) -> None:
+        """Copy what is not where it is wanted yet. Runs on a worker thread, after all blocks were verified.
+
+        Args:
+            pass_number: the pass that was read, whose part of the scratch memory becomes free; None: all of them were.
+        """
+        all_read = pass_number is None or pass_number == len(self.plan.passes) - 1
+        for number, pieces in self._unplaced.items():
+            if all_read or number == pass_number:
+                while pieces:
+                    self._place(pieces.pop())
+        if all_read:
+            for live, dense in self._staged:
+                live.copy_(dense)
+
+    def _place(self, piece: Scattered) -> None:
+        target = self._parts[piece.target]
+        scratch = self._scratch[piece.scratch - len(self._parts)]
+        box = self._wanted[piece.target].box
+        source = scratch.view(target.dtype).view(piece.stored.sizes)[_slices(piece.overlap, piece.stored)]
+        target.view(box.sizes)[_slices(piece.overlap, box)].copy_(source)
+
+
+def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(low - base, low - base + size)
+        for low, base, size in zip(part.offsets, whole.offsets, part.sizes, strict=True)
+    )
+
+
+def is_fillable(tensor: torch.Tensor) -> bool:
+    """Say whether bytes can be read straight into *tensor*."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

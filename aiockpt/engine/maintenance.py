@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.find import StepPlaces, committed_steps, find_manifest, find_step, finish_commits
-from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, StorageError, StorageFullError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest

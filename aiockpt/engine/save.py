@@ -13,21 +13,22 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.maintenance import make_room
-from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt, required_for
-from aiockpt.format.names import list_names, step_id
-from aiockpt.format.replicas import find_differences
+from aiockpt.format.merge import find_differences
+from aiockpt.format.names import data_path, list_names, step_id
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, refuse_step
+from aiockpt.pipeline.upload import FileScreen
 from aiockpt.planning.write_plan import SavePlan
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
@@ -97,17 +98,16 @@ async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
     await refuse_step(place.backend)
     entry = await look_at(place.backend, step_id(job.step))
-    existing = await existing_save(place, entry)
-    if existing is not None:
+    if entry.committed and (existing := await existing_save(place, entry)) is not None:
         return left_alone(place.engine, job, existing)
     await check_space(place, job)
     return await place.engine.begin_attempt(entry, nonce, job.number)
 
 
 async def existing_save(place: Place, entry: StepEntry) -> SaveResult | None:
-    """Return what is there of a step, where the policy leaves it as it is; None means: save (a new generation)."""
+    """Return what is there of a committed step where the policy leaves it as it is; None means: a new generation."""
     policy = place.engine.options.on_exists
-    if policy == "new_generation" or not entry.committed:
+    if policy == "new_generation":
         return None
     try:
         found = await newest_manifest(place.backend, entry)
@@ -175,10 +175,17 @@ async def attempting(place: Place, job: SaveJob, attempt: Attempt) -> AsyncItera
 async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry, ...]:
     """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     engine, plan = place.engine, job.plan
-    folder, screens = step_id(job.step), engine.screens(plan)
-    files = await place.uploader.write_files(folder, nonce, engine.rank, plan.files, job.slabs, job.stages, screens)
+    screens: Sequence[FileScreen | None] = engine.screens(plan) or [None] * len(plan.files)
+    folder = step_id(job.step)
+    written: dict[str, FileEntry] = {}
+    paths = [data_path(nonce, engine.rank, index) for index in range(len(plan.files))]
+    async with open_tasks() as tasks:
+        for path, file, slabs, screen in zip(paths, plan.files, job.slabs, screens, strict=True):
+            tasks.start_soon(
+                place.uploader.write_file, folder, path, engine.rank, file, slabs, screen, job.stages, written
+            )
     await job.copied.settled()  # small files may be durable before the thread that copied has said that it is done
-    return files
+    return tuple(written[path] for path in paths)
 
 
 async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
@@ -188,7 +195,8 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
         TornSnapshotError: the state changed while it was copied; no receipt was left.
     """
     await job.confirm()
-    _tell_not_finite(place.engine, job.step, files)
+    if place.engine.options.screen is not None:
+        _tell_not_finite(place.engine, job.step, files)
     receipt = _receipt(place, job, attempt, files)
     job.voting = True
     with job.stages.time("vote"):
@@ -259,21 +267,21 @@ async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt])
             f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step "
             "is committed is unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
         )
-    _log_buffers(place.engine, votes)
+    if len(votes) > 1 and not place.engine.differing_buffers:
+        _log_buffers(place.engine, votes)
     return manifest
 
 
 def _log_buffers(engine: Engine, votes: Sequence[Receipt]) -> None:
     """Log, once, how many buffers ranks have differently."""
-    if len(votes) > 1 and not engine.differing_buffers:
-        engine.differing_buffers = names = tuple(one.name for one in find_differences(votes, "buffers"))
-        if names:
-            logger.info(
-                "step %d: %s of modules differ between ranks (%s); those of the lowest rank are saved",
-                votes[0].step,
-                count(len(names), "buffer"),
-                list_names(names),
-            )
+    engine.differing_buffers = names = tuple(one.name for one in find_differences(votes, "buffers"))
+    if names:
+        logger.info(
+            "step %d: %s of modules differ between ranks (%s); those of the lowest rank are saved",
+            votes[0].step,
+            count(len(names), "buffer"),
+            list_names(names),
+        )
 
 
 def committed(engine: Engine, job: SaveJob, generation: int) -> SaveResult:

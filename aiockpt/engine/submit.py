@@ -35,11 +35,10 @@ from aiockpt.format.document import check_tree
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.loop import Mutex, made_for_the_loop, runs_event_loop, thread_id
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 from aiockpt.units import count, size
 
@@ -131,7 +130,8 @@ class Submitter:
                 if when_full == "skip":
                     return self._skip(save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
-            metrics, user = _plain_metrics(request.metrics), plain_json("user", request.user)
+            metrics = _plain_metrics(request.metrics)
+            user = None if request.user is None else plain_json("user", request.user)
             copying = self._must_be_copied_first()
             before = [point for point in (self._must_end_first(), copying) if point]
             walked_from_ns = engine.now_ns()
@@ -218,7 +218,8 @@ class Submitter:
 
     async def _run(self, job: SaveJob) -> None:
         async with open_tasks() as tasks:
-            tasks.start_soon(self._fill_pool, job)
+            if not self._engine.pool.has(job.plan.window_count):
+                tasks.start_soon(self._fill_pool, job)
             async with job.running():
                 job.promise.resolve(await self._destination.save(job))
             if job.promise.error is None and self._engine.rank == 0:

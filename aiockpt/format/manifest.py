@@ -23,8 +23,16 @@ import msgspec
 from msgspec import Meta, Raw
 
 from aiockpt.errors import ManifestError, NewerFormatError, UsageError
-from aiockpt.format.checksum import SUM_BYTES, digest128
-from aiockpt.format.document import MAX_TREE_NODES, check_tree, check_unique_keys, parse, seal, unseal
+from aiockpt.format.document import (
+    MAX_TREE_NODES,
+    SUM_BYTES,
+    check_tree,
+    check_unique_keys,
+    digest128,
+    parse,
+    seal,
+    unseal,
+)
 from aiockpt.format.dtypes import CODES
 
 VERSION = 1
@@ -254,7 +262,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         files, tensors: as in the manifest; pieces number this rank's own files.
         state: the global tree as this rank sees it.
         per_rank: the tree that belongs to this rank alone, or None.
-        replicas, buffers: digests of what other ranks have, too (`aiockpt.format.replicas`).
+        replicas, buffers: digests of what other ranks have, too (`aiockpt.format.merge`).
     """
 
     format: Literal["aiockpt-receipt"] = "aiockpt-receipt"

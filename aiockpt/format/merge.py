@@ -6,8 +6,8 @@ Guarantees:
 - Only votes of one attempt and one world are merged; every rank has voted exactly once. Plans may differ: what counts
   is that the pieces of each tensor are complete.
 - A piece that several ranks wrote is taken from the lowest of them; what then overlaps or leaves a gap is refused.
-- Replicas that ranks have differently are refused (`aiockpt.format.replicas`).
-- Plain values are the union of what the ranks say; they must agree wherever they say the same (`values`).
+- Replicas that ranks have differently are refused (`check_replicas`).
+- Plain values are the union of what the ranks say; they must agree wherever they say the same (`unite`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+import numpy as np
+import xxhash
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from aiockpt.errors import CommitError, ManifestError
+from aiockpt.errors import CommitError, ManifestError, ReplicasDifferError
 from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import (
     FileEntry,
@@ -32,12 +36,11 @@ from aiockpt.format.manifest import (
     has_table,
     required_for,
 )
-from aiockpt.format.memo import Memo
+from aiockpt.format.optimizers import TAG, Conflict, Votes, read_optimizer, unite_optimizers
 from aiockpt.format.parts import REQUIRED
 from aiockpt.format.pieces import PieceMerge, lay_out
-from aiockpt.format.replicas import check_replicas
-from aiockpt.format.validate import MAX_PIECES, check_manifest
-from aiockpt.format.values import unite
+from aiockpt.format.validate import MAX_PIECES, ROW, Memo, check_manifest
+from aiockpt.units import name_numbers
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "forked_from", "world_size")
 _SHOWN = 5
@@ -71,8 +74,10 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
     alias = _merge_alias(votes, tensors)
     left_out = _merge_left_out(votes, {*tensors, *alias})
     files = _merge_files(votes)
-    values = _merge_values(votes)
-    check_replicas(votes)
+    values = first.state
+    if len(votes) > 1:
+        values = _merge_values(votes)
+        check_replicas(votes)
     manifest = Manifest(
         writer=writer,
         id=first.id,
@@ -301,3 +306,204 @@ def _follow(alias: Mapping[str, str], name: str, tensors: Mapping[str, TensorEnt
         passed.add(name)
         name = alias[name]
     return name
+
+
+# The digests of replicas in receipts, and what they say when all ranks have voted (docs/format.md#replicas).
+#
+# A receipt has a table of 16 bytes for each box of a tensor that its rank and others have: which box of which tensor, and
+# the digest of some of its bytes. Guarantees:
+#
+# - Pure. Ranks are compared box by box, whatever else each of them has, and whichever writes the box.
+# - A table has no names: each is the hash of one that some receipt has. Each distinct table is read once.
+
+
+_SHOWN = 5
+
+
+class ReplicaTables(msgspec.Struct, frozen=True):
+    """The tables of one receipt: of what all ranks must have alike, and of the buffers of modules."""
+
+    replicas: bytes = b""
+    buffers: bytes = b""
+
+
+class ReplicaDifference(msgspec.Struct, frozen=True):
+    """A tensor that ranks have differently: those that have the *same* values as the lowest rank, and the *others*."""
+
+    name: str
+    same: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def __str__(self) -> str:
+        same, others = (name_numbers("rank", ranks, _SHOWN) for ranks in (self.same, self.others))
+        return f"{self.name} ({others} unlike {same})"
+
+
+def row_of(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return the row of a box, without its digest."""
+    box = np.array([*offsets, *sizes], "<u8").tobytes()
+    return _hash(name.encode()), _hash(box), 0
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF
+
+
+def check_replicas(votes: Sequence[Receipt]) -> None:
+    """Return when no two ranks have other values of what all must have alike.
+
+    Raises:
+        ReplicasDifferError: names the tensors and the ranks.
+    """
+    found = find_differences(votes, "replicas")
+    if not found:
+        return
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise ReplicasDifferError(
+        f"{votes[0].id}: the ranks have other values of the same tensors, of which one rank's would come back on all of "
+        f"them: {'; '.join(map(str, found[:_SHOWN]))}{more}. Nothing was published. What belongs to each rank: "
+        "aiockpt.per_rank(…); what is a part of a larger tensor: a DTensor, or aiockpt.Shards(…). If one rank's are meant: "
+        'Checkpointer(replicas="first"). See docs/guide/ranks.md#replicas-that-differ',
+        tensors=[one.name for one in found],
+        ranks=sorted({rank for one in found for rank in one.others}),
+    )
+
+
+def find_differences(votes: Sequence[Receipt], table: Literal["replicas", "buffers"]) -> list[ReplicaDifference]:
+    """Return the tensors of one of the tables that ranks have differently, by name."""
+    ranks_of: dict[bytes, list[int]] = {}
+    for vote in votes:
+        if rows := getattr(vote, table):
+            ranks_of.setdefault(rows, []).append(vote.rank)
+    if len(ranks_of) < 2:
+        return []
+    tables = [np.frombuffer(rows, ROW) for rows in ranks_of]
+    keys = np.concatenate([_keys(rows) for rows in tables])
+    digests = np.concatenate([rows["digest"] for rows in tables])
+    order = np.lexsort((digests, keys))
+    keys, digests = keys[order], digests[order]
+    odd = np.unique(keys[1:][(keys[1:] == keys[:-1]) & (digests[1:] != digests[:-1])])
+    return _describe(odd, dict(zip(map(tuple, ranks_of.values()), tables, strict=True)), votes) if len(odd) else []
+
+
+def _keys(rows: NDArray[Any]) -> NDArray[np.uint64]:
+    return (rows["name"].astype(np.uint64) << np.uint64(32)) | rows["box"].astype(np.uint64)
+
+
+def _describe(
+    odd: NDArray[np.uint64], tables: Mapping[tuple[int, ...], NDArray[Any]], votes: Sequence[Receipt]
+) -> list[ReplicaDifference]:
+    """Return what differs: the boxes with the keys *odd*, in the *tables* of some ranks each."""
+    values: dict[int, dict[int, list[int]]] = {}
+    for ranks, rows in tables.items():
+        keys = _keys(rows)
+        some = np.isin(keys, odd)
+        for key, digest in zip(keys[some].tolist(), rows["digest"][some].tolist(), strict=True):
+            values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+    names = _names_of((key >> 32 for key in values), votes)
+    found = set()
+    for key, by_digest in values.items():
+        same, *others = sorted(map(sorted, by_digest.values()))
+        found.add(
+            ReplicaDifference(names[key >> 32], tuple(same), tuple(sorted({rank for some in others for rank in some})))
+        )
+    return sorted(found, key=lambda one: (one.name, one.same))
+
+
+def _names_of(hashes: Iterable[int], votes: Sequence[Receipt]) -> dict[int, str]:
+    """Return the name behind each hash; each is in the receipt of a rank that writes some of the tensor."""
+    wanted = dict.fromkeys(hashes, "a tensor that no receipt names")
+    names = {name for vote in votes for name in vote.tensors}
+    return wanted | {known: name for name in names if (known := _hash(name.encode())) in wanted}
+
+
+# The union of the plain values of all ranks: their trees become one, or the differences are named.
+#
+# Ranks of one job may see different parts of it: stages of a pipeline and groups of experts have other modules, and their
+# optimizers other parameters. So a tree is the union of all:
+#
+# - objects (dicts of any keys, modules) by key, lists of one length by place;
+# - optimizers (``{"$":"optimizer"}``) by parameter name (`aiockpt.format.optimizers`);
+# - anything else must be equal wherever two ranks have it, type included.
+#
+# Pure, and linear in the size of all trees; for any JSON it either unites or finds conflicts. What has not the form of
+# an optimizer is compared as it is.
+
+
+_OPEN = (None, "module")
+"""Objects of which one rank may have members that another lacks."""
+_PAIRED = ("dict", "OrderedDict", "defaultdict")
+"""Objects whose ``items`` are pairs of a key and a value, because the keys are not all text."""
+_APART = ("items", "metadata")
+
+
+def unite(votes: Votes) -> tuple[Any, list[Conflict]]:
+    """Return the union of the trees of some ranks, and where they contradict each other.
+
+    Args:
+        votes: (rank, tree), at least one; where there is a conflict the first one's value stands.
+    """
+    conflicts: list[Conflict] = []
+    return _unite(votes, "", conflicts), conflicts
+
+
+def _unite(votes: Votes, path: str, conflicts: list[Conflict]) -> Any:
+    if len(votes) == 1:
+        return votes[0][1]
+    nodes = [node for _, node in votes]
+    if all(type(node) is dict and node.get(TAG) == nodes[0].get(TAG) for node in nodes):
+        return _unite_tagged(votes, nodes[0].get(TAG), path, conflicts)
+    if all(type(node) is list and len(node) == len(nodes[0]) for node in nodes):
+        return [
+            _unite([(rank, node[place]) for rank, node in votes], f"{path}[{place}]", conflicts)
+            for place in range(len(nodes[0]))
+        ]
+    return _agree(votes, path, conflicts)
+
+
+def _unite_tagged(votes: Votes, tag: Any, path: str, conflicts: list[Conflict]) -> Any:
+    if tag == "optimizer":
+        optimizers = [(rank, found) for rank, node in votes if (found := read_optimizer(node))]
+        if len(optimizers) == len(votes):
+            return unite_optimizers(optimizers, path, _unite, conflicts)
+    elif tag in _PAIRED and all(_is_paired(node) for _, node in votes):
+        return _unite_pairs(votes, path, conflicts)
+    if tag in _OPEN or all(node.keys() == votes[0][1].keys() for _, node in votes):
+        return _unite_objects(votes, path, conflicts)
+    return _agree(votes, path, conflicts)
+
+
+def _agree(votes: Votes, path: str, conflicts: list[Conflict]) -> Any:
+    """Return the first rank's node; the first rank that says otherwise is a conflict."""
+    first, ours = votes[0]
+    for rank, theirs in votes[1:]:
+        if type(theirs) is not type(ours) or theirs != ours:
+            conflicts.append(Conflict(path, first, rank, ours, theirs))
+            break
+    return ours
+
+
+def _unite_objects(votes: Votes, path: str, conflicts: list[Conflict]) -> dict[str, Any]:
+    said: dict[str, list[tuple[int, Any]]] = {}
+    for rank, node in votes:
+        for key, value in node.items():
+            said.setdefault(key, []).append((rank, value))
+    return {key: _unite(some, f"{path}.{key}" if path else key, conflicts) for key, some in said.items()}
+
+
+def _is_paired(node: dict[str, Any]) -> bool:
+    items = node.get("items")
+    return type(items) is list and all(type(pair) is list and len(pair) == 2 for pair in items)
+
+
+def _unite_pairs(votes: Votes, path: str, conflicts: list[Conflict]) -> dict[str, Any]:
+    said: dict[bytes, tuple[Any, list[tuple[int, Any]]]] = {}
+    for rank, node in votes:
+        for key, value in node["items"]:
+            said.setdefault(msgspec.json.encode(key), (key, []))[1].append((rank, value))
+    rest = [(rank, {name: value for name, value in node.items() if name not in _APART}) for rank, node in votes]
+    items = [[key, _unite(some, f"{path}[{key!r:.40}]", conflicts)] for key, some in said.values()]
+    node = {**_unite_objects(rest, path, conflicts), "items": items}
+    told = [(rank, node["metadata"]) for rank, node in votes if "metadata" in node]
+    # Classes put the device of their rank into it, which is no contradiction.
+    return {**node, "metadata": _unite(told, path, [])} if told else node

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from aiockpt.errors import ManifestError
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.manifest import Manifest, PartEntry
 from aiockpt.format.names import part_path
 from aiockpt.format.pieces import Column, PieceTable, lay_out, narrow, table_of

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from aiockpt.adapters.addresses import TensorMemory
-from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.leaves import kind_of, members
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.tensors import is_spread, local_tensors
 from aiockpt.state.shards import TensorShard

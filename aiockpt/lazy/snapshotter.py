@@ -19,6 +19,7 @@ import xxhash
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from aiockpt.adapters.tensors import byte_view
 from aiockpt.engine.context import Engine
 from aiockpt.engine.job import Capture, SaveJob
 from aiockpt.errors import TornSnapshotError
@@ -28,7 +29,6 @@ from aiockpt.lazy.throttle import Pacing, Throttle
 from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.device_copy import on_host
-from aiockpt.pipeline.scatter import byte_view
 from aiockpt.runtime.loop import Mutex, refuse_on_loop_thread, runs_event_loop
 from aiockpt.runtime.pending_copies import PendingCopies, PendingCopy, pending_copies
 from aiockpt.state.shards import ShardedState, TensorShard

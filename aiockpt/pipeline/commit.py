@@ -41,7 +41,7 @@ from aiockpt.format.manifest import (
 )
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import LATEST_KEY, attempt_folder, decision_key, manifest_key, receipt_key
-from aiockpt.format.parts import detach
+from aiockpt.format.parts import REQUIRED, detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
 from aiockpt.pipeline.receipts import ReceiptReader, read_manifest
 from aiockpt.runtime.notes import name_ranks
@@ -152,7 +152,8 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
     """
     await _decide(backend, manifest)
     await check_sizes(backend, manifest)  # after the decision: a collector of the attempt removed the data first
-    data = encode_manifest(await _put_parts(backend, manifest))
+    written = await _put_parts(backend, manifest) if REQUIRED in manifest.requires else manifest
+    data = encode_manifest(written)
     key = manifest_key(manifest.id, manifest.generation)
     try:
         await backend.put_new(key, data)
@@ -162,7 +163,7 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
 
 
 async def _put_parts(backend: Backend, manifest: Manifest) -> Manifest:
-    """Write the tables of *manifest* that lie beside it, if it has some; return it as it is written."""
+    """Write the tables of *manifest* that lie beside it; return it as it is written."""
     written, parts = detach(manifest)
     for path, blob in parts.items():  # they are not read before the manifest names them; two committers write the same
         if not await put_once(backend, f"{manifest.id}/{path}", blob):

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from aiockpt.errors import CheckpointError, ObjectExistsError, UsageError
-from aiockpt.format.checksum import SUM_BYTES, block_count, digest128
+from aiockpt.format.document import SUM_BYTES, block_count, digest128
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB, Content
@@ -33,9 +33,8 @@ from aiockpt.pipeline.upload import BlockSums
 from aiockpt.planning.read_plan import GAP, Landing, plan_reads
 from aiockpt.planning.weights import WeightsPlan, plan_weights
 from aiockpt.planning.write_plan import HEADER
-from aiockpt.runtime.limits import Limiter, Pace, note_progress, run_blocking
+from aiockpt.runtime.limits import Limiter, Pace, note_progress, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Upload
 from aiockpt.storage.transfer import read_record, walk

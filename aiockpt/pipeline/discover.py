@@ -19,6 +19,7 @@ import sys
 from bisect import insort
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import unquote
 
@@ -237,8 +238,9 @@ async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) ->
     entry = StepEntry(step_id, -1, ())
     for _ in range(LOOKS):
         before, listing = entry.passed, await backend.list(step_id)
-        stats = {stat.key: stat for stat in listing.objects}
-        entry = await _judge(backend, _entry(step_id, listing), stats, heads)
+        entry = _entry(step_id, listing)
+        if entry.generations:
+            entry = await _judge(backend, entry, {stat.key: stat for stat in listing.objects}, heads)
         if entry.passed in ((), before):
             break
     return entry
@@ -701,13 +703,14 @@ WEIGHTS = ".safetensors"
 
 
 class _StepFolder(msgspec.Struct, frozen=True):
-    """The last folder of a step that a URL names, what it names inside of it, and the refusal of that."""
+    """The last folder of a step that a URL names, what it names inside of it, and why that is refused."""
 
     path: str
     inside: list[str]
-    refusal: UsageError
+    refusal: str
 
 
+@lru_cache
 def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
     url = unquote(url.removeprefix("file://")) if url.startswith("file://") else url
     parts = url.split("/")
@@ -715,7 +718,7 @@ def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
         if (step := parse_step(parts[at])) is not None:
             inside, above = parts[at + 1 :], "/".join(parts[:at]) or "/"
             what = "is in the folder of one step" if inside else "is one step"
-            refusal = UsageError(f"{given}{url} {what}; give the folder above it, and the step: {above} {step}")
+            refusal = f"{given}{url} {what}; give the folder above it, and the step: {above} {step}"
             return _StepFolder("/".join(parts[: at + 1]), inside, refusal)
     return None
 
@@ -739,7 +742,7 @@ def refuse_step_folder(url: str, files: Files | None) -> None:
         return
     names = found.inside[:1] + _names_in(found.path, files)
     if any(parse_attempt(name) is not None or parse_manifest(name) is not None for name in names):
-        raise found.refusal
+        raise UsageError(found.refusal)
 
 
 def _names_in(path: str, files: Files | None) -> list[str]:
@@ -770,7 +773,7 @@ async def refuse_step(backend: Backend) -> None:
         return
     listing = await backend.list("")
     if any(parse_manifest(stat.key) is not None for stat in listing.objects):
-        raise found.refusal
+        raise UsageError(found.refusal)
 
 
 class Hints(msgspec.Struct, frozen=True):

@@ -29,16 +29,15 @@ from aiockpt.errors import (
     StorageError,
     StorageTransferError,
 )
-from aiockpt.format.checksum import BlockHasher, block_range
+from aiockpt.format.document import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.read_plan import GAP, Landing, plan_reads
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.stages import UNTOLD, Stages, StageTally
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
 from aiockpt.storage.transfer import cut_views
 

@@ -21,7 +21,7 @@ from aiockpt.format.manifest import MAX_ANCESTORS, MAX_OLDER, Ancestors, ForkedF
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry, newest_vote, origin_in_words, scan
 from aiockpt.redaction import redact
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import anyio
 
 from aiockpt.errors import CheckpointError, ManifestError, NewerFormatError, ObjectNotFoundError
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.gathered import decode_gathered, encode_gathered
 from aiockpt.format.manifest import HEAD_BYTES, Head, Manifest, Receipt, decode_head, decode_manifest, decode_receipt
 from aiockpt.format.names import (
@@ -33,8 +33,7 @@ from aiockpt.format.names import (
 from aiockpt.format.parts import attach, part_paths
 from aiockpt.format.validate import check_manifest, check_receipt
 from aiockpt.planning.groups import groups_of
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.storage.backend import Backend, Listing, Stat
 from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, put_once, read_record, read_start
 

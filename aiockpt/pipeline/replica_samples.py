@@ -22,10 +22,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from aiockpt.adapters.tensors import byte_view
 from aiockpt.errors import StorageTimeoutError
-from aiockpt.format.replicas import ROW, ReplicaTables, row_of
+from aiockpt.format.merge import ROW, ReplicaTables, row_of
 from aiockpt.pipeline.device_copy import is_row_major, on_host
-from aiockpt.pipeline.scatter import byte_view
 from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent, DeviceStream
 from aiockpt.state.shards import TensorShard

@@ -18,15 +18,13 @@ import anyio
 from msgspec import UNSET, UnsetType
 
 from aiockpt.events import LimiterStatistics
-from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
+from aiockpt.format.document import ALGORITHM, SUM_BYTES, block_count, hash_block
 from aiockpt.format.finite import count_not_finite
 from aiockpt.format.manifest import FileEntry
-from aiockpt.format.names import data_path
 from aiockpt.planning.write_plan import FilePlan, FloatSpan, Window
-from aiockpt.runtime.limits import Limiter, Pace
+from aiockpt.runtime.limits import Limiter, Pace, open_tasks
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.stages import Stages
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Seen, Upload
 
 # The screen for values that are NaN or infinite: beside the hash, while the bytes of the tensors are in the cache.
@@ -204,44 +202,36 @@ class Uploader:
         self._writers = backend.traits.block_writes + 1  # one hashes while the others write
         self._writing = Limiter("write", self._writers)
 
-    async def write_files(
+    async def write_file(
         self,
         folder: str,
-        nonce: str,
+        path: str,
         rank: int,
-        files: Sequence[FilePlan],
-        slabs: Sequence[Handover],
+        file: FilePlan,
+        slabs: Handover,
+        screen: FileScreen | None,
         stages: Stages,
-        screens: Sequence[FileScreen] = (),
-    ) -> tuple[FileEntry, ...]:
-        """Write the data files of attempt *nonce* below *folder* from the windows that arrive in *slabs*.
+        written: dict[str, FileEntry],
+    ) -> None:
+        """Write the data file *path* below *folder* from the windows that arrive in *slabs*.
 
-        The files and their names are durable when this returns their manifest entries.
+        The file and its name are durable when this returns; *written* has its manifest entry then, by its path.
         """
-        entries: dict[int, FileEntry] = {}
-
-        async def write(index: int) -> None:
-            path, file = data_path(nonce, rank, index), files[index]
-            sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screens[index] if screens else None)
-            with stages.time("write", path, file.size) as told:
-                upload = await self._backend.create(f"{folder}/{path}", file.size)
-                try:
-                    async with open_tasks() as tasks:
-                        for _ in range(min(self._writers, len(file.windows))):
-                            tasks.start_soon(self._write, upload, path, slabs[index], sums, stages)
-                    with stages.time("flush", path):
-                        await upload.finish()
-                except BaseException:
-                    with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-                        await upload.abort()
-                    raise
-                told.hash_ns = sums.hash_ns
-            entries[index] = sums.file_entry(path, rank, file.kind)
-
-        async with open_tasks() as tasks:
-            for index in range(len(files)):
-                tasks.start_soon(write, index)
-        return tuple(entries[index] for index in range(len(files)))
+        sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
+        with stages.time("write", path, file.size) as told:
+            upload = await self._backend.create(f"{folder}/{path}", file.size)
+            try:
+                async with open_tasks() as tasks:
+                    for _ in range(min(self._writers, len(file.windows))):
+                        tasks.start_soon(self._write, upload, path, slabs, sums, stages)
+                with stages.time("flush", path):
+                    await upload.finish()
+            except BaseException:
+                with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+                    await upload.abort()
+                raise
+            told.hash_ns = sums.hash_ns
+        written[path] = sums.file_entry(path, rank, file.kind)
 
     @property
     def busy_slabs(self) -> int:

@@ -28,8 +28,7 @@ import msgspec
 import numpy as np
 
 from aiockpt.errors import UsageError
-from aiockpt.format.checksum import BLOCK_BYTES
-from aiockpt.format.document import collector_paused
+from aiockpt.format.document import BLOCK_BYTES, collector_paused
 from aiockpt.format.parts import MAX_TABLE_PIECES
 from aiockpt.format.tiling import Ints
 from aiockpt.planning.shard_map import Group, LocalBoxes, ShardMap, local_boxes_of, survey

@@ -20,7 +20,7 @@ from operator import attrgetter
 import msgspec
 
 from aiockpt.errors import ManifestError, UsageError
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry, are_finite, required_for
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, prefixes

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 import msgspec
 
-from aiockpt.format.checksum import digest128
+from aiockpt.format.document import digest128
 from aiockpt.format.dtypes import is_native, itemsize
 from aiockpt.format.finite import may_be_not_finite
 from aiockpt.format.manifest import Piece, TensorEntry

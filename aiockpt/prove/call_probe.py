@@ -1,6 +1,6 @@
 """The probe of a ``Checkpointer``'s calls: absent unless the run is being proved (`aiockpt.prove.watched_calls`).
 
-A probe is called at each call, before or after the engine is; `Unwatched` changes nothing.
+A probe is called at each call, before or after the engine is; `aiockpt.engine.alone.Unwatched` changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from aiockpt.futures import LoadResult
 from aiockpt.options import Tier
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.open import open_backend
 
 State = Mapping[str, Any]
 
@@ -53,30 +52,3 @@ class CallProbe(Protocol):
 
     def closing(self) -> None:
         """Called when the checkpointer is being closed. Idempotent."""
-
-
-class Unwatched:
-    """The probe outside of a proof: it records nothing, and changes neither places nor loads."""
-
-    observers: Sequence[Observer] = ()
-
-    def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
-        """Return *tiers*, and a backend for each."""
-        return list(tiers), [open_backend(tier.url, world=world) for tier in tiers]
-
-    def asked(self, request: LoadRequest) -> LoadRequest:
-        """Return *request*."""
-        return request
-
-    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
-        """Return what fills the objects; None where there is nothing to fill."""
-        return None if filled is None else filled.apply
-
-    def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Does nothing."""
-
-    def saved(self, step: int) -> None:
-        """Does nothing."""
-
-    def closing(self) -> None:
-        """Does nothing."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.options import Tier
     from aiockpt.prove.recorder import Recorder
     from aiockpt.prove.training import Training
-    from aiockpt.runtime.ranks import Ranks
+    from aiockpt.runtime.world import Ranks
 
 
 class Closes(Protocol):

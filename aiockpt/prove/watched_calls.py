@@ -24,8 +24,7 @@ from aiockpt.prove.digests import look_at, text_of
 from aiockpt.prove.recorder import Recorder
 from aiockpt.prove.training import Training
 from aiockpt.redaction import redact
-from aiockpt.runtime.ranks import Ranks
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Ranks, World
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend, Traits
 from aiockpt.storage.forwarding import BackendCall, Forwarding

@@ -26,8 +26,7 @@ from aiockpt.pipeline.fetch import BlockCheck, Fetcher
 from aiockpt.planning.exchange import Exchange, FileSpan, SharedRange, landings_of, landings_within
 from aiockpt.planning.read_plan import Landing
 from aiockpt.ranks.peers import Peers, PeersLostError
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 
 BUFFER_BYTES = 128 << 20
 MOST_PARCEL_BYTES = 4 << 20

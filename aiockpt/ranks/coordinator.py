@@ -11,18 +11,16 @@ from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import RoundName, SaveJob
-from aiockpt.engine.place import Place
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
 from aiockpt.ranks.rounds import TELL_DEADLINE_S, RoundNotes, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
 from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, receive_or_find
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
-from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
-from aiockpt.runtime.world import Loop
+from aiockpt.runtime.world import Loop, Ranks
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch

@@ -23,7 +23,7 @@ import msgspec
 
 from aiockpt.adapters.differences import PARTLY_OVERWRITTEN
 from aiockpt.adapters.matcher import LoadTarget
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.find import Found, Skipped, StepPlaces, candidates
 from aiockpt.engine.load import (
     Filled,
@@ -36,7 +36,6 @@ from aiockpt.engine.load import (
     open_manifest,
     skip_or_raise,
 )
-from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CorruptionError,
     ManifestError,
@@ -51,8 +50,8 @@ from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.ranks.agreement import TELL_DEADLINE_S, Agreement, LoadNotes, Notes, Report
 from aiockpt.ranks.peers import Peers
 from aiockpt.ranks.read_once import ReadOnce
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.notes import name_ranks
-from aiockpt.runtime.tasks import open_tasks
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True):

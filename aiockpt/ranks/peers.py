@@ -29,9 +29,8 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from torch import distributed
 
 from aiockpt.errors import RankFailedError, UsageError
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.ranks import Ranks
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.runtime.world import Ranks
 
 Message = tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]
 """A rank of the job, and the memory of the bytes for it or from it: one run."""

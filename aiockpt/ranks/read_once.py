@@ -22,12 +22,10 @@ from contextlib import suppress
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.load import Tally, Traffic, open_fetcher
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Engine, Place
+from aiockpt.engine.load import Places, Tally, Traffic, open_fetcher
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.exchange import Exchange, FileSpan, plan_exchange, wanted_spans
 from aiockpt.ranks.agreement import TELL_DEADLINE_S, Notes
 from aiockpt.ranks.block_exchange import Exchanger, UnservedError, parcel_bytes

@@ -28,8 +28,8 @@ from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, Step
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, shared_plan_notes
 from aiockpt.ranks.membership import Calls, Membership, Missing, Waiting
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 
 SESSION = "session"

@@ -21,8 +21,8 @@ from functools import partial
 import anyio
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
     begin,
@@ -165,7 +165,8 @@ async def _read_begun(place: Place, notes: RoundNotes, fallback: StorageFallback
         attempt = await fallback.begun()
         if attempt is not None:
             return BegunAttempt(attempt)
-        existing = await existing_save(place, await look_at(place.backend, step_id(step))) if lost else None
+        entry = await look_at(place.backend, step_id(step)) if lost else None
+        existing = await existing_save(place, entry) if entry and entry.committed else None
         return None if existing is None else BegunAttempt(existing=existing)
 
     what, waiting = f"the save of step {step}", notes.waiting(place.engine.options.deadlines.ranks_s)

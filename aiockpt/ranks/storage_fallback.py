@@ -20,8 +20,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Engine, Place
 from aiockpt.errors import (
     CheckpointError,
     ManifestError,
@@ -36,8 +35,8 @@ from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.ranks.membership import Waiting
 from aiockpt.ranks.rounds import RoundNotes, Rounds
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.notes import StoreLostError, growing_pauses
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import read_record
 

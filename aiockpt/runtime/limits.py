@@ -1,4 +1,5 @@
-"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the one way onto a thread.
+"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the one way onto a thread;
+and task groups that raise one plain error.
 
 Guarantees:
 
@@ -10,12 +11,13 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import TypeVar, TypeVarTuple
 
 import anyio
+from anyio.abc import TaskGroup
 
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.world import Clock
@@ -137,3 +139,26 @@ class Pace:
         wait_s = (begin_ns - now_ns) / 1e9
         note_progress(wait_s)
         await anyio.sleep(wait_s)
+
+
+# Task groups that end together and raise one plain error.
+#
+# anyio's task group wraps every failure in an exception group. Callers of aiockpt never need ``except*``: here the first
+# error that is not a cancellation is raised alone, with its own traceback.
+
+
+@asynccontextmanager
+async def open_tasks() -> AsyncIterator[TaskGroup]:
+    """Open a task group; when it fails, raise its first error instead of the group."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first leaf of *group*, looking into groups inside it."""
+    for error in group.exceptions:
+        return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+    raise AssertionError("an exception group is never empty")

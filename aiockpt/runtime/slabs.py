@@ -143,6 +143,10 @@ class SlabPool:
             self._pinning.pin(slab.address, self._slab_bytes)
             self._add(slab)
 
+    def has(self, slab_count: int) -> bool:
+        """Return whether a `warm_up` of so many slabs has nothing to make."""
+        return self._allocated >= min(slab_count, self._ceiling)
+
     def settle(self) -> None:
         """Move new slabs, in use or not, into huge pages, where they are not there yet. It needs milliseconds for each."""
         with self._changed:

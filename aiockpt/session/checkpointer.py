@@ -22,13 +22,13 @@ from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.adapters.target import OptimizerState
 from aiockpt.engine import maintenance
 from aiockpt.engine.alone import OnePlace
+from aiockpt.engine.context import Place as EnginePlace
 from aiockpt.engine.coordinator import LoadRound
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.job import WARM_UP, SaveRequest
 from aiockpt.engine.load import Filled, LoadRequest, log_loaded, read, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.submit import check_step, plain_json
 from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
 from aiockpt.events import Observer, Statistics, StatisticsReader
@@ -64,8 +64,7 @@ from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread, runs_event_loop
 from aiockpt.runtime.pending_copies import Mutating
 from aiockpt.runtime.promise import LoadPromise, Promise
-from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
 from aiockpt.session.wiring import Assembly
@@ -88,7 +87,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def _ignore(size_bytes: int) -> None:
-    """The progress callback where none was given."""
+    """The progress callback by default."""
 
 
 class MovedOptions(TypedDict, total=False):

@@ -1,7 +1,7 @@
 """Interruption, the early end of a run: every `step` and `save` checks for it; by default it never comes.
 
-`NeverInterrupted` is a run that goes on until it is done or killed; `aiockpt.session.preemption.handler` listens to
-schedulers.
+`aiockpt.engine.alone.NeverInterrupted` is a run that goes on until it is done or killed;
+`aiockpt.session.preemption.handler` listens to schedulers.
 """
 
 from __future__ import annotations
@@ -59,16 +59,3 @@ class Interruption(Protocol):
 
     def release(self) -> None:
         """Give back what listened, after everything is committed. Any thread; idempotent."""
-
-
-class NeverInterrupted:
-    """A run that goes on until it is done, or killed."""
-
-    listens = False
-    observers: Sequence[Observer] = ()
-
-    def reach(self, request: SaveRequest, start: StartSave, *, asked: bool) -> None: ...
-    def leave(self, *, failing: bool) -> None: ...
-    def watch(self, save: SaveFuture) -> None: ...
-    def stop(self) -> None: ...
-    def release(self) -> None: ...

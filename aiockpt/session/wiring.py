@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from aiockpt.engine.alone import Alone, OnePlace
-from aiockpt.engine.context import Engine
+from aiockpt.engine.alone import Alone, NeverInterrupted, OnePlace, Unwatched
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.place import Place
 from aiockpt.engine.submit import Submitter
 from aiockpt.events import BackgroundTask, BarrierWaited, Closed, Observer, Opened
 from aiockpt.futures import SaveFuture
@@ -26,16 +25,15 @@ from aiockpt.options import Options, Scrub, Tier, announced_end_s
 from aiockpt.pipeline.discover import refuse_step_folder
 from aiockpt.places.readers.hold import Holds
 from aiockpt.policies.cadence import Cadence
-from aiockpt.prove.call_probe import CallProbe, Unwatched
+from aiockpt.prove.call_probe import CallProbe
 from aiockpt.prove.session import Closes, find_probe
 from aiockpt.redaction import redact
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.loop import LoopThread, made_for_the_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
-from aiockpt.runtime.ranks import Ranks
-from aiockpt.runtime.world import Loop, World
-from aiockpt.session.interruption import Interruption, NeverInterrupted
+from aiockpt.runtime.world import Loop, Ranks, World
+from aiockpt.session.interruption import Interruption
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:

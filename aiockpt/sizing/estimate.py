@@ -13,15 +13,13 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.engine.context import Engine, LastSaves
+from aiockpt.engine.context import Engine, LastSaves, Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.load import scratch_limit_bytes
-from aiockpt.engine.place import Place
+from aiockpt.engine.load import is_fillable, scratch_limit_bytes
 from aiockpt.engine.save import records_bytes
-from aiockpt.format.checksum import SUM_BYTES, block_count
+from aiockpt.format.document import SUM_BYTES, block_count
 from aiockpt.options import MIB, Tier
-from aiockpt.pipeline.scatter import is_fillable
 from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Retention, Tier

@@ -25,9 +25,7 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
-from aiockpt.state import scalars
-from aiockpt.state.codecs import CodecRegistry, advise
-from aiockpt.state.scalars import decode_base64, field
+from aiockpt.state.codecs import READERS, WRITERS, CodecRegistry, advise, check_text, decode_base64, field
 
 Path = tuple[str | int, ...]
 Node = Any
@@ -124,7 +122,7 @@ class Encoder:
             return value
         if len(path) > MAX_DEPTH:
             refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
-        if (write_scalar := scalars.WRITERS.get(cls)) is not None:
+        if (write_scalar := WRITERS.get(cls)) is not None:
             return _checked(write_scalar, value, path)
         if (write := _WRITERS.get(cls)) is not None:
             return write(self, value, path)
@@ -163,7 +161,7 @@ def _checked(write: Callable[[Any], Node], value: Any, path: Path) -> Node:
 
 def _write_text(encoder: Encoder, value: str, path: Path) -> str:
     encoder.written += len(value)
-    text: str = _checked(scalars.check_text, value, path)
+    text: str = _checked(check_text, value, path)
     return text
 
 
@@ -356,7 +354,7 @@ class Decoder:
 
     def _tagged(self, node: Mapping[str, Any], path: Path) -> Any:
         kind = field(node, TAG, str)
-        if (read_scalar := scalars.READERS.get(kind)) is not None:
+        if (read_scalar := READERS.get(kind)) is not None:
             return read_scalar(node)
         if (read := _READERS.get(kind)) is not None:
             return read(self, node, path)

@@ -308,3 +308,38 @@ def check_size(key: str, size: int) -> str:
     if size < 0:
         raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
     return check_key(key)
+
+
+class Progress:
+    """What was written of the data file *key* of *size* bytes, and whether it accepts more.
+
+    Attributes:
+        over: it was finished or aborted.
+    """
+
+    def __init__(self, key: str, size: int) -> None:
+        self.key = key
+        self.size = size
+        self.written_bytes = 0
+        self.over = False
+
+    def check_open(self) -> None:
+        """Raise UsageError once the upload is over."""
+        if self.over:
+            raise UsageError(f"{self.key!r} was finished or aborted; create it again")
+
+    def check_block(self, offset: int, runs: Sequence[memoryview]) -> int:
+        """Return the bytes of *runs*; raise UsageError unless they lie within the file from *offset*."""
+        size = sum(run.nbytes for run in runs)
+        if offset < 0 or offset + size > self.size:
+            raise UsageError(f"{self.key!r}: bytes {offset}..{offset + size} are not within its {self.size}")
+        return size
+
+    def check_whole(self) -> None:
+        """Raise UsageError unless every byte of the file was written."""
+        if self.written_bytes != self.size:
+            raise self.incomplete(self.written_bytes)
+
+    def incomplete(self, written_bytes: int) -> UsageError:
+        """Return the error for an upload that is finished too early."""
+        return UsageError(f"{self.key!r}: {written_bytes} of {self.size} bytes were written before finish()")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from aiockpt.backends.ranges import Progress, check_range
+from aiockpt.backends.ranges import check_range
 from aiockpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
@@ -23,7 +23,7 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
-from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, UnfinishedUpload, check_key
+from aiockpt.storage.backend import Listing, Progress, Seen, Space, Stat, Traits, UnfinishedUpload, check_key
 from aiockpt.testing.object_troubles import NoTroubles, Trouble, Troubles
 from aiockpt.testing.objects_wire import ClientCrashedError, Wire, broken
 from aiockpt.testing.simulated_objects import ObjectStore, StoredObject, tag

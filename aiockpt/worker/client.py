@@ -26,10 +26,9 @@ from aiockpt.futures import SaveResult
 from aiockpt.options import Options, Tier
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.promise import SavePromise
-from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import ask
 from aiockpt.runtime.shared_memory import SharedMemory
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Ranks, World
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 from aiockpt.worker.connection import Connection, PendingSave

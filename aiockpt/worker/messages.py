@@ -16,7 +16,7 @@ import msgspec
 from aiockpt import errors, events
 from aiockpt.engine.job import RoundName
 from aiockpt.errors import CheckpointError
-from aiockpt.format.replicas import ReplicaTables
+from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
 from aiockpt.pipeline.lineage import Position

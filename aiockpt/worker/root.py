@@ -16,18 +16,16 @@ import anyio
 import msgspec
 
 from aiockpt.engine.alone import Alone, OnePlace
-from aiockpt.engine.context import Engine, Failures
+from aiockpt.engine.context import Engine, Failures, Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.place import Place
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier
 from aiockpt.runtime.channel import Poster, Receiver
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
-from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Ranks, World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.worker.messages import (

@@ -19,11 +19,11 @@ from aiockpt.futures import SaveResult
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.channel import Receiver
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.shared_memory import map_shared
 from aiockpt.runtime.slabs import Slab
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 from aiockpt.worker.messages import (
     Answer,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
+from aiockpt.format.document import ALGORITHM, BLOCK_BYTES
 from aiockpt.format.manifest import (
     FileEntry,
     Manifest,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from aiockpt.backends.local import LocalBackend
-from aiockpt.backends.local_handle import Handle
 from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES
+from aiockpt.backends.local_tree import Handle
 from aiockpt.backends.ranges import Buffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World

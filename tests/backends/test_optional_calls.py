@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.backends.local_handle import FALLBACKS, OptionalCall
 from aiockpt.backends.local_reader import PIECE_BYTES
+from aiockpt.backends.local_tree import FALLBACKS, OptionalCall
 from aiockpt.convert import to_hugging_face
 from aiockpt.convert.foreign import write_dcp
 from aiockpt.errors import ObjectNotFoundError, StorageError

@@ -20,7 +20,7 @@ from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from aiockpt.policies.cadence import Cadence
 from aiockpt.policies.cadence.cadence import Note
 from aiockpt.runtime.loop import LoopThread
-from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Ranks
 from aiockpt.testing.simulation import SimulatedClock
 from tests.ranks.crew import QUICK, SMALL, Crew
 

@@ -17,8 +17,7 @@ from uuid import UUID
 import msgspec
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.checksum import ALGORITHM
-from aiockpt.format.document import seal, unseal
+from aiockpt.format.document import ALGORITHM, seal, unseal
 from aiockpt.format.manifest import (
     FileEntry,
     Piece,

@@ -19,8 +19,7 @@ from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.engine.alone import OnePlace
-from aiockpt.engine.context import Engine
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Engine, Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,

@@ -22,8 +22,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import NewerFormatError, archived
 from aiockpt.events import Event, StepSkipped
-from aiockpt.format.checksum import digest128
-from aiockpt.format.document import seal, unseal
+from aiockpt.format.document import digest128, seal, unseal
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.options import Worker
 from aiockpt.pipeline import discover

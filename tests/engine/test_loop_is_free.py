@@ -11,7 +11,7 @@ from blockbuster import blockbuster_ctx
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.format.checksum import hash_block
+from aiockpt.format.document import hash_block
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.world import Files, OsFiles, World
 from tests.small_run import SMALL, Run

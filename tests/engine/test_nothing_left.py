@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 import aiockpt
 from aiockpt.monitor import Endpoint, Heartbeat, TraceFile
 from aiockpt.options import Scrub
-from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Ranks
 from tests.small_run import SMALL
 
 

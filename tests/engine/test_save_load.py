@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.backends.local import LocalBackend
-from aiockpt.backends.local_upload import LocalUpload
+from aiockpt.backends.local import LocalBackend, LocalUpload
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import Event
 from aiockpt.pipeline.snapshot import CopyProgram

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiockpt.format.checksum import ALGORITHM
+from aiockpt.format.document import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from aiockpt.errors import ManifestError
-from aiockpt.format.checksum import digest128
-from aiockpt.format.document import seal, unseal
+from aiockpt.format.document import digest128, seal, unseal
 from aiockpt.format.manifest import (
     Manifest,
     Receipt,

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format import manifest as manifest_module
-from aiockpt.format.checksum import digest128
-from aiockpt.format.document import MAX_TREE_NODES, seal, unseal
+from aiockpt.format.document import MAX_TREE_NODES, digest128, seal, unseal
 from aiockpt.format.manifest import (
     HEAD_BYTES,
     MAX_ANCESTORS,

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import merge, validate
 from aiockpt.format.manifest import Manifest, Receipt, TensorEntry
-from aiockpt.format.memo import Memo
 from aiockpt.format.merge import merge_receipts
-from aiockpt.format.validate import check_manifest
+from aiockpt.format.validate import Memo, check_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import manifest as manifest_module
 from aiockpt.format import merge, parts, pieces, validate
-from aiockpt.format.checksum import ALGORITHM, digest128
+from aiockpt.format.document import ALGORITHM, digest128
 from aiockpt.format.manifest import (
     FileEntry,
     Manifest,

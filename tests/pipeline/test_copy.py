@@ -17,8 +17,7 @@ from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import CopySource, Windows, copied_files, copy_files, copy_step, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
-from aiockpt.runtime.limits import Pace
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.world import OsClock, World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall, Forwarding

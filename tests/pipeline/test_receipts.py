@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CommitTimeoutError, StorageError
-from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
+from aiockpt.format.document import ALGORITHM, BLOCK_BYTES
 from aiockpt.format.gathered import encode_gathered
 from aiockpt.format.manifest import FileEntry, Piece, Receipt, TensorEntry
 from aiockpt.format.names import data_path, gathered_key, receipt_key

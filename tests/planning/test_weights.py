@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from aiockpt.errors import ManifestError, UsageError
-from aiockpt.format.checksum import ALGORITHM
+from aiockpt.format.document import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, TensorEntry
 from aiockpt.format.validate import check_manifest
 from aiockpt.planning.weights import WeightsPlan, has_weights_only, plan_weights, thin_manifest, weights_attempt

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.format.merge import merge_receipts
 from aiockpt.planning.read_plan import GAP, Wanted, plan_load, plan_reads

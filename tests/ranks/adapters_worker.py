@@ -15,7 +15,7 @@ from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target
-from aiockpt.format.values import unite
+from aiockpt.format.merge import unite
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 

@@ -8,7 +8,7 @@ import pytest
 
 from aiockpt.errors import UsageError
 from aiockpt.ranks.peers import Peers, PeersLostError, find_peers
-from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Ranks
 from tests.ranks.gloo_threads import connect
 
 DEADLINE_S = 250

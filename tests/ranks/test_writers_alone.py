@@ -18,7 +18,7 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.place import Place
+from aiockpt.engine.context import Place
 from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
 from aiockpt.ranks.storage_fallback import StorageFallback

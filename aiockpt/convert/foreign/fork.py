@@ -18,7 +18,7 @@ from aiockpt.adapters.differences import ADVICE
 from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target
-from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.convert.foreign.checkpoint import open_checkpoint
 from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
 from aiockpt.convert.source import Source, open_source
@@ -27,10 +27,8 @@ from aiockpt.engine.coordinator import Coordinator, LoadRound
 from aiockpt.engine.load import Filled, LoadRequest, Traffic, emit_loaded
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.names import join_name
-from aiockpt.pipeline.scatter import byte_view
 from aiockpt.redaction import redact
-from aiockpt.runtime.limits import run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks, run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG

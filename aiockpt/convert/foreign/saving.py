@@ -13,7 +13,7 @@ from aiockpt.errors import StepExistsError
 from aiockpt.events import BytesWritten, Event
 from aiockpt.options import IO, Limits, OnExists
 from aiockpt.redaction import redact
-from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Ranks
 from aiockpt.session.checkpointer import Checkpointer, Place
 
 

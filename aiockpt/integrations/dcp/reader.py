@@ -31,7 +31,7 @@ from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.names import join_name, split_name
 from aiockpt.integrations.dcp.items import ItemNote, Parts, pickled, read_note
 from aiockpt.integrations.dcp.writer import Identifier, is_place
-from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Ranks
 from aiockpt.session.checkpointer import Checkpointer, Place
 from aiockpt.state.tree import TAG
 

@@ -26,7 +26,7 @@ from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
 from aiockpt.integrations.dcp.items import ItemNote, Parts, unpickled, with_lists
 from aiockpt.integrations.nested import put
-from aiockpt.runtime.ranks import Ranks, find_ranks
+from aiockpt.runtime.world import Ranks, find_ranks
 from aiockpt.session.checkpointer import Checkpointer, Place
 
 Identifier = str | os.PathLike[str]

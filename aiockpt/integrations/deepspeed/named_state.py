@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import aiockpt
+from aiockpt.adapters.leaves import NAMES, default_keys, innermost
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
 from aiockpt.integrations.nested import nest
 from aiockpt.state.codecs import class_name

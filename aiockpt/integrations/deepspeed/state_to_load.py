@@ -10,16 +10,9 @@ import msgspec
 import torch
 
 import aiockpt
+from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import (
-    HOW_TO_STEP,
-    NAMES,
-    SavedOptimizer,
-    agreed_values,
-    class_misfit,
-    pair_up,
-    read_form,
-)
+from aiockpt.adapters.optimizer_forms import SavedOptimizer, agreed_values, class_misfit, pair_up, read_form
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.format.names import split_name

@@ -18,10 +18,10 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_step
 from aiockpt.engine.maintenance import mark_damaged, mark_verified
-from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CommitError,

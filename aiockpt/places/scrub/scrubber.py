@@ -14,17 +14,15 @@ from collections.abc import AsyncIterator
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, StepNotFoundError
 from aiockpt.format.names import damaged_key, verified_key
 from aiockpt.options import Scrub
 from aiockpt.pipeline.discover import StepEntry, scan
 from aiockpt.places.scrub.repair import others_of, repair_in
-from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.promise import Promise
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.transfer import read_record
 
 logger = logging.getLogger("aiockpt")

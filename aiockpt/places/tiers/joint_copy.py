@@ -13,8 +13,8 @@ from contextlib import suppress
 import anyio
 import msgspec
 
+from aiockpt.engine.context import Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, RankFailedError, SaveSkippedError
 from aiockpt.format.manifest import FileEntry
 from aiockpt.futures import SaveResult

@@ -25,10 +25,10 @@ import anyio
 import msgspec
 
 from aiockpt.engine import maintenance
+from aiockpt.engine.context import Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import ListedStep, committed_steps
-from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,

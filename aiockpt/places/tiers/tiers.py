@@ -20,11 +20,10 @@ import anyio
 import msgspec
 
 from aiockpt.engine import maintenance
-from aiockpt.engine.context import Engine
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.find import ListedStep, Look
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.place import Place
 from aiockpt.engine.save import OneAtATime, records_bytes
 from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
 from aiockpt.events import PromotionFailed
@@ -36,9 +35,8 @@ from aiockpt.pipeline.discover import StepCopy, find_same_files
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.places.tiers.joint_copy import Promotion
 from aiockpt.places.tiers.promotion import Promoter
-from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.promise import Promise, SavePromise
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
 

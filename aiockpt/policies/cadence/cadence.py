@@ -35,8 +35,7 @@ from aiockpt.policies.cadence.controller import Controller, TimeController
 from aiockpt.policies.cadence.intervals import Interval, IntervalLimits, Measured, parse_duration_s
 from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.notes import NoteBoard
-from aiockpt.runtime.ranks import Ranks, find_ranks
-from aiockpt.runtime.world import Clock, Loop, OsClock
+from aiockpt.runtime.world import Clock, Loop, OsClock, Ranks, find_ranks
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

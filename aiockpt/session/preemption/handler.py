@@ -30,9 +30,9 @@ from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveRequest
 from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.futures import SaveFuture, promise_of
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
 from aiockpt.session.interruption import StartSave
 from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice, Reading

@@ -17,7 +17,7 @@ import typer
 from rich.markup import escape
 
 from aiockpt.errors import UsageError
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.tools.cli import show

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from aiockpt.adapters.tensors import torch_dtype
-from aiockpt.engine.load import stored_state
+from aiockpt.engine.load import Places, stored_state
 from aiockpt.errors import StorageError
 from aiockpt.format.configuration import flatten, shown_value
 from aiockpt.format.dtypes import itemsize
@@ -21,9 +21,7 @@ from aiockpt.format.names import lease_key, prefixes
 from aiockpt.options import IO
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.scatter import Places
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard

@@ -37,7 +37,7 @@ from aiockpt.pipeline.discover import (
     votes_to_finish,
 )
 from aiockpt.pipeline.receipts import read_head
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import OsFiles
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend

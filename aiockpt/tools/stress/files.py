@@ -14,7 +14,7 @@ import anyio
 
 from aiockpt.errors import StorageError
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Reader, Upload
 from aiockpt.tools.stress.lab import Lab, Meter, Request, Stopwatch, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES, LISTED_COUNT, MOST_REQUESTS, RECEIPT_BYTES, SMALL_SIZES

@@ -22,8 +22,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from aiockpt.errors import StorageError, UsageError
-from aiockpt.format.checksum import hash_block
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.format.document import hash_block
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import RetryStatistics, classify

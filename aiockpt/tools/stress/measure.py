@@ -22,9 +22,8 @@ import anyio
 import numpy as np
 
 from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError, UsageError
-from aiockpt.format.checksum import hash_block
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.format.document import hash_block
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk

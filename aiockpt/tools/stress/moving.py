@@ -8,7 +8,7 @@ import anyio
 
 from aiockpt.options import IO
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S, WINDOWS_PER_WRITE
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend, Reader, Seen, Upload
 
 WINDOW_BYTES = IO().slab_bytes

@@ -20,7 +20,7 @@ import msgspec
 from aiockpt.errors import ObjectNotFoundError, StorageError
 from aiockpt.events import StorageRetried
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.retry_calls import classify
