@@ -37,12 +37,12 @@ def kind_of(value: Any) -> Kind:
     text keys also for a tensor. Else it is a "value", read as a whole.
     """
     cls = type(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor"
     if cls in _PLAIN or issubclass(cls, type):
         return "value"
     if cls in _CONTAINERS:
         return "container" if _is_walked(value, set()) else "value"
-    if isinstance(value, torch.Tensor):
-        return "tensor"
     return _kind_of_object(value)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import Run
+from aiockpt.adapters.leaves import KeptTensors, Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
 from aiockpt.adapters.tensors import bytes_of, is_spread
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("aiockpt")
-Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 _logged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose own parameters were logged."""
@@ -279,7 +278,8 @@ def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor])
 class OptimizerPart:
     """One optimizer of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, optimizer: Optimizer, path: Path, index: Index, watch: Watch, keep: Keep) -> None:
+    def __init__(self, optimizer: Optimizer, path: Path, index: Index, plan: KeptTensors) -> None:
+        watch = plan.watch
         self._optimizer = optimizer
         self._keeper = keeper_of(optimizer, path)
         self._path = path
@@ -293,7 +293,7 @@ class OptimizerPart:
         self._plain = is_plain(optimizer)
         own = dict(own_parameters(optimizer, self._members, index))
         for owner, parameter in own.items():
-            keep(owner, parameter, index.slice_of(parameter))
+            plan.keep(owner, parameter, index.slice_of(parameter), may_differ=False)
         _log_own(optimizer, path, own)
         watch.attribute(attrgetter("__class__"), optimizer)
         if self._keeper is not optimizer:
@@ -308,7 +308,7 @@ class OptimizerPart:
             self._watch_plain(watch)
             self._content = _SavedState(self._view, self._owners, path)
             for place, placed in self._content.tensors:
-                keep(place, placed.tensor, placed.flat)
+                plan.keep(place, placed.tensor, placed.flat, may_differ=False)
                 if placed.form == "part":  # the walk has a DTensor in its memory, which becomes stale if it moves
                     watch.tensor(placed.source)
 

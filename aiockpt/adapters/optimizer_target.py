@@ -77,15 +77,17 @@ class SavedNames:
     A module that loads itself may load a parameter from another key than its own; its optimizer follows.
     """
 
-    def __init__(self, holders: Mapping[Path, tuple[Path, nn.Module | Mapping[Any, Any]]], matcher: Matcher) -> None:
-        self._holders = holders
+    def __init__(self, index: Index, matcher: Matcher) -> None:
+        self._index = index
         self._matcher = matcher
         self._sources: dict[Path, SavedModule | None] = {}
         self._renames: dict[Path, dict[Path, str]] = {}
 
     def name_of(self, owner: Path) -> str:
         """Return the name of the tensor at *owner* of the state."""
-        path, holder = self._holders.get(owner, ((), {}))
+        path, holder = self._index.holder_of(owner)
+        if holder is None:
+            return self._matcher.stored_name(owner)
         if path not in self._sources:
             is_module = isinstance(holder, nn.Module) or (path and is_saved_module(holder, path, self._matcher))
             self._sources[path] = open_source(path, self._matcher) if path and is_module else None
@@ -141,7 +143,7 @@ class OptimizerTarget:
         self.index = index
         self.matcher = matcher
         self.members = name_members(optimizer, path, index)
-        saved_names = SavedNames(index.holders, matcher)
+        saved_names = SavedNames(index, matcher)
         self.names = {owner: saved_names.name_of(owner) for some in self.members for owner in some}
 
     def parameters(self) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, Path]]:
