@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from aiockpt.adapters.rng import PerRank
 from aiockpt.data.loader import Loader
-from aiockpt.state.tree import MAX_DEPTH
+from aiockpt.state.tree import MAX_DEPTH, Path
 
+T = TypeVar("T")
 Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
@@ -63,6 +64,15 @@ def _kind_of_object(value: Any) -> Kind:
 def members(container: Any) -> Iterable[tuple[Any, Any]]:
     """Return (key, value) of a mapping, (place, item) of a list or tuple."""
     return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def find_objects(container: Any, cls: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
+    """Yield the objects of class *cls* in a state, or in a container of it at *path*, with their paths."""
+    for key, value in members(container):
+        if isinstance(value, cls):
+            yield (*path, key), value
+        elif kind_of(value) == "container":
+            yield from find_objects(value, cls, (*path, key))
 
 
 def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True, depth: int = 0) -> bool:

@@ -8,7 +8,7 @@ fills the tensors of `LoadTarget.wanted`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,9 @@ import torch
 
 from aiockpt.adapters.differences import Differences, Strict, asking, separate
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.optimizer_forms import FoundOptimizer
+from aiockpt.adapters.optimizer_forms import SavedOptimizer
 from aiockpt.adapters.plain_values import in_words
-from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near
+from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, refuse_idle
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node
 from aiockpt.adapters.tensors import (
     facts_of,
@@ -101,7 +101,7 @@ class Matcher:
         rename: Rename | None,
         codecs: CodecRegistry,
         judge_unexpected: bool = True,
-        optimizers: Sequence[FoundOptimizer] | None = None,
+        optimizers: Sequence[SavedOptimizer] | None = None,
     ) -> None:
         self.optimizers = optimizers
         self._differences = Differences(stored, strict)
@@ -451,7 +451,7 @@ class Matcher:
             UsageError: ``only`` or ``strict`` names nothing of the state, or an entry of the mapping renames nothing.
         """
         if self._only is not None:
-            self._refuse_idle_names(self._only.values())
+            refuse_idle("only", set(self._only.values()) - self._met, self._names)
         if self._rename is not None:
             self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
         if self._judge_unexpected:
@@ -478,12 +478,6 @@ class Matcher:
             may_refuse=self._may_refuse,
             renamed=renamed,
         )
-
-    def _refuse_idle_names(self, names: Collection[str]) -> None:
-        nothing = sorted(set(names) - self._met)
-        if nothing:
-            told = ", ".join(f"{name!r}{near(name, self._names)}" for name in nothing)
-            raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
 
 
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:

@@ -253,14 +253,23 @@ def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Pa
     ]
 
 
-def own_parameters(
-    optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index
-) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the parameters that are parts of the optimizer, each with its path."""
+def parameters_of(
+    optimizer: Optimizer, members: Sequence[Sequence[Path]]
+) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, Path]]:
+    """Yield each parameter with its group and its path.
+
+    Args:
+        members: `name_members`.
+    """
     for group, some in zip(optimizer.param_groups, members, strict=True):
-        for parameter, owner in zip(group["params"], some, strict=True):
-            if index.path_of(parameter) is None:
-                yield owner, parameter
+        for parameter, path in zip(group["params"], some, strict=True):
+            yield group, parameter, path
+
+
+def own_parameters(optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index) -> dict[Path, torch.Tensor]:
+    """Return the parameters that are parts of the optimizer, by their paths."""
+    every = parameters_of(optimizer, members)
+    return {path: parameter for _, parameter, path in every if index.path_of(parameter) is None}
 
 
 def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
@@ -286,12 +295,11 @@ class OptimizerPart:
         self._members = name_members(optimizer, path, index)
         self._owners = {
             owner: Owner(parameter, index.slice_of(parameter))
-            for group, some in zip(optimizer.param_groups, self._members, strict=True)
-            for parameter, owner in zip(group["params"], some, strict=True)
+            for _, parameter, owner in parameters_of(optimizer, self._members)
         }
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
-        own = dict(own_parameters(optimizer, self._members, index))
+        own = own_parameters(optimizer, self._members, index)
         for owner, parameter in own.items():
             plan.keep(owner, parameter, index.slice_of(parameter), may_differ=False)
         _log_own(optimizer, path, own)
@@ -440,11 +448,7 @@ def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[i
 
 def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView:
     """Return the optimizer as it is; the mappings are its own."""
-    owners = {
-        id(parameter): owner
-        for group, some in zip(optimizer.param_groups, members, strict=True)
-        for parameter, owner in zip(group["params"], some, strict=True)
-    }
+    owners = {id(parameter): owner for _, parameter, owner in parameters_of(optimizer, members)}
     # The state of a parameter that has left the groups can no longer be reached; torch would refuse to save it.
     kept = keeper_of(optimizer).state
     states = [(owners[id(key)], state) for key, state in kept.items() if id(key) in owners]
