@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from aiockpt.adapters.composites import (
@@ -30,6 +31,7 @@ from aiockpt.adapters.composites import (
     write_facts,
 )
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.tensors import dtype_code, is_plain
 from aiockpt.adapters.value_requests import Thunk
@@ -72,8 +74,33 @@ def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.T
     return matcher.values.fresh(path, node, live)
 
 
-def load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> None:
-    """Fill a composite tensor that has a name of its own, or one that was saved as such, from the checkpoint."""
+def load_tensor(
+    path: Path,
+    live: torch.Tensor,
+    node: Node,
+    matcher: Matcher,
+    flat: FlatRange | None = None,
+    *,
+    stored: str | None = None,
+) -> None:
+    """Fill a tensor that has a name of its own, an ordinary one or one that is made of others, from the checkpoint.
+
+    Args:
+        node: what was saved there other than an ordinary tensor; ``UNSET`` for nothing.
+        flat, stored: as for `Matcher.want`.
+    """
+    if node is not msgspec.UNSET:
+        _load_composite(path, live, node, matcher)
+        matcher.leave(stored or matcher.stored_name(path))
+    elif not is_composite(live):
+        matcher.want(path, live, flat, stored=stored)
+    elif matcher.stored.facts(stored or matcher.stored_name(path)) is not None:
+        matcher.mismatch(path, f"{in_words(live)} in the state, an ordinary tensor in the checkpoint")
+    elif not matcher.stays(path, live, stored=stored):
+        matcher.miss(path)
+
+
+def _load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> None:
     if not matcher.selects(path):
         return
     if is_composite_node(node):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aiockpt.adapters.addresses import span_of
-from aiockpt.adapters.rename import near, near_key
+from aiockpt.adapters.rename import near_key, refuse_idle
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import CheckpointError, StateMismatchError, UsageError
@@ -203,9 +203,7 @@ class Strictness:
         Raises:
             UsageError: says which.
         """
-        if idle := sorted(set(self._parts) - set(met)):
-            told = ", ".join(f"{name!r}{near(name, met)}" for name in idle)
-            raise UsageError(f"strict={told} is nothing in the state; give keys of it, or prefixes of its names")
+        refuse_idle("strict", set(self._parts) - set(met), met, "is nothing")
 
 
 ADVICE = "Change the state, rename with map= or rename=, choose with only=, or load what fits with strict=False."

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from aiockpt.adapters.dtensors import FSDP, find_slices, show_shards
-from aiockpt.adapters.leaves import kind_of, members
+from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import loads_directly, walk_modules, walk_parts
 from aiockpt.adapters.tensors import local_tensors, memory_key
@@ -30,7 +30,7 @@ class Index:
     Attributes:
         paths: of each parameter, buffer and bare tensor; the first path of a shared one, modules before bare leaves.
         slices: what a parameter that is a slice of a flat one has of the original.
-        holders: path of a parameter or tensor → path of the module or dict of the state that it is a part of, and that.
+        holders: the modules of the state, and the dicts in it that have tensors, by their paths.
 
     Raises:
         UnsupportedStateError: *state* is not made of dicts with text as keys.
@@ -39,7 +39,7 @@ class Index:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.paths: dict[int, Path] = {}
         self.slices: dict[int, FlatRange] = {}
-        self.holders: dict[Path, tuple[Path, nn.Module | Mapping[Any, Any]]] = {}
+        self.holders: dict[Path, nn.Module | Mapping[Any, Any]] = {}
         if not isinstance(state, Mapping):
             refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
         bare: dict[int, Path] = {}
@@ -64,10 +64,18 @@ class Index:
         """Return what *tensor* has of the original parameter; None when it is no slice."""
         return self.slices.get(id(tensor))
 
+    def holder_of(self, path: Path) -> tuple[Path, nn.Module | Mapping[Any, Any] | None]:
+        """Return the path of the module, or of the dict, that the tensor at *path* is a part of, and that; or None."""
+        for length in range(len(path) - 1, -1, -1):
+            holder = self.holders.get(path[:length])
+            if isinstance(holder, nn.Module) or (holder is not None and length == len(path) - 1):
+                return path[:length], holder
+        return (), None
+
     def loads_itself(self, parameter: torch.Tensor) -> bool:
         """Return whether *parameter* is of a module that loads itself, and may get another shape from it."""
-        modules = {id(holder): holder for _, holder in self.holders.values() if isinstance(holder, nn.Module)}
-        parts = (part for module in modules.values() for part in walk_parts(module, (), loads_directly))
+        modules = (holder for holder in self.holders.values() if isinstance(holder, nn.Module))
+        parts = (part for module in modules for part in walk_parts(module, (), loads_directly))
         return any(parameter is one for _, member, direct in parts if not direct for one in member.parameters())
 
     def _enter(self, container: Any, path: Path, bare: dict[int, Path]) -> None:
@@ -81,7 +89,7 @@ class Index:
             elif kind == "tensor":
                 bare.setdefault(id(value), (*path, key))
                 if isinstance(container, Mapping):
-                    self.holders[*path, key] = path, container
+                    self.holders[path] = container
                 self._bare.append((value, (*path, key)))
             elif kind == "container":
                 self._enter(value, (*path, key), bare)
@@ -90,12 +98,12 @@ class Index:
         if FSDP in sys.modules:
             show_shards(module)
             self.slices |= {id(parameter): flat for parameter, flat in find_slices(module, path)}
+        self.holders[path] = module
         for member_path, member in walk_modules(module, path):
             for mapping in (member._parameters, member._buffers):
                 for name, tensor in mapping.items():
                     if tensor is not None:
                         self.paths.setdefault(id(tensor), (*member_path, name))
-                        self.holders[*member_path, name] = path, module
 
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:

@@ -1,149 +1,31 @@
-"""Values of a state: of which kind each is, and those of torch and numpy in the tree of values.
+"""Values of torch and numpy in the tree of values: tensors by reference, the rest as tagged objects.
 
-Tensors are there by reference, the rest as tagged objects.
 A `Run` is one pass over the values of a state. A tensor or array becomes a node that names a tensor of the checkpoint; the
-`put` passed to `LeafWriter` stores it, the `get` passed to `LeafReader` returns it. Everything else (dtypes, devices, sizes,
-numpy scalars, arrays of text or dates) is written in place.
+`put` passed to `LeafWriter` stores it, `LeafReader` has it. Everything else (dtypes, devices, sizes, numpy scalars, arrays
+of text or dates) is written in place.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from math import prod
-from typing import Any, Literal, Protocol, runtime_checkable
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from aiockpt.adapters.composites import COMPOSITE, SPREAD, is_composite, read_composite, read_spread, write_composite
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.rng import PerRank
-from aiockpt.adapters.tensors import Leaf, describe, is_spread, memory_key, tensor_name
-from aiockpt.data.loader import Loader
+from aiockpt.adapters.selection import LeafChoice
+from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, is_spread, memory_key, tensor_name
+from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
 from aiockpt.format.document import digest128
+from aiockpt.format.names import join_name
 from aiockpt.state.codecs import CodecRegistry, decode_base64, field
-from aiockpt.state.tree import MAX_DEPTH, TAG, Decoder, Encoder, Node, Path, refuse
-
-# Kinds of values, as far as saving and loading differ.
-
-Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
-
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-_DICTS = frozenset({dict, OrderedDict})
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that returns its state and loads it."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
-def kind_of(value: Any) -> Kind:
-    """Return how *value* is saved and loaded; "value" for all that the tree of values writes, or refuses.
-
-    A dict, list or tuple is a "container", walked part by part, when there is an object in it at any depth; a dict with
-    text keys also for a tensor. Else it is a "value", read as a whole.
-    """
-    cls = type(value)
-    if cls in _PLAIN or issubclass(cls, type):
-        return "value"
-    if cls in _CONTAINERS:
-        return "container" if _is_walked(value, set()) else "value"
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    return _kind_of_object(value)
-
-
-def _kind_of_object(value: Any) -> Kind:
-    if isinstance(value, nn.Module):
-        return "module"
-    if isinstance(value, Optimizer):
-        return "optimizer"
-    if isinstance(value, Loader):
-        return "loader"
-    if isinstance(value, PerRank):
-        return "per_rank"
-    if isinstance(value, Stateful):
-        return "per_rank" if _belongs_to_rank(value) else "stateful"
-    return "value"
-
-
-def members(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Return (key, value) of a mapping, (place, item) of a list or tuple."""
-    return container.items() if isinstance(container, Mapping) else enumerate(container)
-
-
-def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True, depth: int = 0) -> bool:
-    """Return whether a dict, list or tuple is a container.
-
-    Args:
-        seen: what was walked already.
-        named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
-        depth: how many containers it lies in. What lies too deep is a value, and refused as that.
-    """
-    if (id(container), named) in seen or depth > MAX_DEPTH:
-        return False
-    seen.add((id(container), named))
-    is_dict = type(container) in _DICTS
-    values = container.values() if is_dict else container
-    classes = set(map(type, values)) - _PLAIN
-    if not classes:
-        return False
-    named = named and is_dict and all(type(key) is str for key in container)
-    return any(
-        _is_walked(value, seen, named=named, depth=depth + 1) if type(value) in _CONTAINERS else _counts(value, named)
-        for value in values
-        if type(value) in classes
-    )
-
-
-def _counts(value: Any, named: bool) -> bool:
-    """Return whether a value makes a container of what it lies in: an object does, a tensor by a name of its own."""
-    if isinstance(value, torch.Tensor):
-        return named
-    return not isinstance(value, type) and _kind_of_object(value) != "value"
-
-
-def reads_data(value: object) -> bool:
-    """Return whether an object yields samples, so that its state belongs to a rank out of so many."""
-    return isinstance(value, DataLoader | Dataset | Sampler)
-
-
-def _belongs_to_rank(value: Stateful) -> bool:
-    """Return whether an object's state is this rank's own by nature: random generators and what reads data."""
-    return reads_data(value) or bool(getattr(value, "aiockpt_per_rank", False))
-
-
-NAMES = ("params", "param_names")
-"""What a group of torch has beside its values."""
-HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
-"""What a group has that is a property of the job."""
-
-
-def default_keys(optimizer: Optimizer) -> list[str]:
-    """Return what each group of *optimizer* has by default, sorted, but for how a step is computed."""
-    defaults = getattr(optimizer, "defaults", None)
-    if not isinstance(defaults, Mapping):
-        return []
-    return sorted(key for key in defaults if type(key) is str and key not in HOW_TO_STEP)
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that *optimizer* forwards all calls to, as wrappers of accelerate and Lightning do; or itself."""
-    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    if len(inner) != 1 or inner[0].state is not optimizer.state or inner[0].param_groups is not optimizer.param_groups:
-        return optimizer
-    return innermost(inner[0])
-
+from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, refuse
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _TENSOR_KINDS = "biufc"
@@ -156,7 +38,6 @@ _NUMBERS: dict[type, Any] = {float: np.float64, int: np.int64, bool: np.bool_}
 _NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)
 
 Put = Callable[[Path, torch.Tensor], str]
-Get = Callable[[str, Path, str], torch.Tensor]
 
 
 class LeafWriter:
@@ -248,13 +129,73 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         return None
 
 
-# One walk's results: the nodes of the values, and the tensors that only appear while values are read. Those of modules,
-# optimizers and containers are kept by the plan (`aiockpt.adapters.native`); those that an object's ``state_dict()``
-# returns, or that lie in lists and the like, are new each time and are gathered here.
+# One walk's results. Tensors of modules, optimizers and containers are kept by the plan (`aiockpt.adapters.native`); those
+# that an object's ``state_dict()`` returns, or that lie in lists and the like, are new each time and are gathered by a `Run`
+# while it writes the nodes of the values.
 
 
 Facts = tuple[str, tuple[int, ...]]
 """Dtype code and global shape of a tensor."""
+
+
+SAME_NAME = "another leaf has the same name; rename a key"
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class KeptTensors:
+    """The tensors that stay where they are between walks, as a cold walk finds them, and the watch over them.
+
+    Attributes:
+        choice: what of the state is saved.
+        leaves: the tensors, by name.
+        left_out: what is not saved; see `ShardedState`.
+    """
+
+    def __init__(self, choice: LeafChoice) -> None:
+        self.choice = choice
+        self.watch = Watch()
+        self.leaves: dict[str, Leaf] = {}
+        self.left_out: dict[str, Facts | None] = {}
+
+    def keep(
+        self,
+        path: Path,
+        tensor: torch.Tensor,
+        flat: FlatRange | None = None,
+        *,
+        may_differ: bool | None = None,
+        is_buffer: bool = False,
+    ) -> None:
+        """Accept a tensor that stays where it is between walks; arguments as for `describe`.
+
+        Args:
+            may_differ: None where the tensor itself determines it.
+        """
+        may_differ = not isinstance(tensor, torch.nn.Parameter) if may_differ is None else may_differ
+        leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ, is_buffer=is_buffer)
+        if leaf.name in self.leaves:
+            refuse(path, SAME_NAME)
+        self.leaves[leaf.name] = leaf
+        self.watch.tensor(tensor)
+
+    def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        """Accept a tensor of a module, or skip it; return whether it is made of others, and is still to be saved."""
+        if self.choice.by_rule:
+            self.watch.attribute(_REQUIRES_GRAD, tensor)
+        if not self.choice.keeps(path, tensor):
+            self.leave_out(path, tensor, flat)
+        elif is_composite(tensor):
+            return True
+        else:
+            self.keep(path, tensor, flat, is_buffer=not isinstance(tensor, torch.nn.Parameter))
+        return False
+
+    def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
+        """Note what is not saved; a tensor with what it is."""
+        is_tensor = isinstance(value, torch.Tensor)
+        self.left_out[join_name(path)] = facts_of(value, flat) if is_tensor else None  # type: ignore[arg-type]
+        if is_plain(value):
+            self.watch.tensor(value)
 
 
 class Stale(Exception):  # noqa: N818  not an error: the walk starts anew
@@ -320,16 +261,15 @@ class Run:
 
 
 class LeafReader:
-    """Nodes → values.
+    """Nodes of one value → the value, once it has its tensors."""
 
-    Args:
-        get: called with the name of a tensor of the checkpoint, the path it is needed at and the type of device it was
-            on; returns the tensor that holds (or will hold) it.
-    """
-
-    def __init__(self, get: Get) -> None:
-        self._get = get
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, Path], torch.Tensor] = {}
         self._arrays: dict[Hashable, np.ndarray[Any, Any]] = {}
+
+    def put(self, name: str, path: Path, tensor: torch.Tensor) -> None:
+        """Accept the tensor that holds, or will hold, *name* of the checkpoint, which is needed at *path*."""
+        self._tensors[name, path] = tensor
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
         """Return the value of a tagged object.
@@ -337,17 +277,17 @@ class LeafReader:
         Raises:
             KeyError: no such kind.
         """
+        if kind not in ("tensor", "numpy.ndarray", "numbers", "stored"):
+            return read_plain_leaf(kind, node, path, decoder)
+        tensor = self._tensors[field(node, "name", str), path]
         if kind == "tensor":
-            return self._get(field(node, "name", str), path, node.get("device", "cpu"))
-        if kind == "numpy.ndarray":
-            tensor = self._get(field(node, "name", str), path, "cpu").detach()
-            # What was one array is one again, by its address: the tensors live as long as the reader.
-            return self._arrays.setdefault(memory_key(tensor) or id(node), tensor.numpy())
+            return tensor
         if kind == "numbers":
-            return _read_numbers(self._get(field(node, "name", str), path, "cpu"), field(node, "count", int))
+            return _read_numbers(tensor, field(node, "count", int))
         if kind == "stored":
-            return self._get(field(node, "name", str), path, "cpu").numpy().tobytes()
-        return read_plain_leaf(kind, node, path, decoder)
+            return tensor.numpy().tobytes()
+        # What was one array is one again, by its address: the tensors live as long as the reader.
+        return self._arrays.setdefault(memory_key(tensor) or id(node), tensor.detach().numpy())
 
 
 def _read_numbers(tensor: torch.Tensor, count: int) -> list[Any]:

@@ -8,7 +8,7 @@ fills the tensors of `LoadTarget.wanted`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,9 @@ import torch
 
 from aiockpt.adapters.differences import Differences, Strict, asking, separate
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.optimizer_forms import FoundOptimizer
+from aiockpt.adapters.optimizer_forms import SavedOptimizer
 from aiockpt.adapters.plain_values import in_words
-from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near
+from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, refuse_idle
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node
 from aiockpt.adapters.tensors import (
     facts_of,
@@ -39,6 +39,9 @@ from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Path, damaged
+
+_LONG_WAY = -1
+"""In place of a number in `Matcher._places`: another way than `Matcher.want_plain` fills what begins at the address."""
 
 # The result of the match: tensors to fill, and steps to apply when they are.
 
@@ -98,7 +101,7 @@ class Matcher:
         rename: Rename | None,
         codecs: CodecRegistry,
         judge_unexpected: bool = True,
-        optimizers: Sequence[FoundOptimizer] | None = None,
+        optimizers: Sequence[SavedOptimizer] | None = None,
     ) -> None:
         self.optimizers = optimizers
         self._differences = Differences(stored, strict)
@@ -116,6 +119,7 @@ class Matcher:
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
         self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
+        self._places: dict[int, int] = {}
         self._left_out: list[str] = []
         self._may_refuse = False
         self._written: set[str] = set()
@@ -222,8 +226,8 @@ class Matcher:
         facts = self.stored.tensors.get(name)
         if facts is None or not self.asks_for_all or plain_facts(tensor) != facts:
             return False
-        entry = name, name, tensor
-        if self._filled.setdefault((memory_key(tensor),), entry) is not entry:
+        place = len(self._wanted)
+        if self._places.setdefault(tensor.data_ptr(), place) != place:
             return False
         self._differences.used.add(name)
         self._written.add(name)
@@ -238,10 +242,22 @@ class Matcher:
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
         stored_as = self.stored.same_tensor(name)
-        key = (memory_key(tensor),)
+        key = self._memory_of([tensor])
         other, other_stored_as, _ = self._filled.setdefault(key, (self.name_of(path), stored_as, tensor))
-        if other_stored_as != stored_as and key != (None,):
+        if key and other_stored_as != stored_as:
             self.problem(self.name_of(path), _two_tensors(other, other_stored_as, name))
+
+    def _memory_of(self, tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+        """Return the key of some tensors in `_filled`, where those that took the short way and begin there get theirs."""
+        keys = []
+        for tensor in tensors:
+            if (key := memory_key(tensor)) is not None:
+                keys.append(key)
+                place = self._places.setdefault(tensor.data_ptr(), _LONG_WAY)
+                if place != _LONG_WAY:
+                    shard = self._wanted[place]
+                    self._filled.setdefault((memory_key(shard.data),), (shard.name, shard.name, shard.data))
+        return tuple(keys)
 
     def names_below(self, name: str) -> list[str]:
         """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
@@ -297,7 +313,7 @@ class Matcher:
             self.problem(self.name_of(path), problem)
             return False
         state_name, is_first = self.name_of(path), True
-        if key := tuple([key for piece in held.pieces if (key := memory_key(piece.local)) is not None]):
+        if key := self._memory_of(piece.local for piece in held.pieces):
             other, other_stored_as, _ = self._filled.setdefault(key, (state_name, stored_as, tensor))
             if other_stored_as != stored_as:
                 self.problem(state_name, _two_tensors(other, other_stored_as, name))
@@ -435,7 +451,7 @@ class Matcher:
             UsageError: ``only`` or ``strict`` names nothing of the state, or an entry of the mapping renames nothing.
         """
         if self._only is not None:
-            self._refuse_idle_names(self._only.values())
+            refuse_idle("only", set(self._only.values()) - self._met, self._names)
         if self._rename is not None:
             self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
         if self._judge_unexpected:
@@ -462,12 +478,6 @@ class Matcher:
             may_refuse=self._may_refuse,
             renamed=renamed,
         )
-
-    def _refuse_idle_names(self, names: Collection[str]) -> None:
-        nothing = sorted(set(names) - self._met)
-        if nothing:
-            told = ", ".join(f"{name!r}{near(name, self._names)}" for name in nothing)
-            raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
 
 
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:

@@ -18,22 +18,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from aiockpt.adapters.composite_target import ask_new, load_composite
-from aiockpt.adapters.composites import in_words, is_composite, is_composite_node
+from aiockpt.adapters.composite_target import ask_new, load_tensor
+from aiockpt.adapters.composites import is_composite, is_composite_node
 from aiockpt.adapters.differences import asking
 from aiockpt.adapters.dtensors import is_fsdp1, is_own_hook
-from aiockpt.adapters.leaves import Run
+from aiockpt.adapters.leaves import KeptTensors, Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer_forms import tensor_names
-from aiockpt.adapters.selection import LeafChoice
 from aiockpt.adapters.stored import is_tensor_node, members_of, metadata_in
 from aiockpt.adapters.tensors import dtype_code, facts_of, is_plain, is_spread, new_tensor, torch_dtype
 from aiockpt.adapters.watch import Watch
@@ -91,14 +90,14 @@ def walk_parts(
                 yield from walk_parts(child, (*path, name), is_direct)
 
 
-def walk_tensors(module: nn.Module, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+def walk_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers of one module, not of its children."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield (*path, name), parameter
+            yield name, parameter
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield (*path, name), buffer
+            yield name, buffer
 
 
 def saves_directly(module: nn.Module) -> bool:
@@ -128,27 +127,10 @@ def loads_directly(module: nn.Module) -> bool:
     )
 
 
-class ModuleWalk(Protocol):
-    """The walk that a module is a part of."""
-
-    choice: LeafChoice
-    watch: Watch
-
-    def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Accept a tensor that stays where it is between walks, unless it is left out.
-
-        Return whether it is made of others, and is to be saved by the caller, as a value.
-        """
-        ...
-
-    def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
-        """Note what is not saved."""
-
-
 class ModulePart:
     """One module of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, module: nn.Module, path: Path, slices: Slices, plan: ModuleWalk) -> None:
+    def __init__(self, module: nn.Module, path: Path, slices: Slices, plan: KeptTensors) -> None:
         watch = plan.watch
         self._choice = plan.choice
         self._module = module
@@ -165,9 +147,9 @@ class ModulePart:
                 _refuse_slices(member, member_path, slices)
                 continue
             watch.module(member)
-            for tensor_path, tensor in walk_tensors(member, member_path):
-                if plan.keep_chosen(tensor_path, tensor, slices(tensor)):
-                    self._composites.append((tensor_path, tensor))
+            for key, tensor in walk_tensors(member):
+                if plan.keep_chosen((*member_path, key), tensor, slices(tensor)):
+                    self._composites.append(((*member_path, key), tensor))
             if has_extra(member) and plan.choice.keeps((*member_path, EXTRA)):
                 self._extras.append((member_path, member))
             elif has_extra(member):
@@ -393,36 +375,22 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
     """Request from *matcher* all that a module holds."""
     matcher.claim(path)
     source = open_source(path, matcher)
+    # What was saved under its own name, whole and by no other way, is most of every module.
+    is_usual = not source.keys and not source.values
     for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
         if not direct:
             OwnLoad(member, member_path, source, matcher).prepare()
             continue
         name = join_name(member_path)
-        for tensor_path, tensor in walk_tensors(member, member_path):
+        for key, tensor in walk_tensors(member):
             flat = slices(tensor)
-            # What was saved under its own name, whole and by no other way, is most of every module.
-            is_own = flat is None and not source.keys and not source.values
-            if not (is_own and matcher.want_plain(name_within(name, tensor_path[-1]), tensor)):
-                _load_tensor(tensor, tensor_path, flat, source, matcher)
+            if not (is_usual and flat is None and matcher.want_plain(name_within(name, key), tensor)):
+                place = (*member_path, key)
+                node = source.values.get(below(path, place), msgspec.UNSET)
+                stored = source.stored_name(place, matcher) if source.keys or source.values else None
+                load_tensor(place, tensor, node, matcher, flat, stored=stored)
         if has_extra(member):
             _load_extra(member, member_path, source, matcher)
-
-
-def _load_tensor(
-    tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: SavedModule, matcher: Matcher
-) -> None:
-    key = below(source.path, path) if source.values else ""
-    if key in source.values:
-        load_composite(path, tensor, source.values[key], matcher)
-        matcher.leave(source.stored_name(path, matcher))
-        return
-    name = source.stored_name(path, matcher) if source.keys else None
-    if not is_composite(tensor):
-        matcher.want(path, tensor, flat, stored=name)
-    elif matcher.stored.facts(name or matcher.stored_name(path)) is not None:
-        matcher.mismatch(path, f"{in_words(tensor)} in the state, an ordinary tensor in the checkpoint")
-    elif not matcher.stays(path, tensor, stored=name):
-        matcher.miss(path)
 
 
 def _fills_directly(member: nn.Module, slices: Slices) -> bool:
@@ -638,17 +606,15 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
     for key, value in mapping.items():
         leaf, bare = (*path, key), bare_key(str(key), mapping)
         name = source.name_of(bare)
-        if bare in values and isinstance(value, torch.Tensor):
-            load_composite(leaf, value, values[bare], matcher)
-        elif bare in values and matcher.selects(leaf):
-            decode = matcher.values.request(leaf, values[bare], value)
-            matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
-        elif bare not in values and isinstance(value, torch.Tensor):
-            matcher.want(leaf, value, stored=name)
-        elif bare not in values and not matcher.stays(leaf, stored=name):
-            matcher.miss(leaf)
-        if bare in values and source.keys:
+        if isinstance(value, torch.Tensor):
+            load_tensor(leaf, value, values.get(bare, msgspec.UNSET), matcher, stored=name)
+        elif bare in values:
             matcher.leave(name)
+            if matcher.selects(leaf):
+                decode = matcher.values.request(leaf, values[bare], value)
+                matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
+        elif not matcher.stays(leaf, stored=name):
+            matcher.miss(leaf)
     known, saved = metadata_of(mapping), source.metadata
     if known is not None and saved and matcher.selects(path):
         own = {_bare_module(name, mapping): name for name in known}

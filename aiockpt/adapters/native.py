@@ -27,21 +27,20 @@ import torch
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import Facts, Run, Stale, kind_of, members, write_tensor
-from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.leaves import SAME_NAME, KeptTensors, Run, Stale, write_tensor
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.objects import write_loader, write_own, write_stateful
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.stored import members_of
-from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
-from aiockpt.adapters.watch import Watch
+from aiockpt.adapters.tensors import Leaf, tensor_name
 from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import MAX_TREE_BYTES, MAX_TREE_NODES, check_tree, collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import KnownState, ShardedState, TensorShard, are_same, digest_structure
-from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
+from aiockpt.state.tree import TAG, Node, Path, write_metadata
 
 # Limits on the tree of plain values, for every reader (docs/format.md#limits), and the leaves that make it large.
 #
@@ -114,10 +113,8 @@ _SEQUENCES = (list, tuple)
 _DATA = attrgetter("data")
 _FACTS = attrgetter("name", "dtype", "shape", "boxes", "axes")
 _VIEW = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device"))
-SAME_NAME = "another leaf has the same name; rename a key"
 PLANS = 2
 """Selections whose last state is remembered: a run may save all of a state now and then, and a part of it often."""
-_REQUIRES_GRAD = attrgetter("requires_grad")
 CHECKED_SIZE = 1 << 16
 """Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
 
@@ -182,64 +179,18 @@ class _StatePlan:
     """One cold walk: the parts of a state, its tensors, the watch over them, and what is *known* of them."""
 
     def __init__(self, state: Mapping[str, Any], selection: Selection, known: KnownState, *, alone: bool) -> None:
-        self.watch = Watch()
         self.known = known
-        self._kept: dict[str, Leaf] = {}
-        self._left_out: dict[str, Facts | None] = {}
-        self.choice = LeafChoice(selection, state, alone=alone)
-        self._root = _container(state, (), Index(state), self)
-        self.choice.check()
+        self._kept = KeptTensors(LeafChoice(selection, state, alone=alone))
+        self._root = _container(state, (), Index(state), self._kept)
+        self._kept.choice.check()
+        self.watch = self._kept.watch
         self.watch.seal()
         self._memories: dict[Hashable, str] = {}
-        shards, self._alias = _tie(self._kept.values(), {}, self._memories)
+        shards, self._alias = _tie(self._kept.leaves.values(), {}, self._memories)
         self._shards = tuple(shards)
         self._structure: tuple[Hashable, str] | None = None
         self._gathered: list[TensorShard] = []
         self._tensors = self._shards
-
-    def keep_state(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
-        """Accept a tensor of an optimizer."""
-        self.keep(path, tensor, flat, may_differ=False)
-
-    def keep(
-        self,
-        path: Path,
-        tensor: torch.Tensor,
-        flat: FlatRange | None = None,
-        *,
-        may_differ: bool | None = None,
-        is_buffer: bool = False,
-    ) -> None:
-        """Accept a tensor that stays where it is between walks; arguments as for `describe`.
-
-        Args:
-            may_differ: None where the tensor itself determines it.
-        """
-        may_differ = not isinstance(tensor, torch.nn.Parameter) if may_differ is None else may_differ
-        leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ, is_buffer=is_buffer)
-        if leaf.name in self._kept:
-            refuse(path, SAME_NAME)
-        self._kept[leaf.name] = leaf
-        self.watch.tensor(tensor)
-
-    def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Accept a tensor of a module, or skip it; return whether it is made of others, and is still to be saved."""
-        if self.choice.by_rule:
-            self.watch.attribute(_REQUIRES_GRAD, tensor)
-        if not self.choice.keeps(path, tensor):
-            self.leave_out(path, tensor, flat)
-        elif is_composite(tensor):
-            return True
-        else:
-            self.keep(path, tensor, flat, is_buffer=not isinstance(tensor, torch.nn.Parameter))
-        return False
-
-    def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
-        """Note what is not saved; a tensor with what it is."""
-        is_tensor = isinstance(value, torch.Tensor)
-        self._left_out[join_name(path)] = facts_of(value, flat) if is_tensor else None  # type: ignore[arg-type]
-        if is_plain(value):
-            self.watch.tensor(value)
 
     def run(
         self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, size: TreeSize, *, check: bool = False
@@ -252,13 +203,13 @@ class _StatePlan:
             size.check(run.per_rank)
         found = set[str]()
         for leaf in run.leaves:
-            if leaf.name in self._kept or leaf.name in found:
+            if leaf.name in self._kept.leaves or leaf.name in found:
                 raise UnsupportedStateError(leaf.name, SAME_NAME)
             found.add(leaf.name)
         shards, alias = _tie(run.leaves, self._memories, {})
         every_alias = {**self._alias, **alias}
         structure = self._settle(shards, every_alias)
-        left_out = {**self._left_out, **run.left_out}
+        left_out = {**self._kept.left_out, **run.left_out}
         return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out, known=self.known)
 
     def _settle(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
@@ -287,7 +238,7 @@ class _Kept(msgspec.Struct, frozen=True, eq=False):
     node: Node
 
 
-def _container(container: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh:
+def _container(container: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh:
     """Plan a dict, list or tuple that holds more than plain values; it may be another one in each walk."""
     cls, keys = type(container), [key for key, _ in members(container)]
     parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
@@ -332,7 +283,7 @@ def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
     return dict(nodes) if _has_plain_keys(key for key, _ in nodes) else {TAG: "dict", "items": list(map(list, nodes))}
 
 
-def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh | _Kept:
+def _part(value: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh | _Kept:
     """Plan one part of the state."""
     kind = kind_of(value)
     if kind not in ("module", "container") and not plan.choice.keeps_whole(path, value):
@@ -342,7 +293,7 @@ def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> Refresh | _
         case "module":
             return ModulePart(value, path, index.slice_of, plan).refresh
         case "optimizer":
-            return OptimizerPart(value, path, index, plan.watch, plan.keep_state).refresh
+            return OptimizerPart(value, path, index, plan).refresh
         case "container":
             return _container(value, path, index, plan)
         case "value":

@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES, Run, Stateful, innermost, kind_of, reads_data
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, Stateful, innermost, kind_of, reads_data
+from aiockpt.adapters.leaves import Run
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, keeper_of
 from aiockpt.adapters.optimizer_forms import pairs_of

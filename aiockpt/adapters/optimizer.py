@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import NAMES, Run, default_keys, innermost
+from aiockpt.adapters.kinds import NAMES, default_keys, innermost
+from aiockpt.adapters.leaves import KeptTensors, Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.tensors import bytes_of, is_spread
 from aiockpt.adapters.watch import Watch
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("aiockpt")
-Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 _logged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose own parameters were logged."""
@@ -253,14 +253,23 @@ def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Pa
     ]
 
 
-def own_parameters(
-    optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index
-) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the parameters that are parts of the optimizer, each with its path."""
+def parameters_of(
+    optimizer: Optimizer, members: Sequence[Sequence[Path]]
+) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, Path]]:
+    """Yield each parameter with its group and its path.
+
+    Args:
+        members: `name_members`.
+    """
     for group, some in zip(optimizer.param_groups, members, strict=True):
-        for parameter, owner in zip(group["params"], some, strict=True):
-            if index.path_of(parameter) is None:
-                yield owner, parameter
+        for parameter, path in zip(group["params"], some, strict=True):
+            yield group, parameter, path
+
+
+def own_parameters(optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index) -> dict[Path, torch.Tensor]:
+    """Return the parameters that are parts of the optimizer, by their paths."""
+    every = parameters_of(optimizer, members)
+    return {path: parameter for _, parameter, path in every if index.path_of(parameter) is None}
 
 
 def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
@@ -278,21 +287,21 @@ def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor])
 class OptimizerPart:
     """One optimizer of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, optimizer: Optimizer, path: Path, index: Index, watch: Watch, keep: Keep) -> None:
+    def __init__(self, optimizer: Optimizer, path: Path, index: Index, plan: KeptTensors) -> None:
+        watch = plan.watch
         self._optimizer = optimizer
         self._keeper = keeper_of(optimizer, path)
         self._path = path
         self._members = name_members(optimizer, path, index)
         self._owners = {
             owner: Owner(parameter, index.slice_of(parameter))
-            for group, some in zip(optimizer.param_groups, self._members, strict=True)
-            for parameter, owner in zip(group["params"], some, strict=True)
+            for _, parameter, owner in parameters_of(optimizer, self._members)
         }
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
-        own = dict(own_parameters(optimizer, self._members, index))
+        own = own_parameters(optimizer, self._members, index)
         for owner, parameter in own.items():
-            keep(owner, parameter, index.slice_of(parameter))
+            plan.keep(owner, parameter, index.slice_of(parameter), may_differ=False)
         _log_own(optimizer, path, own)
         watch.attribute(attrgetter("__class__"), optimizer)
         if self._keeper is not optimizer:
@@ -307,7 +316,7 @@ class OptimizerPart:
             self._watch_plain(watch)
             self._content = _SavedState(self._view, self._owners, path)
             for place, placed in self._content.tensors:
-                keep(place, placed.tensor, placed.flat)
+                plan.keep(place, placed.tensor, placed.flat, may_differ=False)
                 if placed.form == "part":  # the walk has a DTensor in its memory, which becomes stale if it moves
                     watch.tensor(placed.source)
 
@@ -439,11 +448,7 @@ def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[i
 
 def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView:
     """Return the optimizer as it is; the mappings are its own."""
-    owners = {
-        id(parameter): owner
-        for group, some in zip(optimizer.param_groups, members, strict=True)
-        for parameter, owner in zip(group["params"], some, strict=True)
-    }
+    owners = {id(parameter): owner for _, parameter, owner in parameters_of(optimizer, members)}
     # The state of a parameter that has left the groups can no longer be reached; torch would refuse to save it.
     kept = keeper_of(optimizer).state
     states = [(owners[id(key)], state) for key, state in kept.items() if id(key) in owners]

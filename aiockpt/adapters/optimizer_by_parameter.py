@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES
 from aiockpt.adapters.matcher import Matcher
-from aiockpt.adapters.optimizer import is_plain, own_parameters
-from aiockpt.adapters.optimizer_forms import FoundOptimizer, Id, agreed_values, class_misfit
-from aiockpt.adapters.optimizer_target import OptimizerTarget, SavedState, Thunks, load_optimizer, numbers_misfit
+from aiockpt.adapters.optimizer import is_plain, own_parameters, parameters_of
+from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, agreed_values, class_misfit
+from aiockpt.adapters.optimizer_target import OptimizerTarget, Source, Thunks, load_optimizer, numbers_misfit
 from aiockpt.adapters.stored import members_of
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
@@ -39,16 +39,16 @@ def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher
 
 def tell_left(matcher: Matcher) -> None:
     """Report which state of the checkpoint is skipped, because no optimizer of the whole state has its parameter."""
-    for found in matcher.optimizers or ():
-        name = join_name(found.path)
-        for one in [one for some in found.saved.members for one in some if one not in found.met]:
+    for saved in matcher.optimizers or ():
+        name = join_name(saved.path)
+        for one in [one for some in saved.members for one in some if one not in saved.met]:
             matcher.tell(f"{name}.state.{one}: left in the checkpoint: no optimizer of the state has this parameter")
 
 
 class _FoundState(msgspec.Struct, frozen=True):
     """An optimizer of the checkpoint: what it calls the parameters here, and why its class does not fit, or None."""
 
-    found: FoundOptimizer
+    saved: SavedOptimizer
     ids: dict[Path, Id]
     group_of: Mapping[Id, int]
     misfit: str | None
@@ -61,10 +61,10 @@ class _ByParameter:
         found = sorted(self._matcher.optimizers or (), key=lambda one: one.path != self._at)
         self._sources = list(map(self._source, found))
 
-    def _source(self, found: FoundOptimizer) -> _FoundState:
-        target, saved, ids = self._target, found.saved, self._target.pair(found.saved)
-        self._matcher.pass_over(target.path, stored=join_name(found.path))
-        if saved.by_numbers and found.path != self._at:  # its numbers are of other parameters
+    def _source(self, saved: SavedOptimizer) -> _FoundState:
+        target, ids = self._target, self._target.pair(saved)
+        self._matcher.pass_over(target.path, stored=join_name(saved.path))
+        if saved.by_numbers and saved.path != self._at:  # its numbers are of other parameters
             ids = {}
         elif saved.by_numbers and not ids:
             self._matcher.problem(join_name(target.path), numbers_misfit(target, saved))
@@ -72,29 +72,29 @@ class _ByParameter:
         if misfit is not None and there is not None:  # in a few words, since it is reported for each parameter
             own = type(target.keeper).__qualname__
             misfit = f"{own} in the state, {there.rpartition('.')[2]} in the checkpoint"
-        return _FoundState(found, ids, saved.group_of(), misfit)
+        return _FoundState(saved, ids, saved.group_of(), misfit)
 
     def load(self) -> None:
         """Request the state."""
         target = self._target
         self._want_own_parameters()
         groups: list[Thunks] = []
-        sources: dict[Path, SavedState] = {}
+        sources: dict[Path, Source] = {}
         for number, owners in enumerate(target.members):
             chosen = {owner: source for owner in owners if (source := self._choose(owner, number)) is not None}
             groups.append(target.want_values(number, self._values_of(number, chosen)))
-            sources |= {owner: SavedState(one.found.saved, one.ids[owner]) for owner, one in chosen.items()}
+            sources |= {owner: (one.saved, one.ids[owner]) for owner, one in chosen.items()}
         states = target.want_states(sources, self._begin_anew)
         met = {id(parameter) for parameter, _ in states}
-        every = (parameter for _, parameter, _ in target.parameters())
+        every = (parameter for _, parameter, _ in parameters_of(target.optimizer, target.members))
         states += ((one, Thunks()) for one in every if id(one) not in met)
         target.apply_later(groups, states, self._rest())
 
     def _want_own_parameters(self) -> None:
         """Request parameters that have no name but their place, where the places are what they were."""
-        first, target = self._sources[0].found, self._target
-        same = first.path == self._at and list(map(len, first.saved.members)) == list(map(len, target.members))
-        for owner, parameter in own_parameters(target.optimizer, target.members, target.index):
+        first, target = self._sources[0].saved, self._target
+        same = first.path == self._at and list(map(len, first.members)) == list(map(len, target.members))
+        for owner, parameter in own_parameters(target.optimizer, target.members, target.index).items():
             if same:
                 self._matcher.want(owner, parameter, target.index.slice_of(parameter))
             else:
@@ -103,9 +103,9 @@ class _ByParameter:
 
     def _rest(self) -> Any:
         first = self._sources[0]
-        if first.found.path != self._at or first.misfit is not None or first.found.saved.rest is None:
+        if first.saved.path != self._at or first.misfit is not None or first.saved.rest is None:
             return None
-        return self._matcher.values.fresh((*self._target.path, "rest"), first.found.saved.rest)
+        return self._matcher.values.fresh((*self._target.path, "rest"), first.saved.rest)
 
     def _begin_anew(self, owner: Path, why: str) -> None:
         place = self._target.state_place(owner)
@@ -116,13 +116,13 @@ class _ByParameter:
         """Return the optimizer of the checkpoint that *owner*, in the group *number* here, gets its state from; or None."""
         having = [source for source in self._sources if owner in source.ids]
         for source in having:
-            source.found.met.add(source.ids[owner])
+            source.saved.met.add(source.ids[owner])
         misfits = [source.misfit or self._group_misfit(source, owner, number) for source in having]
         fitting = [source for source, misfit in zip(having, misfits, strict=True) if misfit is None]
-        if len(fitting) == 1 or (fitting and fitting[0].found.path == self._at):
+        if len(fitting) == 1 or (fitting and fitting[0].saved.path == self._at):
             return fitting[0]
         if fitting:
-            names = " and ".join(join_name(source.found.path) for source in fitting)
+            names = " and ".join(join_name(source.saved.path) for source in fitting)
             why = f"{names} of the checkpoint have this parameter; map= says which is meant"
         else:
             why = next(filter(None, misfits), "no optimizer of the checkpoint has this parameter")
@@ -133,7 +133,7 @@ class _ByParameter:
 
     def _group_misfit(self, source: _FoundState, owner: Path, number: int) -> str | None:
         """Return in words why state does not fit, because the same class stepped its group in another way; or None."""
-        saved = source.found.saved.groups[source.group_of[source.ids[owner]]]
+        saved = source.saved.groups[source.group_of[source.ids[owner]]]
         here = self._here(number)
         if (lacking := here.keys() - saved.keys()) and (theirs := saved.keys() - here.keys()):
             return f"a group with {_keys(lacking)} in the state, with {_keys(theirs)} in the checkpoint"
@@ -149,12 +149,12 @@ class _ByParameter:
         used = list({id(source): source for source in chosen.values()}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
             ids = [used[0].ids[owner] for owner in chosen]
-            return agreed_values(used[0].found.saved, ids, self._matcher.stored.same_tensor)[0]
+            return agreed_values(used[0].saved, ids, self._matcher.stored.same_tensor)[0]
         said: dict[str, list[Node]] = {}
         for source in used:
             groups = [source.group_of[source.ids[owner]] for owner, one in chosen.items() if one is source]
             for group in dict.fromkeys(groups):
-                for key, node in source.found.saved.groups[group].items():
+                for key, node in source.saved.groups[group].items():
                     said.setdefault(key, []).append(node)
         here, taken, place = self._here(number), dict[str, Node](), (*self._target.path, "groups", number)
         for key, nodes in said.items():
@@ -176,7 +176,7 @@ class _ByParameter:
     def _is_as_saved(self, source: _FoundState, number: int) -> bool:
         """Return whether a group has just the parameters of one of the checkpoint."""
         ids = {source.ids.get(owner) for owner in self._target.members[number]}
-        return any(set(some) == ids for some in source.found.saved.members if some)
+        return any(set(some) == ids for some in source.saved.members if some)
 
     def _here(self, number: int) -> dict[str, Any]:
         group = self._target.optimizer.param_groups[number]

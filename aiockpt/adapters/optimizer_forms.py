@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from torch.optim import Optimizer
 
-from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES, default_keys, innermost
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, default_keys, innermost
 from aiockpt.adapters.plain_values import same_content
 from aiockpt.adapters.stored import is_tensor_node, members_of
 from aiockpt.format.names import join_name, split_name
@@ -36,6 +36,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     """The content of a checkpoint for one optimizer.
 
     Attributes:
+        path: where it is in the checkpoint.
         groups: the values of each group.
         members: the parameters of each group.
         state: of each parameter, by key; tensors as the tree of values writes them.
@@ -44,8 +45,10 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         class_name, keys: which class saved it, and what its groups have by default; None where unknown.
         rest: state that belongs to no parameter, or None.
         rows: how the tensors of each parameter lay beside it, where it was spread over ranks.
+        met: the parameters of it that are matched in the state.
     """
 
+    path: Path
     groups: list[dict[str, Node]]
     members: list[list[Id]]
     state: dict[Id, dict[Id, Node]]
@@ -55,6 +58,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     keys: frozenset[str] | None = None
     rest: Node = None
     rows: Mapping[Id, OptimizerRow] = {}
+    met: set[Id] = msgspec.field(default_factory=set)
 
     @property
     def by_numbers(self) -> bool:
@@ -92,7 +96,7 @@ def read_form(node: Node, path: Path) -> SavedOptimizer | None:
     items = pairs_of(node)
     if items is None:
         return None
-    return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
+    return _read_dict(items, path) if items.keys() == {"state", "param_groups"} else _read_flat(items, path)
 
 
 def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
@@ -116,6 +120,7 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
     for owner, key, value in wire.values:
         state.setdefault(owner, {})[key] = value
     return SavedOptimizer(
+        path,
         [group.values for group in wire.groups],
         [list(group.params) for group in wire.groups],
         state,
@@ -127,7 +132,7 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
     )
 
 
-def _read_dict(items: Mapping[Any, Node]) -> SavedOptimizer | None:
+def _read_dict(items: Mapping[Any, Node], path: Path) -> SavedOptimizer | None:
     """Read ``{"state": …, "param_groups": …}``, by numbers or names."""
     states, groups = pairs_of(items["state"]), items["param_groups"]
     if states is None or type(groups) is not list:
@@ -141,6 +146,7 @@ def _read_dict(items: Mapping[Any, Node]) -> SavedOptimizer | None:
     if len(set(map(type, ids))) > 1 or not all(type(one) in (str, int) for one in ids):
         return None
     return SavedOptimizer(
+        path,
         [{key: value for key, value in (group or {}).items() if key not in NAMES} for group in values],
         [list(some) for some in members if some is not None],
         {owner: entry for owner, entry in state.items() if entry is not None},
@@ -148,7 +154,7 @@ def _read_dict(items: Mapping[Any, Node]) -> SavedOptimizer | None:
     )
 
 
-def _read_flat(items: Mapping[Any, Node]) -> SavedOptimizer | None:
+def _read_flat(items: Mapping[Any, Node], path: Path) -> SavedOptimizer | None:
     """Read ``state.NAME.KEY`` and ``param_groups.NAME.KEY``: each parameter has a group of its own."""
     groups: dict[str, dict[str, Node]] = {}
     state: dict[Id, dict[Id, Node]] = {}
@@ -163,7 +169,7 @@ def _read_flat(items: Mapping[Any, Node]) -> SavedOptimizer | None:
             groups.setdefault(name, {})[last] = value
     if not groups:
         return None
-    return SavedOptimizer(list(groups.values()), [[name] for name in groups], state, is_dict=True, flat=True)
+    return SavedOptimizer(path, list(groups.values()), [[name] for name in groups], state, is_dict=True, flat=True)
 
 
 def pairs_of(node: Node) -> dict[Any, Node] | None:
@@ -191,22 +197,14 @@ def is_form(value: object) -> bool:
     return bool(value) and all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value)
 
 
-class FoundOptimizer(msgspec.Struct, frozen=True):
-    """An optimizer of the checkpoint: its path there, its content, and which of its parameters are matched in the state."""
-
-    path: Path
-    saved: SavedOptimizer
-    met: set[Id] = msgspec.field(default_factory=set)
-
-
-def find_optimizers(node: Node, path: Path = ()) -> Iterator[FoundOptimizer]:
+def find_optimizers(node: Node, path: Path = ()) -> Iterator[SavedOptimizer]:
     """Yield each optimizer, in any form, of a tree of values.
 
     Raises:
         ManifestError: as `read_form`.
     """
     if path and (saved := read_form(node, path)) is not None:
-        yield FoundOptimizer(path, saved)
+        yield saved
         return
     for key, inner in members_of(node).items():
         yield from find_optimizers(inner, (*path, key))

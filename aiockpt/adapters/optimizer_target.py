@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composite_target import ask_value
 from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import NAMES
+from aiockpt.adapters.kinds import NAMES
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module import (
@@ -41,6 +41,7 @@ from aiockpt.adapters.optimizer import (
     keeper_of,
     name_members,
     own_parameters,
+    parameters_of,
     state_path,
     view_plain,
 )
@@ -69,6 +70,8 @@ Thunks = dict[Any, Thunk]
 States = Sequence[tuple[torch.Tensor, Thunks]]
 """The state that some parameters will have."""
 _LIKE_ITS_PARAMETER = OptimizerRow([], [])
+Source = tuple[SavedOptimizer, Id]
+"""Where a parameter gets its state from: an optimizer of the checkpoint, and what that calls the parameter."""
 
 
 class SavedNames:
@@ -77,15 +80,17 @@ class SavedNames:
     A module that loads itself may load a parameter from another key than its own; its optimizer follows.
     """
 
-    def __init__(self, holders: Mapping[Path, tuple[Path, nn.Module | Mapping[Any, Any]]], matcher: Matcher) -> None:
-        self._holders = holders
+    def __init__(self, index: Index, matcher: Matcher) -> None:
+        self._index = index
         self._matcher = matcher
         self._sources: dict[Path, SavedModule | None] = {}
         self._renames: dict[Path, dict[Path, str]] = {}
 
     def name_of(self, owner: Path) -> str:
         """Return the name of the tensor at *owner* of the state."""
-        path, holder = self._holders.get(owner, ((), {}))
+        path, holder = self._index.holder_of(owner)
+        if holder is None:
+            return self._matcher.stored_name(owner)
         if path not in self._sources:
             is_module = isinstance(holder, nn.Module) or (path and is_saved_module(holder, path, self._matcher))
             self._sources[path] = open_source(path, self._matcher) if path and is_module else None
@@ -108,23 +113,6 @@ class SavedNames:
         return self._renames[path]
 
 
-class SavedState(msgspec.Struct, frozen=True):
-    """Where a parameter gets its state from: an optimizer of the checkpoint, and what that calls the parameter."""
-
-    saved: SavedOptimizer
-    one: Id
-
-    @property
-    def nodes(self) -> Mapping[Id, Node]:
-        """The state, by key."""
-        return self.saved.state.get(self.one, {})
-
-    @property
-    def row(self) -> OptimizerRow:
-        """How its tensors lay beside the parameter."""
-        return self.saved.rows.get(self.one, _LIKE_ITS_PARAMETER)
-
-
 class OptimizerTarget:
     """An optimizer of the state that is being prepared.
 
@@ -141,14 +129,8 @@ class OptimizerTarget:
         self.index = index
         self.matcher = matcher
         self.members = name_members(optimizer, path, index)
-        saved_names = SavedNames(index.holders, matcher)
+        saved_names = SavedNames(index, matcher)
         self.names = {owner: saved_names.name_of(owner) for some in self.members for owner in some}
-
-    def parameters(self) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, Path]]:
-        """Yield each parameter with its group and its path."""
-        for group, owners in zip(self.optimizer.param_groups, self.members, strict=True):
-            for parameter, owner in zip(group["params"], owners, strict=True):
-                yield group, parameter, owner
 
     def state_place(self, owner: Path) -> Path:
         """Return the path of the state of the parameter at *owner*."""
@@ -170,7 +152,7 @@ class OptimizerTarget:
         }
 
     def want_states(
-        self, sources: Mapping[Path, SavedState], refuse: Callable[[Path, str], object]
+        self, sources: Mapping[Path, Source], refuse: Callable[[Path, str], object]
     ) -> list[tuple[torch.Tensor, Thunks]]:
         """Return what will set the state of each parameter that has a source; tensors that are there are filled in place.
 
@@ -179,29 +161,29 @@ class OptimizerTarget:
         """
         found = []
         kept = {id(parameter) for group in self.keeper.param_groups for parameter in group["params"]}
-        for group, parameter, owner in self.parameters():
-            if (source := sources.get(owner)) is None:
+        for group, parameter, owner in parameters_of(self.optimizer, self.members):
+            if owner not in sources:
                 continue
-            flat = self.index.slice_of(parameter)
-            if (problem := self._parameter_misfit(owner, parameter, flat, source)) is not None:
+            saved, one = sources[owner]
+            flat, nodes = self.index.slice_of(parameter), saved.state.get(one, {})
+            if nodes and (problem := self._parameter_misfit(owner, parameter, flat)) is not None:
                 refuse(owner, problem)
             elif id(parameter) in kept and (flat is None or flat.start != flat.end):
-                found.append((parameter, self._want_state(owner, Owner(parameter, flat), group, source)))
+                row = saved.rows.get(one, _LIKE_ITS_PARAMETER)
+                found.append((parameter, self._want_state(owner, Owner(parameter, flat), group, nodes, row)))
                 continue
             # What is here stays as it is. (Optimizer steps never reach a parameter that this rank has nothing of.)
-            for name in tensor_names(dict(source.nodes)):
+            for name in tensor_names(nodes):
                 self.matcher.leave(name)
         return found
 
-    def _parameter_misfit(
-        self, owner: Path, parameter: torch.Tensor, flat: FlatRange | None, source: SavedState
-    ) -> str | None:
+    def _parameter_misfit(self, owner: Path, parameter: torch.Tensor, flat: FlatRange | None) -> str | None:
         """Return the reason why the state belongs to another parameter than the one here, or None.
 
         A parameter that does not fit stays as it is. With moments of the one that was saved the next step would fail, or
         move it by what another tensor has learnt. (A parameter that is not requested may have another dtype.)
         """
-        if not source.nodes or not self.matcher.touches(self.state_place(owner)):
+        if not self.matcher.touches(self.state_place(owner)):
             return None
         here, there = facts_of(parameter, flat), self.matcher.stored.facts(self.names[owner])
         if here is None or there is None or here == there or self.index.loads_itself(parameter):
@@ -213,16 +195,18 @@ class OptimizerTarget:
             return f"of a parameter of torch.{own} in the state, torch.{saved} in the checkpoint"
         return None
 
-    def _want_state(self, path: Path, owner: Owner, group: Mapping[str, Any], source: SavedState) -> Thunks:
+    def _want_state(
+        self, path: Path, owner: Owner, group: Mapping[str, Any], nodes: Mapping[Id, Node], row: OptimizerRow
+    ) -> Thunks:
         live = self.keeper.state.get(owner.parameter, {})
         thunks: Thunks = {}
-        for key, node in source.nodes.items():
+        for key, node in nodes.items():
             place = state_path(self.path, path, key)
             if not self.matcher.selects(place):
                 continue
             if is_tensor_node(node):
                 like = device_for(owner.parameter, key, group)
-                tensor = self._want_tensor(owner, source.row, key, node["name"], place, live.get(key), like, path)
+                tensor = self._want_tensor(owner, row, key, node["name"], place, live.get(key), like, path)
                 thunks[key] = _returning(tensor)
             else:
                 thunks[key] = ask_value(place, live.get(key), node, self.matcher, owner.parameter)
@@ -344,7 +328,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     target = OptimizerTarget(optimizer, path, index, matcher)
     if not is_plain(optimizer) and not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
-    for owner, parameter in own_parameters(optimizer, target.members, index):
+    for owner, parameter in own_parameters(optimizer, target.members, index).items():
         matcher.want(owner, parameter, index.slice_of(parameter))
     misfit = class_misfit(target.keeper, saved) if matcher.touches(path) else None
     if misfit is not None:
@@ -415,7 +399,7 @@ def _want_states_of_all(target: OptimizerTarget, saved: SavedOptimizer, ids: Map
     for owner in (owner for some in target.members for owner in some if owner not in ids):
         why = f"the optimizer of the checkpoint has no parameter {target.names[owner]}"
         matcher.miss(target.state_place(owner), why)
-    sources = {owner: SavedState(saved, one) for owner, one in ids.items()}
+    sources = {owner: (saved, one) for owner, one in ids.items()}
     return target.want_states(sources, lambda owner, why: matcher.problem(join_name(target.state_place(owner)), why))
 
 

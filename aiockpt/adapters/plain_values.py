@@ -5,7 +5,7 @@ Guarantees:
 - Under the keys of dicts, types decide and values do not: numbers fit numbers and 0-d tensors, lists and tuples fit each
   other, so do the kinds of dicts, and None fits all. Items of a list, tuple or deque are data: one of another kind is
   replaced by the one that was saved.
-- The match changes nothing: `refill` uses its result, once all is decoded.
+- The match changes nothing. `refill` puts the values in place once all is decoded; both decide by `pair_of`.
 """
 
 from __future__ import annotations
@@ -13,55 +13,72 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from aiockpt.adapters.composites import COMPOSITE, is_composite
 from aiockpt.adapters.leaves import read_plain_leaf, share
-from aiockpt.adapters.stored import members_of
-from aiockpt.adapters.tensors import number_misfit, write_number
+from aiockpt.adapters.stored import Stored, members_of
+from aiockpt.adapters.tensors import hold, misfit, number_misfit, write_number
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import PATHS, CodecRegistry
-from aiockpt.state.tree import TAG, Decoder, Node, Path, metadata_of, set_metadata
+from aiockpt.state.tree import TAG, Decoder, Node, Path, damaged, metadata_of, set_metadata
 
 # Filling of objects that the program holds.
 #
 # `refill` puts a decoded value into the one that is here, at every depth. It changes objects, so it comes after all is
-# decoded; `ValueMatch` decides before which values fit, by the same rules.
+# decoded.
 #
 # Guarantee: what it returns equals what was saved; it is the object that is here wherever that can be filled.
 
 
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
-_SEQUENCES = (list, tuple)
-
-
 class Filling:
-    """What one load has filled so far.
+    """What one load fills: which object of the program from which node.
 
     Args:
-        tell: called with an object that refuses to be filled, and why, in words.
-
-    Attributes:
-        split: objects, by identity, that are at several places for which different contents were saved: the first place
-            has them, the others get new ones.
+        tell: called with a report, in words.
     """
 
-    def __init__(self, tell: Callable[[object, str], object]) -> None:
-        self.tell = tell
-        self.split: set[int] = set()
+    def __init__(self, stored: Stored, codecs: CodecRegistry, tell: Callable[[str], object]) -> None:
+        self.stored = stored
+        self.codecs = codecs
+        self._tell = tell
+        self._held: dict[int, tuple[object, Node, Path]] = {}
+        # Objects at several places for which different contents were saved: the first place has them, the others get new
+        # ones.
+        self._split: set[int] = set()
         self._filled: set[int] = set()
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
+
+        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
+        scheduler of schedulers shares lists while it is new.)
+        """
+        _, known, where = self._held.setdefault(id(here), (here, node, path))
+        if known is node or same_content(known, node, self.stored.same_tensor):
+            return None
+        if not by_key:
+            self._split.add(id(here))
+            return None
+        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
 
     def may_fill(self, here: object) -> bool:
         """Return whether *here* is to be filled once more."""
-        if id(here) not in self.split:
+        if id(here) not in self._split:
             return True
         first = id(here) not in self._filled
         self._filled.add(id(here))
         return first
+
+    def tell_refusal(self, here: object, error: Exception) -> None:
+        """Report that *here* refuses to be filled."""
+        what = f"replaced by what was saved: a {type(here).__name__} that cannot be filled ({error!r:.200})"
+        _, _, path = self._held.get(id(here), (here, None, ()))  # none in an instance of a registered class
+        self._tell(f"{join_name(path)}: {what}" if path else what)
 
 
 def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any:
@@ -72,47 +89,32 @@ def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any
     """
     if here is new or here is None or new is None:
         return new
-    if isinstance(here, torch.Tensor) or isinstance(new, torch.Tensor):
-        return _refill_tensor(here, new) if by_key else new
-    if isinstance(here, np.ndarray) and isinstance(new, np.ndarray):
-        return _refill_array(here, new)
-    if type(here) is not type(new) and not (by_key and _are_kin(here, new)):
-        return new
-    if isinstance(here, tuple):
-        return tuple(_items_of(here, new, filling)) if type(here) is tuple else new
-    if isinstance(here, deque) and here.maxlen is not None and len(new) > here.maxlen:
-        return new
-    fill = next((fill for cls, fill in _FILLS if isinstance(here, cls)), None)
-    if fill is None or not filling.may_fill(here):
+    match pair_of(name_of(here, filling.codecs), name_of(new, filling.codecs), by_key=by_key):
+        case None | "tensor":
+            return new
+        case "number into tensor":
+            write_number(new, here)
+            return here
+        case "tensor into number":
+            return new.item()
+        case "array":
+            return _refill_array(here, new)
+    if type(here) is tuple:
+        return tuple(_items_of(here, new, filling))
+    too_long = isinstance(here, deque) and here.maxlen is not None and len(new) > here.maxlen
+    if too_long or not isinstance(here, MUTABLE) or not filling.may_fill(here):
         return new
     try:
-        fill(here, new, filling, by_key)
+        _fill(here, new, filling, by_key)
     except Exception as error:  # noqa: BLE001  a class of the user's may refuse in any way
-        filling.tell(
-            here, f"replaced by what was saved: a {type(here).__name__} that cannot be filled ({error!r:.200})"
-        )
+        filling.tell_refusal(here, error)
         return new
     return here
 
 
-def _are_kin(here: Any, new: Any) -> bool:
-    """Return whether two values of different classes hold the same kind of things."""
-    return any(type(here) in kin and type(new) in kin for kin in (_DICTS, _SEQUENCES))
-
-
-def _refill_tensor(here: Any, new: Any) -> Any:
-    """Turn a number and a tensor without axes into each other, as what is here."""
-    if isinstance(here, torch.Tensor):
-        if isinstance(new, torch.Tensor):
-            return new
-        write_number(new, here)
-        return here
-    return new.item()
-
-
 def _refill_array(here: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Any:
     """Return the array that is here where the new one is in its memory, or can be copied into it."""
-    if type(here) is not np.ndarray or here.dtype != new.dtype or here.shape != new.shape or not here.flags.writeable:
+    if here.dtype != new.dtype or here.shape != new.shape or not here.flags.writeable:
         return new
     if here.__array_interface__ != new.__array_interface__:
         here[...] = new
@@ -128,39 +130,30 @@ def _items_of(here: Any, new: Any, filling: Filling) -> list[Any]:
     ]
 
 
-def _fill_dict(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
-    entries = {
-        key: refill(here[key], value, filling, by_key=by_key) if key in here else value for key, value in new.items()
-    }
-    here.clear()
-    here.update(entries)
-    if isinstance(here, defaultdict) and isinstance(new, defaultdict):
-        here.default_factory = new.default_factory
-    if type(here) is OrderedDict and (metadata := metadata_of(new)) is not None:
-        set_metadata(here, metadata)
-    _settle(here, new)
-
-
-def _fill_list(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
-    here[:] = _items_of(here, new, filling)
-    _settle(here, new)
-
-
-def _fill_deque(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
-    items = _items_of(here, new, filling)
-    here.clear()
-    here.extend(items)
-    _settle(here, new)
-
-
-def _fill_set(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
-    here.clear()
-    here.update(new)
-    _settle(here, new)
-
-
-def _fill_flat(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
-    here[:] = new
+def _fill(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
+    match here:
+        case dict():
+            entries = {
+                key: refill(here[key], value, filling, by_key=by_key) if key in here else value
+                for key, value in new.items()
+            }
+            here.clear()
+            here.update(entries)
+            if isinstance(here, defaultdict) and isinstance(new, defaultdict):
+                here.default_factory = new.default_factory
+            if type(here) is OrderedDict and (metadata := metadata_of(new)) is not None:
+                set_metadata(here, metadata)
+        case list():
+            here[:] = _items_of(here, new, filling)
+        case deque():
+            items = _items_of(here, new, filling)
+            here.clear()
+            here.extend(items)
+        case set():
+            here.clear()
+            here.update(new)
+        case _:
+            here[:] = new
     _settle(here, new)
 
 
@@ -180,15 +173,7 @@ def _settle(here: Any, new: Any) -> None:
         raise TypeError("it did not take what was saved")
 
 
-_BUILT_IN = frozenset({*_DICTS, list, deque, set, bytearray, array})
-_FILLS: tuple[tuple[type, Callable[[Any, Any, Filling, bool], None]], ...] = (
-    (dict, _fill_dict),
-    (list, _fill_list),
-    (deque, _fill_deque),
-    (set, _fill_set),
-    (bytearray, _fill_flat),
-    (array, _fill_flat),
-)
+_BUILT_IN = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set, bytearray, array})
 
 
 OBJECTS = {
@@ -216,19 +201,35 @@ _NAMES: dict[type, str] = {
 }
 
 
-class Tensors(Protocol):
-    """What a match needs from the load."""
+Pair = Literal[
+    "dict", "items", "deque", "number into tensor", "tensor into number", "tensor", "array", "codec", "value"
+]
+"""How a value takes the place of another one; "value" is any other kind, of which each is itself."""
+_PAIRS: dict[str, Pair] = {"deque": "deque", "tensor": "tensor", "numpy.ndarray": "array"}
 
-    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
 
-    def is_scalar(self, name: str) -> bool:
-        """Return whether tensor *name* of the checkpoint has no axes."""
-        ...
+def pair_of(own: str, there: str, *, by_key: bool) -> Pair | None:
+    """Return how a value of one kind takes the place of the one of another kind that is here; None where it does not fit.
 
-    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return the reason why it cannot be both that and what it is to be
-        elsewhere in the state. An item of a list can: it gets an object of its own."""
+    Args:
+        own, there: what `name_of` and `name_of_node` say of the one that is here, and of the one that was saved.
+        by_key: whether it has a key of its own; an item of a list has none, and fits only what is of its own kind.
+    """
+    if own in NUMBERS and there in NUMBERS:
+        return "value"
+    if own != there and not by_key:
+        return None
+    if own in DICTS and there in DICTS:
+        return "dict"
+    if own in SEQUENCES and there in SEQUENCES:
+        return "items"
+    if own == "tensor" and there in NUMBERS:
+        return "number into tensor"
+    if own in NUMBERS and there == "tensor":
+        return "tensor into number"
+    if own != there:
+        return None
+    return "codec" if own.startswith("codec ") else _PAIRS.get(own, "value")
 
 
 class ValueMatch:
@@ -240,12 +241,11 @@ class ValueMatch:
         tensors: the tensors here that will be filled, by their places; arrays as tensors of the same memory.
     """
 
-    def __init__(self, load: Tensors, codecs: CodecRegistry, path: Path, *, makes_containers: bool = False) -> None:
+    def __init__(self, filling: Filling, *, makes_containers: bool = False) -> None:
         self.problems: list[str] = []
         self.told: list[str] = []
         self.tensors: dict[Path, torch.Tensor] = {}
-        self._load = load
-        self._codecs = codecs
+        self._filling = filling
         # Inside a registered class, whose containers are made anew: none of them is held.
         self._makes_containers = makes_containers
 
@@ -264,53 +264,55 @@ class ValueMatch:
         there = name_of_node(node)
         if there == "None":
             return
-        own = name_of(here, self._codecs)
+        own = name_of(here, self._filling.codecs)
         if own == "None" or there in OBJECTS:
             self._meet_nothing(node, where)
         elif not self._meet_kind(here, own, node, there, path, where, by_key):
-            if by_key:
-                at = f"{where}: " if where else ""
-                self.problems.append(f"{at}{_words(own)} in the state, {_words(there)} in the checkpoint")
-            else:
-                self._replace(here, path, f"{_words(own)} by {_words(there)}")
+            self._misfit(here, path, where, by_key, _words(own), _words(there))
+            if not by_key:
                 self._meet_nothing(node, where)
+
+    def _misfit(self, here: Any, path: Path, where: str, by_key: bool, own: str, there: str) -> None:
+        """Note that *here* does not fit, and what either is, in words; an item of a list is replaced."""
+        if by_key:
+            self._problem(where, f"{own} in the state, {there} in the checkpoint")
+        else:
+            self._replace(here, path, f"{own} by {there}")
+
+    def _problem(self, where: str, problem: str) -> None:
+        self.problems.append(f"{where}: {problem}" if where else problem)
 
     def _meet_kind(self, here: Any, own: str, node: Node, there: str, path: Path, where: str, by_key: bool) -> bool:
         """Match by the two kinds; return whether they fit."""
-        if own in DICTS and there in DICTS and (own == there or by_key):
-            self._meet_dict(here, node, path, where, by_key)
-            return True
-        if own in SEQUENCES and there in SEQUENCES and (own == there or by_key):
-            self._meet_items(here, node, path, where, by_key)
-            return True
-        if own == "tensor" and there in NUMBERS:
-            return by_key and self._meet_number(here, node, path, where)
-        if own in NUMBERS and there == "tensor":
-            return by_key and self._load.is_scalar(str(node.get("name")))
-        if own != there:
-            return own in NUMBERS and there in NUMBERS
-        self._meet_same(here, own, node, path, where, by_key)
+        match pair_of(own, there, by_key=by_key):
+            case None:
+                return False
+            case "number into tensor":
+                return self._meet_number(here, node, path, where)
+            case "tensor into number":
+                facts = self._filling.stored.facts(str(node.get("name")))
+                return facts is not None and facts[1] == ()
+            case "dict":
+                self._meet_dict(here, node, path, where, by_key)
+            case "items":
+                self._meet_items(here, node, path, where, by_key)
+            case "deque":
+                self._meet_deque(here, node, path, where, by_key)
+            case "tensor":
+                self._meet_tensor(here, node, path, where, by_key)
+            case "array":
+                self._meet_array(here, node, path)
+            case "codec":
+                self._meet_registered(here, node, path, where, by_key)
+            case "value" if type(here) in MUTABLE:
+                self._hold(here, node, path, where, by_key)
         return True
-
-    def _meet_same(self, here: Any, own: str, node: Node, path: Path, where: str, by_key: bool) -> None:
-        if own == "deque":
-            self._meet_deque(here, node, path, where, by_key)
-        elif own == "tensor" and node[TAG] != "tensor":
-            self._replace(here, path, "a tensor that is made of others is filled only where it has a name of its own")
-        elif own == "tensor":
-            self._meet_tensor(here, node["name"], path, where, by_key)
-        elif own == "numpy.ndarray":
-            self._meet_array(here, node, path)
-        elif own.startswith("codec "):
-            self._meet_registered(here, node, path, where, by_key)
-        elif type(here) in MUTABLE:
-            self._hold(here, node, path, where, by_key)
 
     def _hold(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
         if self._makes_containers:
             return
-        if (problem := self._load.hold(here, node, path, by_key=by_key)) is not None:
-            self.problems.append(f"{where}: {problem}" if where else problem)
+        if (problem := self._filling.hold(here, node, path, by_key=by_key)) is not None:
+            self._problem(where, problem)
 
     # ---------------------------------------------------------------- containers
 
@@ -331,7 +333,7 @@ class ValueMatch:
         if TAG not in node:
             return {key: (key, inner) for key, inner in node.items()}
         # Keys hold no tensors, so that they can be decoded at once.
-        pairs = Decoder(self._codecs, _NO_TENSORS).keys_of(node, path)
+        pairs = Decoder(self._filling.codecs, _NO_TENSORS).keys_of(node, path)
         return {key: (part, inner) for key, part, inner in pairs}
 
     def _meet_items(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
@@ -346,11 +348,7 @@ class ValueMatch:
     def _meet_deque(self, here: deque[Any], node: Node, path: Path, where: str, by_key: bool) -> None:
         limit, count = node.get("maxlen"), _count(node)
         if here.maxlen is not None and count > here.maxlen:
-            own, there = f"a deque of at most {here.maxlen}", f"one of {count} items"
-            if by_key:
-                self.problems.append(f"{f'{where}: ' if where else ''}{own} in the state, {there} in the checkpoint")
-            else:
-                self._replace(here, path, f"{own} by {there}")
+            self._misfit(here, path, where, by_key, f"a deque of at most {here.maxlen}", f"one of {count} items")
             return
         if limit != here.maxlen:
             self.told.append(f"{join_name(path)}: maxlen={here.maxlen} in the state, {limit} in the checkpoint; kept")
@@ -358,33 +356,42 @@ class ValueMatch:
 
     def _meet_registered(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
         """A registered class is made anew; the tensors that it is made of stay, and so does one that is a container."""
-        codec = self._codecs.for_class(type(here))
+        codec = self._filling.codecs.for_class(type(here))
         assert codec is not None, "its name said so"
         if isinstance(here, MUTABLE):
             self._hold(here, node, path, where, by_key)
-        inner = ValueMatch(self._load, self._codecs, path, makes_containers=True)
+        inner = ValueMatch(self._filling, makes_containers=True)
         inner.meet(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
         self.tensors |= inner.tensors
 
     # ---------------------------------------------------------------- tensors, arrays, numbers
 
-    def _meet_tensor(self, here: torch.Tensor, name: str, path: Path, where: str, by_key: bool) -> None:
-        if is_composite(here):
+    def _meet_tensor(self, here: torch.Tensor, node: Node, path: Path, where: str, by_key: bool) -> None:
+        if node[TAG] != "tensor":
+            why = "a tensor that is made of others is filled only where it has a name of its own"
+            self._replace(here, path, why)
+        elif is_composite(here):
             return
-        problem = self._load.tensor_misfit(here, name, path)
-        if problem is None:
+        elif (problem := self._tensor_misfit(here, node["name"], path)) is None:
             self.tensors[path] = here
         elif by_key:
-            self.problems.append(f"{where}: {problem}" if where else problem)
+            self._problem(where, problem)
         else:
             self._replace(here, path, problem)
+
+    def _tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        facts = self._filling.stored.facts(name)
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        return misfit(tensor.dtype, hold(tensor, path), *facts)
 
     def _meet_array(self, here: np.ndarray[Any, Any], node: Node, path: Path) -> None:
         if node[TAG] == "numpy.raw":
             fits = here.dtype.str == node.get("dtype") and list(here.shape) == node.get("shape")
         else:
             shared = share(here)
-            fits = shared is not None and self._load.tensor_misfit(shared, node["name"], path) is None
+            fits = shared is not None and self._tensor_misfit(shared, node["name"], path) is None
             if fits and shared is not None and shared.data_ptr() == here.__array_interface__["data"][0]:
                 self.tensors[path] = shared
         if not (fits and here.flags.writeable):
@@ -393,9 +400,9 @@ class ValueMatch:
     def _meet_number(self, here: torch.Tensor, node: Node, path: Path, where: str) -> bool:
         if here.dim():
             return False
-        problem = number_misfit(Decoder(self._codecs, _NO_TENSORS).decode(node, path), here.dtype)
+        problem = number_misfit(Decoder(self._filling.codecs, _NO_TENSORS).decode(node, path), here.dtype)
         if problem is not None:
-            self.problems.append(f"{where}: {problem}" if where else problem)
+            self._problem(where, problem)
         return True
 
     # ---------------------------------------------------------------- what is made anew
@@ -403,9 +410,10 @@ class ValueMatch:
     def _meet_nothing(self, node: Node, where: str) -> None:
         """Note as problems the objects, which cannot be made, in what has nothing in the state beside it."""
         for at, kind in objects_in(node, where):
-            self.problems.append(
-                f"{f'{at}: ' if at else ''}a plain value in the state, {OBJECTS[kind]} in the checkpoint; objects are "
-                "filled and never made: have one in its place"
+            self._problem(
+                at,
+                f"a plain value in the state, {OBJECTS[kind]} in the checkpoint; objects are filled and never made: have "
+                "one in its place",
             )
 
     def _replace(self, here: Any, path: Path, why: str) -> None:

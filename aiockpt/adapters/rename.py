@@ -176,6 +176,17 @@ class Renamed:
             yield name, self._new[name]
 
 
+def refuse_idle(option: str, idle: Collection[str], names: Collection[str], says: str = "names nothing") -> None:
+    """Refuse the *idle* names that were given as an *option*, and name those of the *names* of the state that are near.
+
+    Raises:
+        UsageError: there are such names.
+    """
+    if idle:
+        told = ", ".join(f"{name!r}{near(name, names)}" for name in sorted(idle))
+        raise UsageError(f"{option}={told} {says} in the state; give keys of it, or prefixes of its names")
+
+
 def near(name: str, names: Collection[str]) -> str:
     """Return in brackets the *names* that *name* may be a typing error for; an empty text where there are none."""
     close = difflib.get_close_matches(name, sorted(names), n=3)

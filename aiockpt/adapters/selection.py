@@ -18,8 +18,8 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
-from aiockpt.adapters.leaves import kind_of
-from aiockpt.adapters.rename import near
+from aiockpt.adapters.kinds import find_objects
+from aiockpt.adapters.rename import refuse_idle
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.options import refuse_value
@@ -136,12 +136,8 @@ class LeafChoice:
             UsageError: says which, and names near it.
         """
         for option, names in (("only", self._only or {}), ("exclude", self._exclude)):
-            idle = sorted(set(names.values()) - self._met)
-            if idle and self._alone:
-                told = ", ".join(f"{name!r}{near(name, self._names)}" for name in idle)
-                raise UsageError(
-                    f"{option}={told} names nothing in the state; give keys of it, or prefixes of its names"
-                )
+            if self._alone:
+                refuse_idle(option, set(names.values()) - self._met, self._names)
 
     def _meets(self, patterns: Mapping[Path, str], path: Path) -> bool:
         hits = [name for pattern, name in patterns.items() if _begins(pattern, path)]
@@ -158,8 +154,9 @@ def frozen_names(module: nn.Module, rule: Trainable, root: str) -> list[str]:
 
 def _frozen(state: Any, rule: Trainable) -> set[int]:
     """Return the identity of each frozen parameter of a state that *rule* leaves out; report what should not be."""
-    modules, owned = list[nn.Module](), set[int]()
-    _gather(state, modules, owned)
+    modules = [module for _, module in find_objects(state, nn.Module)]
+    groups = (group for _, optimizer in find_objects(state, Optimizer) for group in optimizer.param_groups)
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
     frozen = {id(parameter) for module in modules for parameter in module.parameters() if not parameter.requires_grad}
     if frozen and frozen <= owned:
         logger.warning(
@@ -208,16 +205,6 @@ def _added_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 if name.startswith("prompt_encoder.") or (prefix and prefix in name)
             )
     return ((name, one) for name, one in module.named_parameters() if id(one) in added)
-
-
-def _gather(state: Any, modules: list[nn.Module], owned: set[int]) -> None:
-    for value in state.values():
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif isinstance(value, Optimizer):
-            owned.update(id(parameter) for group in value.param_groups for parameter in group["params"])
-        elif kind_of(value) == "container":
-            _gather(value, modules, owned)
 
 
 def _begins(pattern: Path, path: Path) -> bool:

@@ -142,9 +142,10 @@ def _unknown_values(node: Node, name: str, known: Names, done: set[str]) -> Iter
     """Yield the name of each part that *known* does not reach; those in *done* were used, or skipped, with all in them."""
     if name and not known.reach(name):
         yield name
-    elif name not in done:
-        for key, child in members_of(node).items():
-            yield from _unknown_values(child, name_within(name, key), known, done)
+        return
+    for key, child in members_of(node).items():
+        if (inner := name_within(name, key)) not in done:
+            yield from _unknown_values(child, inner, known, done)
 
 
 def _value_names(node: Node, name: str) -> Iterator[str]:

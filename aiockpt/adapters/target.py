@@ -9,11 +9,12 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from aiockpt.adapters.composite_target import load_composite
+from aiockpt.adapters.composite_target import load_tensor
 from aiockpt.adapters.composites import is_composite, is_composite_node
 from aiockpt.adapters.differences import Strict
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.leaves import kind_of, members, read_plain_leaf
+from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module import is_saved_module, load_module, load_saved_module
 from aiockpt.adapters.objects import load_loader, load_own, load_stateful
@@ -60,7 +61,7 @@ def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -
     found = matcher.find(path)
     if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return []
-    plain = (key for key, value in container.items() if kind_of(value) == "value")
+    plain = (key for key, value in container.items() if type(value) not in ORDINARY and kind_of(value) == "value")
     return [key for key in plain if matcher.find((*path, key)) is None and not matcher.stays((*path, key))]
 
 
@@ -73,7 +74,7 @@ def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path
     found = matcher.find(path)
     if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return
-    if (problem := matcher.values.hold(container, found.node, path)) is not None:
+    if (problem := matcher.values.filling.hold(container, found.node, path)) is not None:
         matcher.problem(join_name(path), problem)
         return
     if gone:
@@ -203,15 +204,13 @@ def _load_container(outer: Any, key: Any, path: Path, index: Index, matcher: Mat
 def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
     """Load a bare tensor; a number that was saved in its place fits one without axes."""
     found, tensor = matcher.find(path), container[key]
-    if found is not None and (is_composite(tensor) or is_composite_node(found.node)):
-        load_composite(path, tensor, found.node, matcher)
-        matcher.leave(matcher.stored_name(path))
-    elif is_composite(tensor):
-        matcher.miss(path)
-    elif found is None or name_of_node(found.node) in ("tensor", "numpy.ndarray"):
-        matcher.want(path, tensor)
-    else:
-        _load_value(container, key, path, matcher)
+    node = msgspec.UNSET if found is None else found.node
+    if node is not msgspec.UNSET and not is_composite(tensor) and not is_composite_node(node):
+        if name_of_node(node) not in ("tensor", "numpy.ndarray"):
+            _load_value(container, key, path, matcher)
+            return
+        node = msgspec.UNSET
+    load_tensor(path, tensor, node, matcher)
 
 
 def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:

@@ -120,9 +120,12 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 
 def plain_facts(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
     """Return dtype code and shape of an ordinary tensor whose memory is its value; None where `hold` must look closer."""
-    if type(tensor) not in ORDINARY or tensor.is_conj() or tensor.is_neg() or _unsupported(tensor) is not None:
+    if type(tensor) not in ORDINARY or tensor.layout is not torch.strided:
         return None
-    return (_CODES[tensor.dtype], tensor.shape) if tensor.dtype in _COPIED else None
+    code = _REAL.get(tensor.dtype)
+    if code is None or tensor.is_neg() or tensor.is_nested or tensor.is_meta or not _has_memory(tensor):
+        return None
+    return code, tensor.shape
 
 
 def shards_of(
@@ -334,6 +337,7 @@ def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 _CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
 _COPIED = {dtype for dtype in _CODES if not re.fullmatch(r"torch\.(u?int[1-7]|float4_e2m1fn_x2)", str(dtype))}
+_REAL = {dtype: code for dtype, code in _CODES.items() if dtype in _COPIED and not dtype.is_complex}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

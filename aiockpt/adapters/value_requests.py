@@ -15,10 +15,10 @@ import msgspec
 import torch
 
 from aiockpt.adapters.leaves import LeafReader, LeafWriter, read_plain_leaf
-from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, refill, same_content
+from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, refill
 from aiockpt.adapters.stored import Stored, members_of
-from aiockpt.adapters.tensors import hold, is_spread, misfit
-from aiockpt.format.names import Names, join_name, name_within
+from aiockpt.adapters.tensors import is_spread
+from aiockpt.format.names import Names, name_within
 from aiockpt.state.codecs import CodecRegistry, field
 from aiockpt.state.tree import Decoder, Encoder, Node, Path, damaged
 
@@ -61,18 +61,6 @@ class NeedFinder:
         return read_plain_leaf(kind, node, path, decoder)
 
 
-class ValueTensors:
-    """The tensors of one value, by name and place; its `reader` returns them."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, Path], torch.Tensor] = {}
-        self.reader = LeafReader(lambda name, path, device: self._tensors[name, path])
-
-    def put(self, need: Need, tensor: torch.Tensor) -> None:
-        """Accept the tensor that was needed."""
-        self._tensors[need.name, need.path] = tensor
-
-
 class Load(Protocol):
     """What the values need from the load that they are a part of; see `aiockpt.adapters.matcher.Matcher`."""
 
@@ -92,6 +80,7 @@ class ValueRequests:
     """The plain values that one load requests.
 
     Attributes:
+        filling: what will be filled.
         decodes: what decodes those that need tensors, before the first step.
         whole: the tensors of the state that are filled, and those that were made, by tied name.
     """
@@ -100,10 +89,9 @@ class ValueRequests:
         self._load = load
         self._stored = load.stored
         self._codecs = codecs
-        self._filling = Filling(self._tell_of)
-        self._held: dict[int, tuple[object, Node, Path]] = {}
+        self.filling = Filling(load.stored, codecs, load.tell)
         self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Thunk], object]]] = []
-        self._to_make: list[tuple[Need, ValueTensors]] = []
+        self._to_make: list[tuple[Need, LeafReader]] = []
         self.decodes: list[Callable[[], object]] = []
         self.whole: dict[str, torch.Tensor] = {}
 
@@ -118,25 +106,25 @@ class ValueRequests:
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
         """
-        match = ValueMatch(self, self._codecs, path)
+        match = ValueMatch(self.filling)
         match.meet(here, node, path, by_key=by_key)
         if (problem := match.problem()) is not None:
             self._load.mismatch(path, problem)
             return None
         for told in match.told:
             self._load.tell(told)
-        tensors = ValueTensors()
+        reader = LeafReader()
 
         def ask(need: Need) -> None:
             self._load.leave(need.name)
             own = match.tensors.get(need.path)
             if own is None or not self._load.enter(need.path, need.name, own):
-                self._to_make.append((need, tensors))
+                self._to_make.append((need, reader))
             else:
-                tensors.put(need, own)
+                reader.put(need.name, need.path, own)
 
-        decode = self._decoded(path, node, ask, tensors.reader)
-        return lambda: refill(here, decode(), self._filling, by_key=by_key)
+        decode = self._decoded(path, node, ask, reader)
+        return lambda: refill(here, decode(), self.filling, by_key=by_key)
 
     def request(self, path: Path, node: Node, template: Any = None) -> Thunk:
         """Request the value of *node*; return a function that returns it in a step (`Matcher.later`). Any value fits.
@@ -156,21 +144,21 @@ class ValueRequests:
             template: what is at *path* now; what is spread over ranks in it is made anew and spread like it.
         """
         here = _tensors_in(template, path, self._codecs)
-        tensors, made = ValueTensors(), dict[str, torch.Tensor]()
+        reader, made = LeafReader(), dict[str, torch.Tensor]()
 
         def ask(need: Need) -> None:
             live = here.get(need.path)
             if is_spread(live) or need.kind in OWN_KINDS:
                 like = live if is_spread(live) else _local_device(need.device)
-                tensors.put(need, self._load.fill(need.path, need.name, None, like))
+                reader.put(need.name, need.path, self._load.fill(need.path, need.name, None, like))
             else:
                 name = self._stored.same_tensor(need.name)
                 if name not in made:
                     made[name] = self._make(need)
-                tensors.put(need, made[name])
+                reader.put(need.name, need.path, made[name])
                 self._load.leave(need.name)
 
-        return self._decoded(path, node, ask, tensors.reader)
+        return self._decoded(path, node, ask, reader)
 
     def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Thunk:
         """Return a getter of the value of *node*; it is decoded now, or before the first step where it needs tensors."""
@@ -196,37 +184,6 @@ class ValueRequests:
     def encoder(self) -> Encoder:
         """Return an encoder of plain values that stores no tensors."""
         return Encoder(self._codecs, LeafWriter(lambda place, tensor: ""))
-
-    # ---------------------------------------------------------------- what a match needs
-
-    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
-        """Return the reason why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
-        facts = self._stored.facts(name)
-        if facts is None:
-            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
-        return misfit(tensor.dtype, hold(tensor, path), *facts)
-
-    def is_scalar(self, name: str) -> bool:
-        """Return whether tensor *name* of the checkpoint has no axes."""
-        facts = self._stored.facts(name)
-        return facts is not None and facts[1] == ()
-
-    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
-
-        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
-        scheduler of schedulers shares lists while it is new.)
-        """
-        _, known, where = self._held.setdefault(id(here), (here, node, path))
-        if known is node or same_content(known, node, self._stored.same_tensor):
-            return None
-        if not by_key:
-            self._filling.split.add(id(here))
-            return None
-        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
-
-    def _tell_of(self, here: object, what: str) -> None:
-        self._load.tell(f"{join_name(self._held[id(here)][2])}: {what}")
 
     # ---------------------------------------------------------------- the end
 
@@ -256,8 +213,8 @@ class ValueRequests:
 
     def make_tensors(self) -> None:
         """Make the tensors that the state does not have, and hand them out; once all of the state was matched."""
-        for need, tensors in self._to_make:
-            tensors.put(need, self._tensor_for(need))
+        for need, reader in self._to_make:
+            reader.put(need.name, need.path, self._tensor_for(need))
         self._to_make.clear()
 
     def _tensor_for(self, need: Need) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from aiockpt.adapters.addresses import TensorMemory
-from aiockpt.adapters.leaves import kind_of, members
+from aiockpt.adapters.kinds import find_objects
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.tensors import is_spread, local_tensors
 from aiockpt.state.shards import TensorShard
@@ -183,10 +183,10 @@ class OptimizerOwned:
         Args:
             trusting: also trust parameters that no optimizer is known to own.
         """
-        modules = list(_of_kind(state, nn.Module))
+        modules = [module for _, module in find_objects(state, nn.Module)]
         self._limited = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
         living = self._finder.take()
-        named = list(_of_kind(state, Optimizer))
+        named = [optimizer for _, optimizer in find_objects(state, Optimizer)]
         optimizers = [one for one in living if isinstance(one, Optimizer)]
         # What the walker watches needs no second check: the same walk shows that it is as it was.
         self._watched = frozenset(id(one) for one in named if is_plain(one))
@@ -272,11 +272,3 @@ def _has_address(tensor: torch.Tensor) -> bool:
         not (_DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor) or tensor.is_nested or tensor.is_meta)
         and tensor.layout == torch.strided
     )
-
-
-def _of_kind(state: Any, kind: type) -> Iterator[Any]:
-    for _, value in members(state):
-        if kind_of(value) == "container":
-            yield from _of_kind(value, kind)
-        elif isinstance(value, kind):
-            yield value

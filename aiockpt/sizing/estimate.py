@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
+from aiockpt.adapters.kinds import find_objects
 from aiockpt.engine.context import Engine, LastSaves, Place
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
@@ -25,7 +27,7 @@ from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.sizing.places import PlaceEstimate, StepSizes, estimate_places, find_problems
 from aiockpt.sizing.share import find_share, whole_bytes
-from aiockpt.sizing.to_come import OptimizerToCome, StateToCome, find_optimizers, local_part
+from aiockpt.sizing.to_come import OptimizerToCome, StateToCome, local_part
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.units import count, size
 
@@ -322,7 +324,7 @@ def copied_at_call_bytes(state: Mapping[str, Any], walked: Sequence[TensorShard]
     """Return the host memory of what a lazy save copies in the call: buffers, bare tensors, what no optimizer owns."""
     owned = {
         local_part(parameter).data_ptr()
-        for _, optimizer in find_optimizers(state)
+        for _, optimizer in find_objects(state, Optimizer)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }

@@ -8,20 +8,20 @@ that one holds then is described as shards, spread as the parameters are: a save
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
+from aiockpt.adapters.kinds import find_objects
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.tensors import dtype_code
 from aiockpt.format.names import join_name
 from aiockpt.sizing.share import whole_bytes
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
-from aiockpt.state.tree import Path
 
 _ONE_BY_ONE = {"foreach": False, "fused": False, "capturable": False}
 """Ways to compute that the ``meta`` device has not."""
@@ -68,21 +68,9 @@ def find_state_to_come(
     """
     choice = LeafChoice(selection, state)
     spread = {_address(shard.data): shard for shard in walked}
-    chosen = ((path, one) for path, one in find_optimizers(state) if choice.keeps_whole(path, one))
+    chosen = ((path, one) for path, one in find_objects(state, Optimizer) if choice.keeps_whole(path, one))
     found = (_of_optimizer(join_name(path), optimizer, spread) for path, optimizer in chosen)
     return [one for one in found if one is not None]
-
-
-def find_optimizers(value: Any, path: Path = ()) -> Iterator[tuple[Path, Optimizer]]:
-    """Yield the optimizers in the containers of a state, with their paths."""
-    if isinstance(value, Optimizer):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from find_optimizers(below, (*path, str(key)))
-    elif isinstance(value, list | tuple):
-        for number, below in enumerate(value):
-            yield from find_optimizers(below, (*path, str(number)))
 
 
 def _address(tensor: Any) -> tuple[int, tuple[int, ...]]:

@@ -124,6 +124,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, ...]]] =
     "arrays of another shape, of another type, and that cannot be written": (
         lambda: {"a": np.ones(3), "b": np.ones(2), "c": np.ones(2)},
         lambda: {"a": np.zeros(2), "b": np.zeros(2, np.float32), "c": fixed()}, ("a", "b", "c")),
+    "an array of another type, in a list": (
+        lambda: {"v": [array("d", [0.5]), [1]]}, lambda: {"v": [array("i", [1]), [0]]}, ("v[0]",)),
     "a deque of another limit": (
         lambda: {"v": deque([1, 2], 3)},
         lambda: {"v": deque([1], 10)}, ("v: maxlen=10 in the state, 3 in the checkpoint; kept",)),

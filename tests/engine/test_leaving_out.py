@@ -182,6 +182,16 @@ def test_full_and_partial_saves_of_one_state_take_turns_warm(tmp_path: Path) -> 
     assert len(part.tensors) + len(part.left_out) == len(whole.tensors)
 
 
+def test_a_rule_finds_modules_and_optimizers_in_lists_and_tuples_too() -> None:
+    from aiockpt.adapters.native import StateWalker
+    from aiockpt.adapters.selection import Selection
+
+    state, owned = job(), nn.Linear(2, 2).requires_grad_(False)
+    nested = {"nets": [state["model"], (owned,)], "optimizers": (torch.optim.SGD(owned.parameters()),)}
+    part = StateWalker().walk(nested, Selection(only=aiockpt.trainable()))
+    assert sorted(part.left_out) == [name.replace("model", "nets[0]", 1) for name in FROZEN]
+
+
 def test_a_base_that_cannot_be_stored_may_be_left_out(tmp_path: Path) -> None:
     model = nn.ModuleDict({"base": nn.Linear(2, 2, device="meta"), "head": nn.Linear(2, 1)})
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.adapters.leaves import NAMES, default_keys, innermost
+from aiockpt.adapters.kinds import NAMES, default_keys, innermost
 from aiockpt.adapters.module import EXTRA
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
 from aiockpt.integrations.nested import nest

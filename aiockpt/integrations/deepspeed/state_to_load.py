@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 import aiockpt
-from aiockpt.adapters.leaves import HOW_TO_STEP, NAMES
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES
 from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import SavedOptimizer, agreed_values, class_misfit, pair_up, read_form
 from aiockpt.adapters.stored import is_tensor_node

@@ -1,0 +1,138 @@
+"""Kinds of values of a state, as far as saving and loading differ."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from aiockpt.adapters.rng import PerRank
+from aiockpt.data.loader import Loader
+from aiockpt.state.tree import MAX_DEPTH, Path
+
+T = TypeVar("T")
+Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_DICTS = frozenset({dict, OrderedDict})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that returns its state and loads it."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def kind_of(value: Any) -> Kind:
+    """Return how *value* is saved and loaded; "value" for all that the tree of values writes, or refuses.
+
+    A dict, list or tuple is a "container", walked part by part, when there is an object in it at any depth; a dict with
+    text keys also for a tensor. Else it is a "value", read as a whole.
+    """
+    cls = type(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if cls in _PLAIN or issubclass(cls, type):
+        return "value"
+    if cls in _CONTAINERS:
+        return "container" if _is_walked(value, set()) else "value"
+    return _kind_of_object(value)
+
+
+def _kind_of_object(value: Any) -> Kind:
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if isinstance(value, Loader):
+        return "loader"
+    if isinstance(value, PerRank):
+        return "per_rank"
+    if isinstance(value, Stateful):
+        return "per_rank" if _belongs_to_rank(value) else "stateful"
+    return "value"
+
+
+def members(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (key, value) of a mapping, (place, item) of a list or tuple."""
+    return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def find_objects(container: Any, cls: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
+    """Yield the objects of class *cls* in a state, or in a container of it at *path*, with their paths."""
+    for key, value in members(container):
+        if isinstance(value, cls):
+            yield (*path, key), value
+        elif kind_of(value) == "container":
+            yield from find_objects(value, cls, (*path, key))
+
+
+def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True, depth: int = 0) -> bool:
+    """Return whether a dict, list or tuple is a container.
+
+    Args:
+        seen: what was walked already.
+        named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
+        depth: how many containers it lies in. What lies too deep is a value, and refused as that.
+    """
+    if (id(container), named) in seen or depth > MAX_DEPTH:
+        return False
+    seen.add((id(container), named))
+    is_dict = type(container) in _DICTS
+    values = container.values() if is_dict else container
+    classes = set(map(type, values)) - _PLAIN
+    if not classes:
+        return False
+    named = named and is_dict and all(type(key) is str for key in container)
+    return any(
+        _is_walked(value, seen, named=named, depth=depth + 1) if type(value) in _CONTAINERS else _counts(value, named)
+        for value in values
+        if type(value) in classes
+    )
+
+
+def _counts(value: Any, named: bool) -> bool:
+    """Return whether a value makes a container of what it lies in: an object does, a tensor by a name of its own."""
+    if isinstance(value, torch.Tensor):
+        return named
+    return not isinstance(value, type) and _kind_of_object(value) != "value"
+
+
+def reads_data(value: object) -> bool:
+    """Return whether an object yields samples, so that its state belongs to a rank out of so many."""
+    return isinstance(value, DataLoader | Dataset | Sampler)
+
+
+def _belongs_to_rank(value: Stateful) -> bool:
+    """Return whether an object's state is this rank's own by nature: random generators and what reads data."""
+    return reads_data(value) or bool(getattr(value, "aiockpt_per_rank", False))
+
+
+NAMES = ("params", "param_names")
+"""What a group of torch has beside its values."""
+HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
+"""What a group has that is a property of the job."""
+
+
+def default_keys(optimizer: Optimizer) -> list[str]:
+    """Return what each group of *optimizer* has by default, sorted, but for how a step is computed."""
+    defaults = getattr(optimizer, "defaults", None)
+    if not isinstance(defaults, Mapping):
+        return []
+    return sorted(key for key in defaults if type(key) is str and key not in HOW_TO_STEP)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that *optimizer* forwards all calls to, as wrappers of accelerate and Lightning do; or itself."""
+    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    if len(inner) != 1 or inner[0].state is not optimizer.state or inner[0].param_groups is not optimizer.param_groups:
+        return optimizer
+    return innermost(inner[0])
