@@ -67,7 +67,7 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, re
         UnsupportedStateError: safetensors has no such dtype.
     """
     path = _find_module(manifest) if prefix is None else parse_prefix(prefix)
-    names = {stored: rename(name) for stored, name in _names_below(manifest, path)}
+    names = {stored: rename(name) for stored, name in _below((*manifest.tensors, *manifest.alias), path)}
     if not names:
         raise _nothing_below(manifest, join_name(path))
     check_unique(names)
@@ -119,12 +119,13 @@ def _modules(node: Node, path: Path) -> Iterator[Path]:
             yield from _modules(child, (*path, key))
 
 
-def _names_below(manifest: Manifest, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name in the step, name in a folder) of the tensors below *path*."""
-    return _below((*manifest.tensors, *manifest.alias), path)
+def name_below(path: Path, name: str) -> str:
+    """Return what a step calls the weight *name* of a folder, at *path* of the state."""
+    return join_name((*path, *name.split(".")))
 
 
 def _below(names: Iterable[str], path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name in the step, name in a folder) of those of *names* that are below *path*."""
     for stored in names:
         if _OF_A_RANK.search(stored):
             continue

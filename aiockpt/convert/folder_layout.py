@@ -13,8 +13,9 @@ Guarantees:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from aiockpt.format.document import check_unique_keys, parse
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.safetensors import PAYLOAD_ALIGNMENT, Entry, encode_header
 
+Item = TypeVar("Item")
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -95,7 +97,7 @@ def plan_folder(weights: Sequence[Weight], ties: Mapping[str, str], max_shard_by
         raise UsageError(f"max_shard_bytes={max_shard_bytes}: give at least 1")
     if taken := ties.keys() & _METADATA.keys():
         raise UsageError(f"{min(taken)!r} shares memory and cannot be noted: safetensors keeps that key; rename it")
-    shards = list(_split(weights, max_shard_bytes))
+    shards = list(split_by_bytes(weights, lambda weight: weight.nbytes, max_shard_bytes)) or [[]]
     files = tuple(_plan_file(name, shard, ties) for name, shard in zip(file_names(len(shards)), shards, strict=True))
     if len(files) == 1:
         return Layout(files, None)
@@ -108,16 +110,18 @@ def file_names(count: int) -> list[str]:
     return [SINGLE_NAME] if count == 1 else [_shard_name(number, count) for number in range(count)]
 
 
-def _split(weights: Sequence[Weight], max_shard_bytes: int) -> Iterator[list[Weight]]:
-    members: list[Weight] = []
+def split_by_bytes(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Yield *items* in groups of at most *most_bytes*; a larger one has a group of its own."""
+    members: list[Item] = []
     held = 0
-    for weight in weights:
-        if members and held + weight.nbytes > max_shard_bytes:
+    for item in items:
+        if members and held + bytes_of(item) > most_bytes:
             yield members
             members, held = [], 0
-        members.append(weight)
-        held += weight.nbytes
-    yield members
+        members.append(item)
+        held += bytes_of(item)
+    if members:
+        yield members
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from aiockpt.adapters.rename import Rules
 from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.convert.casting import Cast, cast_all, cast_code
-from aiockpt.convert.choice import check_unique, parse_prefix
+from aiockpt.convert.choice import check_unique, name_below, parse_prefix
 from aiockpt.convert.publish import write_file
 from aiockpt.convert.source import Source, open_source
 from aiockpt.engine import maintenance
@@ -26,7 +26,7 @@ from aiockpt.engine.save import attempting, check_space, commit_votes, committed
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize
-from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, join_name, step_id
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
@@ -64,13 +64,12 @@ class ImportRequest(msgspec.Struct, frozen=True):
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A conversion to a step: from which files, what of, and what was committed (None in a dry run)."""
+    """A conversion to a step, done or planned: from which files, and what of."""
 
     files: tuple[str, ...]
     state: ShardedState
     prefix: str
     file_bytes: int
-    manifest: Manifest | None
 
 
 async def convert_folder(
@@ -93,7 +92,7 @@ async def convert_folder(
         asked = SaveRequest(step=request.step, user={"converted_from": _place_alone(folder.url)})
         job = SaveJob(engine, RoundAlone(RoundName(request.step)), asked, Capture(state=state))
         job.plan = await run_blocking(engine.state_work, engine.plan, state)
-        planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)
+        planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes)
         await check_space(place, job)
         if request.dry_run:
             return planned
@@ -104,7 +103,7 @@ async def convert_folder(
             with job.stages.time("commit"):
                 manifest = await commit_votes(place, attempt, [receipt])
         await maintenance.clean_up(place, committed(engine, job, manifest.generation))
-    return msgspec.structs.replace(planned, manifest=manifest)
+    return planned
 
 
 def _place_alone(url: str) -> str:
@@ -122,17 +121,15 @@ def _describe(source: Source, path: Path, request: ImportRequest) -> ShardedStat
         dtype = cast_code(tensor.dtype, request.dtype)
         boxes = (Box.whole(tensor.shape),)
         shards.append(
-            TensorShard(name=_name(path, names[tensor.name]), dtype=dtype, shape=tensor.shape, boxes=boxes, data=None)
+            TensorShard(
+                name=name_below(path, names[tensor.name]), dtype=dtype, shape=tensor.shape, boxes=boxes, data=None
+            )
         )
-    alias = {_name(path, names[other]): _name(path, names[kept]) for other, kept in ties.items()}
+    alias = {name_below(path, names[other]): name_below(path, names[kept]) for other, kept in ties.items()}
     values: Node = {TAG: "module"}
     for key in reversed(path):
         values = {str(key): values}
     return ShardedState(tuple(shards), alias, values, {}, digest_structure(shards, alias))
-
-
-def _name(path: Path, name: str) -> str:
-    return join_name((*path, *name.split(".")))
 
 
 def _ties(source: Source, wanted: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
-import msgspec
-
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import encode_index, file_names
-from aiockpt.convert.outbound import ExportRequest
+from aiockpt.convert.outbound import ExportRequest, Outbound
 from aiockpt.convert.publish import check_target, open_target
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
@@ -33,18 +31,9 @@ _ADVICE = (
 )
 
 
-class Linked(msgspec.Struct, frozen=True):
-    """A folder of links: of which step, which weights, the names of its files, and the bytes that they share."""
-
-    manifest: Manifest
-    chosen: Chosen
-    files: tuple[str, ...]
-    file_bytes: int
-
-
 async def link_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_read: Callable[[int], object]
-) -> Linked:
+) -> Outbound:
     """Make *folder* of links to the files of a step; only check whether it can be done in a dry run.
 
     Raises:
@@ -62,7 +51,7 @@ async def link_step(
         )
     paths = {index: Path(root, manifest.id, manifest.files[index].p) for index in _files_of(manifest, chosen)}
     names = dict(zip(paths, file_names(len(paths)), strict=True))
-    linked = Linked(manifest, chosen, tuple(names.values()), sum(manifest.files[index].size for index in paths))
+    linked = Outbound(manifest, chosen, tuple(names.values()), sum(manifest.files[index].size for index in paths))
     await run_blocking(engine.state_work, _check_names, manifest, chosen, paths)
     if request.dry_run:
         await check_target(folder, request.replace)

@@ -14,7 +14,7 @@ from aiockpt.adapters.rename import Rules
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.casting import Cast, cast_all
 from aiockpt.convert.choice import Chosen, choose_weights
-from aiockpt.convert.folder_layout import FolderFile, Layout, plan_folder
+from aiockpt.convert.folder_layout import FolderFile, plan_folder
 from aiockpt.convert.publish import check_target, open_target
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
@@ -23,9 +23,10 @@ from aiockpt.engine.load import Places
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import Windows
-from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.planning.read_plan import GAP, BlockRead, Landing, plan_reads
-from aiockpt.runtime.limits import open_tasks, run_blocking
+from aiockpt.pipeline.discover import StepCopy
+from aiockpt.pipeline.fetch import StepFiles
+from aiockpt.planning.read_plan import GAP, Landing
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.state.geometry import flat_range_boxes
 from aiockpt.state.shards import TensorShard
 from aiockpt.storage.backend import Backend
@@ -50,14 +51,8 @@ class Slices:
     def __init__(self, place: Place, manifest: Manifest) -> None:
         self._engine = place.engine
         self._manifest = manifest
-        self._read_bytes = place.engine.options.io.read_bytes
-        self._fetcher = Fetcher(
-            place.backend,
-            manifest,
-            (),
-            read_bytes=self._read_bytes,
-            elsewhere=partial(place.other_copies, manifest),
-        )
+        self._files = StepFiles(StepCopy(place.backend, manifest), partial(place.other_copies, manifest))
+        self._reading = Limiter("read", place.backend.traits.block_reads)
         self._headers_seen: set[int] = set()
 
     async def fill(self, wanted: Sequence[TensorShard]) -> None:
@@ -74,45 +69,16 @@ class Slices:
         await run_blocking(self._engine.state_work, places.settle)
 
     async def _fill_from(self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview]) -> None:
-        file = self._manifest.files[index]
-        reads = plan_reads(
-            landings, file.size, block_bytes=file.block, read_bytes=self._unit_bytes(file.block), whole_blocks=True
-        )
-        for read in reads:
-            into = _memory_of(read, memories)
-            header = index not in self._headers_seen
-            self._headers_seen.add(index)
-            if into is not None:
-                await self._fetcher.fetch_span(index, read.offset, into, header=header)
-                continue
-            blocks = memoryview(bytearray(read.size))
-            await self._fetcher.fetch_span(index, read.offset, blocks, header=header)
-            await run_blocking(self._engine.state_work, _scatter, read, blocks, memories)
-
-    def _unit_bytes(self, block_bytes: int) -> int:
-        return max(self._read_bytes // block_bytes, 1) * block_bytes
+        header_bytes = await self._files.header_bytes(index)
+        if index not in self._headers_seen and landings[0].start >= header_bytes:
+            landings = [Landing(0, header_bytes, GAP, 0), *landings]
+        self._headers_seen.add(index)
+        async with self._reading:
+            await self._files.fill(index, landings, memories, self._engine.options.io.read_bytes)
 
     async def close(self) -> None:
         """Close the files."""
-        await self._fetcher.close()
-
-
-def _memory_of(read: BlockRead, memories: Sequence[memoryview]) -> memoryview | None:
-    """Return the memory that all of a read goes to; None where it goes to several, or is not wanted whole."""
-    first = read.segments[0]
-    if len(read.segments) > 1 or first.target == GAP:
-        return None
-    return memories[first.target][first.target_offset : first.target_offset + first.size]
-
-
-def _scatter(read: BlockRead, blocks: memoryview, memories: Sequence[memoryview]) -> None:
-    """Copy what is wanted of *blocks* to where it is wanted."""
-    cursor = 0
-    for segment in read.segments:
-        if segment.target != GAP:
-            end = segment.target_offset + segment.size
-            memories[segment.target][segment.target_offset : end] = blocks[cursor : cursor + segment.size]
-        cursor += segment.size
+        await self._files.close()
 
 
 WINDOWS = 3
@@ -133,21 +99,12 @@ class ExportRequest(msgspec.Struct, frozen=True):
 
 
 class Outbound(msgspec.Struct, frozen=True):
-    """A conversion to a folder, planned: of which step, what, and into which files."""
+    """A folder of the weights of a step, made or planned: of which step, which weights, and its files and their bytes."""
 
     manifest: Manifest
     chosen: Chosen
-    layout: Layout
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The names of the files."""
-        return tuple(file.name for file in self.layout.files)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all files."""
-        return self.layout.file_bytes
+    files: tuple[str, ...]
+    file_bytes: int
 
 
 async def convert_step(
@@ -160,7 +117,7 @@ async def convert_step(
         engine.state_work, choose_weights, manifest, request.prefix, request.dtype, request.rename
     )
     layout = plan_folder(chosen.weights, chosen.ties, request.max_shard_bytes)
-    planned = Outbound(manifest, chosen, layout)
+    planned = Outbound(manifest, chosen, tuple(file.name for file in layout.files), layout.file_bytes)
     if request.dry_run:
         await check_target(folder, request.replace)
         return planned

@@ -14,7 +14,7 @@ import torch
 
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
-from aiockpt.convert.folder_layout import Weight
+from aiockpt.convert.folder_layout import Weight, split_by_bytes
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import Found, find_manifest
 from aiockpt.engine.load import fill_tensors
@@ -73,7 +73,7 @@ class Weights:
         Args:
             ahead_bytes: how much is read ahead; one weight may be larger.
         """
-        batches = deque(self._batches(max(ahead_bytes // 2, 1)))
+        batches = deque(split_by_bytes(self._weights.values(), lambda weight: weight.nbytes, max(ahead_bytes // 2, 1)))
         pending: deque[tuple[dict[str, torch.Tensor], Future[None]]] = deque()
         while batches or pending:
             while batches and len(pending) < 2:
@@ -82,18 +82,6 @@ class Weights:
             future.result()
             for name in list(tensors):
                 yield name, tensors.pop(name)
-
-    def _batches(self, most_bytes: int) -> Iterator[list[Weight]]:
-        batch: list[Weight] = []
-        held = 0
-        for weight in self._weights.values():
-            if batch and held + weight.nbytes > most_bytes:
-                yield batch
-                batch, held = [], 0
-            batch.append(weight)
-            held += weight.nbytes
-        if batch:
-            yield batch
 
     def _start(self, weights: list[Weight]) -> tuple[dict[str, torch.Tensor], Future[None]]:
         """Begin to read some weights into new memory."""

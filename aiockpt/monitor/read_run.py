@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ READS = 16
 LATEST_NS, LATEST_S, MOST_RANKS = 2**62, 2**32, 1_000_000
 """What is more is damage, and so is what is below 0."""
 
-Trace = tuple[str, Callable[[], bytes]]
-"""The name of a file, and what reads it."""
+Trace = tuple[str, bytes | Exception]
+"""The name of a file, and its contents, or why it could not be read."""
 
 
 def read_run(where: str | os.PathLike[str]) -> RunLog:
@@ -106,57 +106,55 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
     """
     given = os.fspath(where)
     address = parse_address(where)
-    traces = list(_files(Path(address.text))) if address.scheme == "file" else anyio.run(_fetch, given)
-    if not traces:
-        raise UsageError(
-            f"{redact(given)}: no trace of a run here. Have it written: "
-            "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()]), which writes to folders, not into buckets"
-        )
+    traces = _files(Path(address.text)) if address.scheme == "file" else anyio.run(_fetch, given)
     processes: list[ProcessLog] = []
-    unread = 0
+    unread = number = 0
     missing: list[UnreadFile] = []
-    for name, read in traces:
-        try:
-            data = read()
-        except (OSError, CheckpointError) as error:
-            missing.append(UnreadFile(name, str(error)))
+    for number, (name, data) in enumerate(traces, 1):  # noqa: B007  how many there are
+        if isinstance(data, Exception):
+            missing.append(UnreadFile(name, str(data)))
             continue
         told, missed = _decode(data.split(b"\n"))
         processes += told
         unread += missed
+    if not number:
+        raise UsageError(
+            f"{redact(given)}: no trace of a run here. Have it written: "
+            "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()]), which writes to folders, not into buckets"
+        )
     if not processes:
         why = "; ".join(f"{one.name}: {one.why}" for one in missing[:3])
         raise UsageError(
-            f"{redact(given)}: nothing can be read from {count(len(traces), 'trace')} here: "
+            f"{redact(given)}: nothing can be read from {count(number, 'trace')} here: "
             + (why or "no line says which process it is of")
         )
     return align_clocks(RunLog(sorted(processes, key=lambda one: one.opened.time_ns), unread, tuple(missing)))
 
 
-def _files(path: Path) -> Iterable[Trace]:
+def _files(path: Path) -> Iterator[Trace]:
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
-    if path.is_file():
-        return [(path.name, path.read_bytes)]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    return [(file.name, file.read_bytes) for file in sorted(folder.glob(f"*{ENDING}"))]
+    for file in [path] if path.is_file() else sorted(folder.glob(f"*{ENDING}")):
+        try:
+            yield file.name, file.read_bytes()
+        except OSError as error:
+            yield file.name, error
 
 
 async def _fetch(url: str) -> list[Trace]:
-    """Return the traces below *url*, read; those that could not be read raise on access."""
+    """Return the traces below *url*."""
     root, _, name = url.rpartition("/")
     backend = open_backend(root if name.endswith(ENDING) else url)
-    found: dict[str, Callable[[], bytes]] = {}
+    found: dict[str, bytes | Exception] = {}
     limit = anyio.CapacityLimiter(READS)
 
     async def fetch(key: str) -> None:
         async with limit:
             try:
-                data = await _read_object(backend, key)
+                found[key] = await _read_object(backend, key)
             except CheckpointError as error:
-                found[key] = partial(_fail, error)
-            else:
-                found[key] = lambda: data
+                found[key] = error
 
     try:
         keys = [name] if name.endswith(ENDING) else await _list(backend)
@@ -186,10 +184,6 @@ async def _read_object(backend: Backend, key: str) -> bytes:
         return bytes(data)
     finally:
         await reader.close()
-
-
-def _fail(error: CheckpointError) -> bytes:
-    raise error
 
 
 def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:

@@ -37,6 +37,8 @@ from aiockpt.storage.transfer import get_many
 HASH = "hash"
 """A part of "write" and of "read": what worker threads hashed."""
 StageKey = tuple[Operation, str]
+Steps = Mapping[int, Mapping[int, float]]
+"""Step → rank → seconds."""
 
 
 class StageTimes:
@@ -61,18 +63,14 @@ class StageTimes:
         """Return the stages that there are."""
         return list(self._taken)
 
-    def steps(self, key: StageKey, least_ranks: int) -> dict[int, dict[int, float]]:
-        """Return step → rank → seconds, in the order of steps, of those that *least_ranks* report."""
-        return {step: ranks for step, ranks in sorted(self._taken[key].items()) if len(ranks) >= least_ranks}
-
-    def together(self, keys: Iterable[StageKey], least_ranks: int) -> dict[int, dict[int, float]]:
-        """Return the same of several stages in sum."""
+    def together(self, operation: Operation, stages: Iterable[str]) -> Steps:
+        """Return what *stages* took in sum, in the order of steps, of those that `RANKS` report."""
         sums: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for key in keys:
-            for step, ranks in self._taken[key].items() if key in self._taken else ():
+        for stage in stages:
+            for step, ranks in self._taken.get((operation, stage), {}).items():
                 for rank, seconds in ranks.items():
                     sums[step][rank] += seconds
-        return {step: ranks for step, ranks in sorted(sums.items()) if len(ranks) >= least_ranks}
+        return {step: ranks for step, ranks in sorted(sums.items()) if len(ranks) >= RANKS}
 
 
 def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
@@ -144,14 +142,12 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
-    own: dict[Operation, dict[int, dict[int, float]]] = {
-        operation: times.together([(operation, stage) for stage in stages], RANKS) for operation, stages in _OWN.items()
-    }
+    own = {operation: times.together(operation, stages) for operation, stages in _OWN.items()}
     slow = [
         one
         for key in times.stages()
         if key[1] not in _VICTIMS
-        for one in _compare(key, times.steps(key, RANKS), FACTOR, times)
+        for one in _compare(key, times.together(key[0], key[1:]), FACTOR, times)
         if not _made_up_for(one, own)
     ]
     known = {(one.rank, one.operation) for one in slow}
@@ -161,10 +157,8 @@ def stragglers(times: StageTimes) -> list[Straggler]:
     return sorted(slow, key=lambda one: one.extra_s, reverse=True)
 
 
-def _compare(
-    key: StageKey, compared: Mapping[int, Mapping[int, float]], least: float, times: StageTimes
-) -> Iterable[Straggler]:
-    """Yield the ranks that are slow by a factor of *least*, from step → rank → seconds."""
+def _compare(key: StageKey, compared: Steps, least: float, times: StageTimes) -> Iterable[Straggler]:
+    """Yield the ranks that are slow by a factor of *least*."""
     usual = {step: median(ranks.values()) for step, ranks in compared.items()}
     by_rank: dict[int, dict[int, float]] = defaultdict(dict)
     for step, ranks in compared.items():
@@ -195,27 +189,23 @@ def _compare(
         )
 
 
-def _made_up_for(found: Straggler, own: Mapping[Operation, Mapping[int, Mapping[int, float]]]) -> bool:
+def _extra_s(steps: Steps, found: Straggler) -> list[float]:
+    """Return what a rank took longer than the median of all, in each step since it is slow."""
+    since = [ranks for step, ranks in steps.items() if step >= found.since and found.rank in ranks]
+    return [ranks[found.rank] - median(ranks.values()) for ranks in since]
+
+
+def _made_up_for(found: Straggler, own: Mapping[Operation, Steps]) -> bool:
     """Return whether a rank that is slow in a stage is not, by half of that at least, in all that it does itself."""
     if found.stage not in _OWN.get(found.operation, ()) and found.stage not in _PARTS:
         return False
-    extra = [
-        ranks[found.rank] - median(ranks.values())
-        for step, ranks in own[found.operation].items()
-        if step >= found.since and found.rank in ranks
-    ]
+    extra = _extra_s(own[found.operation], found)
     return bool(extra) and median(extra) < found.extra_s / 2
 
 
 def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> Straggler:
     """Return a rank that is slow in all that it does, with the stage that adds most to that."""
-
-    def extra_s(stage: str) -> float:
-        steps = times.steps((found.operation, stage), RANKS)
-        since = [ranks for step, ranks in steps.items() if step >= found.since and found.rank in ranks]
-        return sum(ranks[found.rank] - median(ranks.values()) for ranks in since)
-
-    stage = max(stages, key=extra_s)
+    stage = max(stages, key=lambda one: sum(_extra_s(times.together(found.operation, [one]), found)))
     starved = found.cause == STARVED
     cause = STARVED if starved or stage in _PROCESSOR else _storage(times)
     return msgspec.structs.replace(found, stage=stage, cause=cause)
@@ -238,7 +228,7 @@ def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra
 
     In sum, for a lack of processor time comes and goes; but without the worst step, which may be a hiccup.
     """
-    alone = times.together([(operation, one) for one in _PROCESSOR], RANKS)
+    alone = times.together(operation, _PROCESSOR)
     pairs = [(alone[step][rank], median(alone[step].values())) for step in slow if rank in alone.get(step, {})]
     kept = sorted(pairs)[:-1]
     own, usual = (sum(column) for column in zip(*kept, strict=True)) if kept else (0.0, 0.0)

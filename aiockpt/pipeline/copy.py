@@ -19,7 +19,6 @@ from typing import Protocol
 
 import anyio
 import msgspec
-import numpy as np
 
 from aiockpt.errors import CheckpointError, ObjectExistsError, UsageError
 from aiockpt.format.document import SUM_BYTES, block_count, digest128
@@ -30,7 +29,7 @@ from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.discover import StepCopy, find_copy, find_copy_in, look_at
 from aiockpt.pipeline.fetch import StepFiles
 from aiockpt.pipeline.upload import BlockSums
-from aiockpt.planning.read_plan import GAP, Landing, plan_reads
+from aiockpt.planning.read_plan import Landing
 from aiockpt.planning.weights import WeightsPlan, plan_weights
 from aiockpt.planning.write_plan import HEADER
 from aiockpt.runtime.limits import Limiter, Pace, note_progress, open_tasks, run_blocking
@@ -352,10 +351,9 @@ class WeightsOfStep:
 
     def __init__(self, sources: Sequence[StepCopy], plan: WeightsPlan, window_bytes: int) -> None:
         self.sources = sources
-        self._whole = sources[0].manifest
         self._plan = plan
         self.window_bytes = window_bytes
-        self.id, self.attempt = self._whole.id, plan.votes[0].attempt
+        self.id, self.attempt = sources[0].manifest.id, plan.votes[0].attempt
         self.files = tuple(file.entry for file in plan.files)
 
     async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
@@ -367,26 +365,7 @@ class WeightsOfStep:
                 view[copy.window_offset : copy.window_offset + copy.size] = part
         for file, landings in made.landings(window).items():
             for some in _apart(landings):
-                await self._fetch(blocks, file, some, view)
-
-    async def _fetch(self, blocks: StepFiles, file: int, landings: Sequence[Landing], view: memoryview) -> None:
-        """Fill what lands in *view*; what else is in the blocks is read too, to compare them."""
-        stored = self._whole.files[file]
-        reads = plan_reads(
-            landings,
-            stored.size,
-            block_bytes=stored.block,
-            read_bytes=max(self.window_bytes // stored.block, 1) * stored.block,
-            whole_blocks=True,
-        )
-        for read in reads:
-            into = [
-                np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
-                if segment.target == GAP
-                else view[segment.target_offset : segment.target_offset + segment.size]
-                for segment in read.segments
-            ]
-            await blocks.read(file, read.offset, into)
+                await blocks.fill(file, some, [view], self.window_bytes)
 
     def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
         return self._plan.manifest(files, generation, write_id)

@@ -21,6 +21,7 @@ from functools import cached_property
 
 import anyio
 import msgspec
+import numpy as np
 
 from aiockpt.errors import (
     CheckpointError,
@@ -201,6 +202,24 @@ class StepFiles:
             if not await self._read_from_any(others, index, offset, into, error):
                 await self._read_each_block(index, offset, into, error)
             return 0
+
+    async def fill(
+        self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview], read_bytes: int
+    ) -> None:
+        """Fill what *landings* (sorted, not overlapping) name in *memories*, read after read; raises as `read`.
+
+        What else is in their blocks is read too, to compare them.
+        """
+        file = self._manifest.files[index]
+        unit_bytes = max(read_bytes // file.block, 1) * file.block
+        for read in plan_reads(landings, file.size, block_bytes=file.block, read_bytes=unit_bytes, whole_blocks=True):
+            into = [
+                np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
+                if segment.target == GAP
+                else memories[segment.target][segment.target_offset : segment.target_offset + segment.size]
+                for segment in read.segments
+            ]
+            await self.read(index, read.offset, into)
 
     async def _read_each_block(
         self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError

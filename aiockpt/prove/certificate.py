@@ -132,40 +132,50 @@ CORE = frozenset(TRAINING + row for row in (DATA, LOSS, WEIGHTS, GRADIENTS))
 """Rows without which nothing is shown: where two straight runs differ in these, the script is not reproducible."""
 
 
-def judge(
-    runner: Runner,
-    how: Proof,
-    starts: Sequence[Start],
-    findings: Findings,
-    control: Findings,
-    again: Findings | None,
-    idle: Set[str],
-    ignored: Set[str],
-) -> Certificate:
-    """Return the certificate.
+class Evidence(msgspec.Struct, frozen=True):
+    """What the comparisons of a proof found.
 
-    Args:
+    Attributes:
         findings: of the starts that were killed and resumed; *control*: of the one that loaded nothing.
         again: of a second straight run; None where it was not needed.
         idle: rows of random generators that nothing draws from.
         ignored: rows that do not count.
     """
-    unsteady = set() if again is None else again.differing()
+
+    findings: Findings
+    control: Findings
+    again: Findings | None
+    idle: Set[str]
+    ignored: Set[str]
+
+    @property
+    def unsteady(self) -> Set[str]:
+        """Rows in which two straight runs differ."""
+        return set() if self.again is None else self.again.differing()
+
+    @property
+    def left_out(self) -> Set[str]:
+        """Rows that prove nothing of the resume."""
+        return {*self.ignored, *self.idle, *self.unsteady}
+
+
+def judge(runner: Runner, how: Proof, starts: Sequence[Start], told: Evidence) -> Certificate:
+    """Return the certificate."""
     near = how.close is not None or how.resume_with is not None
-    left_out = {*ignored, *idle, *unsteady}
-    first = findings.first(left_out)
+    control = told.control.differing()
     rows = [
         RowResult(
             row=name,
-            outcome=_outcome(name, row.differing, control, idle, ignored, unsteady, near),
+            outcome=_outcome(name, row.differing, told, near),
             compared=row.compared,
             differing=row.differing,
-            control=name in control.differing() if name in control.rows and name not in (RESUME, STEPS) else None,
+            control=name in control if name in told.control.rows and name not in (RESUME, STEPS) else None,
         )
-        for name, row in sorted(findings.rows.items(), key=lambda item: item[0].startswith(TRAINING))
+        for name, row in sorted(told.findings.rows.items(), key=lambda item: item[0].startswith(TRAINING))
     ]
-    verdict, reason = _decide(how, starts, first, again, unsteady - ignored - idle, control, left_out)
-    differing = findings.differing() - left_out
+    verdict, reason, first = _decide(how, starts, told)
+    found = told.findings.first(told.left_out)
+    differing = told.findings.differing() - told.left_out
     calendar = Calendar(starts[0].ranks[0])
     return Certificate(
         verdict=verdict,
@@ -178,41 +188,34 @@ def judge(
         versions=_versions(),
         starts=[_result(start, calendar) for start in starts],
         rows=rows,
-        first=first
-        if verdict == "differs"
-        else again.first({*ignored, *idle})
-        if verdict != "certified" and again
-        else None,
-        also=sorted(differing - ({first.row} if first else set())),
+        first=first,
+        also=sorted(differing - ({found.row} if found else set())),
         same=sorted(row.row for row in rows if row.outcome == "equal" and row.row != RESUME),
     )
 
 
-def _decide(
-    how: Proof,
-    starts: Sequence[Start],
-    first: Difference | None,
-    again: Findings | None,
-    unsteady: Set[str],
-    control: Findings,
-    left_out: Set[str],
-) -> tuple[Verdict, str]:
+def _decide(how: Proof, starts: Sequence[Start], told: Evidence) -> tuple[Verdict, str, Difference | None]:
+    """Return the verdict, the reason, and the difference that shows it."""
+    again, unsteady = told.again, told.unsteady - told.ignored - told.idle
+    of_itself = None if again is None else again.first({*told.ignored, *told.idle})
     core = unsteady & CORE
     if again is not None and core:
         found = again.first(set(again.rows) - unsteady)
         where = f"{found.at}: {found.row.removeprefix(TRAINING)}" if found else ", ".join(sorted(core))
-        return "proves nothing", (
+        reason = (
             f"the script is not deterministic by itself: two runs that nobody stopped differ {where}. Seed everything, see "
             "torch.use_deterministic_algorithms(True), or give --close"
         )
-    if first is not None:
-        return "differs", _blame(first)
-    if not control.differing() - left_out:
-        return "proves nothing", (
+        return "proves nothing", reason, of_itself
+    if (first := told.findings.first(told.left_out)) is not None:
+        return "differs", _blame(first), first
+    if not told.control.differing() - told.left_out:
+        reason = (
             "a control that restarted without the load came to the same: the script does not train from what it loads, or "
             "everything it loads is what a fresh start has anyway"
         )
-    return "certified", _praise(how, starts)
+        return "proves nothing", reason, of_itself
+    return "certified", _praise(how, starts), None
 
 
 def _praise(how: Proof, starts: Sequence[Start]) -> str:
@@ -233,24 +236,16 @@ def _blame(first: Difference) -> str:
     return f"the resumed run is another run: {first.row.removeprefix(TRAINING)} differs first, {first.at}"
 
 
-def _outcome(
-    name: str,
-    differing: int,
-    control: Findings,
-    idle: Set[str],
-    ignored: Set[str],
-    unsteady: Set[str],
-    near: bool,
-) -> Outcome:
-    if name in ignored:
+def _outcome(name: str, differing: int, told: Evidence, near: bool) -> Outcome:
+    if name in told.ignored:
         return "ignored"
-    if name in idle:
+    if name in told.idle:
         return "not drawn from"
-    if name in unsteady:
+    if name in told.unsteady:
         return "not reproducible"
     if differing:
         return "differs"
-    if name not in (RESUME, STEPS) and name in control.rows and name not in control.differing():
+    if name not in (RESUME, STEPS) and name in told.control.rows and name not in told.control.differing():
         return "as when fresh"
     return "close" if near and name == TRAINING + LOSS else "equal"
 

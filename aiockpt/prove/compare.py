@@ -10,8 +10,10 @@ may have been given other data before it, such as a peek at the first batch: the
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -32,6 +34,9 @@ _CAUSES = ("stateful", "loader", "per rank", "value")
 """Kinds of objects that make weights and settings what they are: of what differs at one place, reported first."""
 
 
+Order = tuple[int, int]
+
+
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Where one row differs for the first time.
 
@@ -47,7 +52,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     row: str
     what: str
     at: str
-    order: tuple[int, int]
+    order: Order
     expected: str
     found: str
     start: str = ""
@@ -69,14 +74,22 @@ class Findings:
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
 
-    def note(self, row: str, difference: Difference | None) -> None:
-        """Count one comparison of *row*; *difference* is None where the values are equal."""
+    def judge(
+        self, row: str, what: str, expected: str, found: str, *, order: Order, equal: bool | None = None, **where: Any
+    ) -> None:
+        """Count one comparison of *row*.
+
+        Args:
+            equal: whether there is no difference; by default where *expected* is *found*.
+            where: further fields of the `Difference`.
+        """
         entry = self.rows.setdefault(row, Row())
         entry.compared += 1
-        if difference is not None:
-            entry.differing += 1
-            if entry.first is None or difference.order < entry.first.order:
-                entry.first = difference
+        if expected == found if equal is None else equal:
+            return
+        entry.differing += 1
+        if entry.first is None or order < entry.first.order:
+            entry.first = Difference(row=row, what=what, expected=expected, found=found, order=order, **where)
 
     def first(self, without: Collection[str] = ()) -> Difference | None:
         """Return the very first difference, of rows that are not in *without*."""
@@ -130,7 +143,7 @@ class Comparison:
         self._findings = findings
         self._start, self._rank = start, rank
         self._closeness = closeness
-        self._order = (0, 0)
+        self._order = 0
         self._at = ""
         self._resumed = self._random_off = self._loaded = False
 
@@ -157,12 +170,12 @@ class Comparison:
     def _compare_twins(self, key: Key, record: AnyRecord) -> None:
         twin = self._reference.by_key.get(key)
         if twin is None:
-            self._order = (self._order[0] + 1, 0)
+            self._order += 1
             if not self._at:
                 self._at = "after the load" if self._loaded else "at the start"
-            self._tell(STEPS, "number of steps", "no such step", _tell(record), 0)
+            self._judge(STEPS, "number of steps", "no such step", _tell(record), 0, equal=False)
             return
-        self._order = (self._reference.order[key], 0)
+        self._order = self._reference.order[key]
         self._at = f"at {self._reference.calendar.tell(record.place)}"
         match twin, record:
             case Stepped(), Stepped():
@@ -175,7 +188,7 @@ class Comparison:
                 self._compare_texts("metric ", twin.metrics, record.metrics, 4)
             case Told(), Told():
                 self._at = f"after {self._reference.calendar.tell(record.place)}"
-                self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, self._close)
+                self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, near=True)
             case Ended(), Ended() if record.weights:  # a start that made no step has seen no weights
                 self._at = "at the end"
                 self._compare_leaves(WEIGHTS, twin.weights, record.weights, 0)
@@ -183,16 +196,16 @@ class Comparison:
 
     def _compare_ends(self, last: Key) -> None:
         expected, found = (self._reference.by_key.get(key) for key in (self._reference.last, last))
-        self._order = (len(self._reference.order), 0)
+        self._order = len(self._reference.order)
         self._at = "at the end"
-        self._tell(STEPS, "where it ends", _tell(expected), _tell(found), 0)
+        self._judge(STEPS, "where it ends", _tell(expected), _tell(found), 0, equal=False)
 
     # ------------------------------------------------------------------ what
 
     def _compare_load(self, record: Loaded, saved: View | None) -> None:
         """Compare what a load left with what was saved."""
         key = next((key for key, twin in self._reference.by_key.items() if _is_label(twin, record.step)), None)
-        self._order = (self._reference.order.get(key, -1), 0)
+        self._order = self._reference.order.get(key, -1)
         self._at = f"right after the load of step {record.step}"
         if saved is None:
             return
@@ -236,7 +249,7 @@ class Comparison:
     def _compare_losses(self, twin: Stepped, record: Stepped, first: bool) -> None:
         expected, found = _tails(twin.losses, record.losses) if first else (twin.losses, record.losses)
         if expected or found:
-            self._judge(f"{TRAINING}{LOSS}", "the loss", _joined(expected), _joined(found), 7, self._close)
+            self._judge(f"{TRAINING}{LOSS}", "the loss", _joined(expected), _joined(found), 7, near=True)
 
     def _compare_random(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
         for name in expected:
@@ -275,7 +288,7 @@ class Comparison:
     ) -> None:
         for name in _keys(expected, found):
             pair = expected.get(name, "none"), found.get(name, "none")
-            self._judge(row if as_row else row + name, name, *pair, part, None if as_row else self._close)
+            self._judge(row if as_row else row + name, name, *pair, part, near=not as_row)
 
     # ------------------------------------------------------------------ the outcome
 
@@ -290,26 +303,12 @@ class Comparison:
         return all(_near(one, other, self._closeness) for one, other in pairs)
 
     def _judge(
-        self, row: str, what: str, expected: str, found: str, part: int, close: object = None, *, note: str = ""
+        self, row: str, what: str, expected: str, found: str, part: int, *, near: bool = False, **how: Any
     ) -> None:
-        if expected == found or (close is not None and self._close(expected, found)):
-            self._findings.note(row, None)
-        else:
-            self._tell(row, what, expected, found, part, note)
-
-    def _tell(self, row: str, what: str, expected: str, found: str, part: int, note: str = "") -> None:
-        difference = Difference(
-            row=row,
-            what=what,
-            at=self._at,
-            order=(self._order[0], part),
-            expected=expected,
-            found=found,
-            start=self._start,
-            rank=self._rank,
-            note=note,
-        )
-        self._findings.note(row, difference)
+        if near and self._close(expected, found):
+            how["equal"] = True
+        where = {"at": self._at, "order": (self._order, part), "start": self._start, "rank": self._rank}
+        self._findings.judge(row, what, expected, found, **where, **how)
 
 
 def _keys(expected: Iterable[str], found: Iterable[str]) -> list[str]:
@@ -415,6 +414,8 @@ def saved_views(starts: Iterator[Sequence[AnyRecord]] | Sequence[Sequence[AnyRec
 CLOSE = 1e-3
 """How far losses may be off, relatively, by default; float32 sums in another order, amplified by some steps."""
 _OF_RANKS = ("per rank", "loader")
+_Judge = Callable[..., None]
+"""`Findings.judge`, for one start."""
 
 
 def compare_reshaped(
@@ -427,14 +428,14 @@ def compare_reshaped(
     to_the_end: bool,
 ) -> None:
     """Compare *start*, which may have other ranks than *straight*, and than those *before* it in its line."""
-    step = start.loaded
+    step, judge = start.loaded, partial(findings.judge, start=start.name)
     if step is not None:
         loads = [record for rank in start.ranks for record in start.of(Loaded, rank) if record.step == step]
         saved = next(filter(None, (_saved(one, loads[0].url, step) for one in reversed(before))), None)
         loaded = [record.state for record in loads if record.url == loads[0].url]
         if saved and loaded:
-            _compare_states(saved, loaded, step, start.name, findings)
-    _compare_training(straight, start, findings, CLOSE if closeness is None else closeness, to_the_end)
+            _compare_states(saved, loaded, f"right after the load of step {step}", judge)
+    _compare_training(straight, start, judge, CLOSE if closeness is None else closeness, to_the_end)
 
 
 def _saved(start: Start, url: str, step: int) -> list[View]:
@@ -446,12 +447,11 @@ def _saved(start: Start, url: str, step: int) -> list[View]:
     return views
 
 
-def _compare_states(saved: Sequence[View], loaded: Sequence[View], step: int, name: str, findings: Findings) -> None:
+def _compare_states(saved: Sequence[View], loaded: Sequence[View], at: str, judge: _Judge) -> None:
     expected, found = (_whole(views) | _values(views[0]) for views in (saved, loaded))
-    at = f"right after the load of step {step}"
     for row, _, off in _by_row(expected, found, {**saved[0].parts, **loaded[0].parts}):
-        pair = (expected.get(off[0], "none"), found.get(off[0], "none")) if off else ("", "")
-        findings.note(row, _difference(row, off[0], at, (-1, 0), pair, name) if off else None)
+        first = off[0] if off else ""
+        judge(row, first, expected.get(first, "none"), found.get(first, "none"), at=at, order=(-1, 0))
 
 
 def _whole(views: Iterable[View]) -> dict[str, str]:
@@ -481,31 +481,24 @@ def _values(view: View) -> dict[str, str]:
     }
 
 
-def _compare_training(straight: Start, start: Start, findings: Findings, closeness: float, to_the_end: bool) -> None:
+def _compare_training(straight: Start, start: Start, judge: _Judge, closeness: float, to_the_end: bool) -> None:
     calendar = Calendar(straight.ranks[0])
     expected, found = _steps(straight), _steps(start)
     for number, (place, records) in enumerate(found.items()):
-        twins = expected.get(place)
         at = f"at {calendar.tell(place)}"
+        twins = expected.get(place)
         if twins is None:
-            findings.note(
-                "steps", _difference("steps", "a step", at, (number, 0), ("no such step", "a step"), start.name)
-            )
+            judge(STEPS, "a step", "no such step", "a step", at=at, order=(number, 0))
             continue
         if sum(one.rows for one in twins) == sum(one.rows for one in records) > 0:
-            pair = _samples(twins), _samples(records)
-            row = TRAINING + DATA
-            off = pair[0] != pair[1]
-            findings.note(row, _difference(row, "the samples", at, (number, 1), pair, start.name) if off else None)
-        losses = _loss(twins), _loss(records)
-        if losses[0] is not None and losses[1] is not None:
-            row, (one, other) = TRAINING + LOSS, (losses[0], losses[1])
+            judge(TRAINING + DATA, "the samples", _samples(twins), _samples(records), at=at, order=(number, 1))
+        one, other = _loss(twins), _loss(records)
+        if one is not None and other is not None:
             near = _near(one, other, closeness)
-            pair = repr(one), repr(other)
-            findings.note(row, None if near else _difference(row, "mean loss", at, (number, 2), pair, start.name))
+            judge(TRAINING + LOSS, "mean loss", repr(one), repr(other), at=at, order=(number, 2), equal=near)
     if to_the_end and found and list(found)[-1] != list(expected)[-1]:
-        pair = calendar.tell(list(expected)[-1]), calendar.tell(list(found)[-1])
-        findings.note("steps", _difference("steps", "where it ends", "at the end", (1 << 30, 0), pair, start.name))
+        ends = (calendar.tell(list(steps)[-1]) for steps in (expected, found))
+        judge(STEPS, "where it ends", *ends, at="at the end", order=(1 << 30, 0), equal=False)
 
 
 def _steps(start: Start) -> Mapping[Place, list[Stepped]]:
@@ -524,7 +517,3 @@ def _samples(records: Iterable[Stepped]) -> str:
 def _loss(records: Iterable[Stepped]) -> float | None:
     losses = [float(loss) for record in records for loss in record.losses]
     return fmean(losses) if losses else None
-
-
-def _difference(row: str, what: str, at: str, order: tuple[int, int], pair: tuple[str, str], start: str) -> Difference:
-    return Difference(row=row, what=what, at=at, order=order, expected=pair[0], found=pair[1], start=start)

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import UsageError
 from aiockpt.prove.assignment import Kill, ProofJob
-from aiockpt.prove.certificate import Certificate, judge
+from aiockpt.prove.certificate import Certificate, Evidence, judge
 from aiockpt.prove.compare import (
     RESUME,
     TRAINING,
     Comparison,
-    Difference,
     Findings,
     Reference,
     compare_reshaped,
@@ -84,6 +83,7 @@ def _in_save(step: int, calls: dict[int, dict[int, int]], rank: int, dice: rando
     return Kill(kind="save", label=step, call=dice.randrange(number), rank=rank)
 
 
+PRINTED = "printed loss"
 CONTROL_STEPS = 8
 """Optimizer steps after which a control has shown enough."""
 SHORT = (
@@ -138,8 +138,8 @@ class _Story:
         findings = self._compare(straight, line)
         control = Findings()
         if self._early.exists():
-            job = self._job("control", self._early, withhold=True, stop_after=CONTROL_STEPS)
-            started = self._start("control", job, self._how.resume_with)
+            how = self._how.resume_with
+            started = self._run("control", self._early, how, withhold=True, stop_after=CONTROL_STEPS)
             self._compare_one(straight, started, line[:1], control, to_the_end=False)
         again = None
         idle, ignored = self._idle(straight, findings), self._ignored(findings)
@@ -147,14 +147,21 @@ class _Story:
             again = Findings()
             twice = self._run("again", self._folder / "place-again")
             self._compare_one(straight, twice, [], again, to_the_end=True)
-        return judge(self._runner, self._how, self._starts, findings, control, again, idle, ignored)
+        return judge(self._runner, self._how, self._starts, Evidence(findings, control, again, idle, ignored))
 
     # ------------------------------------------------------------------ runs
 
-    def _job(
-        self, name: str, place: Path, *, kill: Kill | None = None, withhold: bool = False, stop_after: int | None = None
-    ) -> ProofJob:
-        return ProofJob(
+    def _run(
+        self,
+        name: str,
+        place: Path,
+        command: Sequence[str] | None = None,
+        *,
+        kill: Kill | None = None,
+        withhold: bool = False,
+        stop_after: int | None = None,
+    ) -> Start:
+        job = ProofJob(
             folder=str((self._folder / name.replace(" ", "-")).resolve()),
             place=str(place.resolve()),
             kill=kill,
@@ -164,11 +171,6 @@ class _Story:
             as_is=tuple(map(url_of, self._how.as_is)),
             inline=isinstance(self._runner, InlineRunner),
         )
-
-    def _run(self, name: str, place: Path) -> Start:
-        return self._start(name, self._job(name, place))
-
-    def _start(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
         start = self._runner.run(name, job, command)
         self._starts.append(start)
         self._told(start)
@@ -181,7 +183,7 @@ class _Story:
         for kill in [*kills, None]:
             name = "killed" if not line else f"resumed {len(line)}" if len(kills) > 1 else "resumed"
             command = self._how.resume_with if line else None
-            line.append(self._start(name, self._job(name, place, kill=kill), command))
+            line.append(self._run(name, place, command, kill=kill))
             if len(line) == 1:
                 _check_killed(line[0])
                 shutil.copytree(place, self._early)
@@ -201,7 +203,7 @@ class _Story:
         self, straight: Start, start: Start, before: Sequence[Start], findings: Findings, *, to_the_end: bool
     ) -> None:
         if before and not start.ranks:
-            findings.note(RESUME, _no_record(start))
+            _judge_resume(start, findings, "an aiockpt.Checkpointer", "none was made", start.tail)
             return
         if self._how.resume_with is not None and before:
             compare_reshaped(straight, start, before, findings, self._how.close, to_the_end=to_the_end)
@@ -214,11 +216,13 @@ class _Story:
                     told = [record for record in told if not isinstance(record, Ended)]
                 comparison.run(told, saved, to_the_end=to_the_end)
         if start.died is None and start.status:
-            findings.note(RESUME, _failed(start))
+            _judge_resume(start, findings, "it ends well", f"it fails with status {start.status}", start.tail)
         elif before and start.loaded is None:
-            findings.note(RESUME, _not_loaded(start, before))
+            steps = sorted({step for one in before for step in one.committed})
+            expected = f"it goes on from step {steps[-1] if steps else '?'}"
+            _judge_resume(start, findings, expected, "it began anew", _why_not_loaded(start, before))
         elif before:
-            findings.note(RESUME, None)
+            _judge_resume(start, findings)
         _compare_printed(straight, start, findings)
 
     def _idle(self, straight: Start, findings: Findings) -> set[str]:
@@ -249,38 +253,19 @@ def _check_killed(killed: Start) -> None:
         )
 
 
-def _no_record(start: Start) -> Difference:
-    return _resume_difference(start, "an aiockpt.Checkpointer", "none was made", start.tail)
-
-
-def _failed(start: Start) -> Difference:
-    return _resume_difference(start, "it ends well", f"it fails with status {start.status}", start.tail)
-
-
-def _not_loaded(start: Start, before: Sequence[Start]) -> Difference:
+def _why_not_loaded(start: Start, before: Sequence[Start]) -> str:
     """Return why a start did not go on from what was there."""
-    steps = sorted({step for one in before for step in one.committed})
     urls = [{url for begun in one.of(Begun) for url in begun.urls} for one in (before[0], start)]
     if urls[0] != urls[1]:
-        note = f"it looked in another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
-    elif start.of(Loaded):
-        note = "its load found nothing"
-    else:
-        note = "it never called load() or resume(), and waited for what they return"
-    return _resume_difference(start, f"it goes on from step {steps[-1] if steps else '?'}", "it began anew", note)
+        return f"it looked in another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
+    if start.of(Loaded):
+        return "its load found nothing"
+    return "it never called load() or resume(), and waited for what they return"
 
 
-def _resume_difference(start: Start, expected: str, found: str, note: str) -> Difference:
-    return Difference(
-        row=RESUME,
-        what="how the script starts again",
-        at="at the start",
-        order=(-2, 0),
-        expected=expected,
-        found=found,
-        start=start.name,
-        note=note,
-    )
+def _judge_resume(start: Start, findings: Findings, expected: str = "", found: str = "", note: str = "") -> None:
+    what, at = "how the script starts again", "at the start"
+    findings.judge(RESUME, what, expected, found, at=at, order=(-2, 0), start=start.name, note=note)
 
 
 def _compare_printed(straight: Start, start: Start, findings: Findings) -> None:
@@ -296,18 +281,8 @@ def _compare_printed(straight: Start, start: Start, findings: Findings) -> None:
             (one, other, f"in line {number} from the end") for number, ((_, one), (_, other)) in enumerate(twins, 1)
         ]
     for expected, text, at in pairs:
-        difference = None
-        if expected != text:
-            difference = Difference(
-                row="printed loss",
-                what="what the script prints",
-                at=at,
-                order=(1 << 30, 0),
-                expected=expected or "no such line",
-                found=text,
-                start=start.name,
-            )
-        findings.note("printed loss", difference)
+        what, shown, equal = "what the script prints", expected or "no such line", expected == text
+        findings.judge(PRINTED, what, shown, text, at=at, order=(1 << 30, 0), start=start.name, equal=equal)
 
 
 def _compile(loss: str | None) -> re.Pattern[str] | None:

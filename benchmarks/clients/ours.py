@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aiockpt.storage.backend import Backend
-from aiockpt.tools.stress.moving import read_file, write_file
 from benchmarks.clients import Place
+from benchmarks.clients.moving import read_file, write_file
 
 _SMALL_LIMIT_BYTES = 1 << 20
 

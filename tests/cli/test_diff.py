@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
-import anyio
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
+from aiockpt.storage.backend import Backend
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.tools.cli import diff
-from aiockpt.tools.cli.diff import LeafChange, diff_steps, measure_difference, open_step
-from aiockpt.tools.cli.survey import find_committed
+from aiockpt.tools.cli.diff import LeafChange, Progress, diff_steps, measure_difference
 from tests.cli.small_checkpoints import data_file, flip, make_state
 from tests.small_run import SMALL
 
@@ -25,14 +27,15 @@ EVERY_DTYPE = [
 ]  # fmt: skip
 
 
-def compare(root: Path, one: int, two: int) -> dict[str, LeafChange]:
-    async def main() -> list[LeafChange]:
-        backend = LocalBackend(root)
-        entries = [await find_committed(backend, step) for step in (one, two)]
-        async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
-            return await diff_steps(before, after)
+def unwatched(_: int) -> AbstractContextManager[Callable[[int], object]]:
+    return nullcontext(lambda _: None)
 
-    return {change.name: change for change in anyio.run(main)}
+
+def compare(place: Path | Backend, one: int, two: int, progress: Progress = unwatched) -> dict[str, LeafChange]:
+    compared = partial(diff_steps, one=one, two=two, progress=progress)
+    with aiockpt.Checkpointer(place) as ckpt:
+        changes = ckpt.run_on_destination("comparison", compared).result(30)
+    return {change.name: change for change in changes}
 
 
 def differing(changes: dict[str, LeafChange]) -> dict[str, str]:
@@ -137,13 +140,15 @@ def test_a_damaged_block_is_not_taken_for_a_change(root: Path) -> None:
 
 
 def test_a_lease_guards_the_step_while_it_is_read_and_is_gone_afterwards(root: Path) -> None:
-    async def main() -> list[str]:
-        backend = LocalBackend(root)
-        async with open_step(backend, await find_committed(backend, 100)):
-            return [stat.key for stat in (await backend.list("step-00000100")).objects if "/lease-" in stat.key]
+    leases: list[Path] = []
 
-    assert len(anyio.run(main)) == 1
-    assert list(root.glob("step-00000100/lease-*")) == []
+    def watch(_: int) -> AbstractContextManager[Callable[[int], object]]:
+        leases.extend(root.glob("step-*/lease-*"))
+        return unwatched(0)
+
+    compare(root, 100, 200, progress=watch)
+    assert {lease.parent.name for lease in leases} == {"step-00000100", "step-00000200"}
+    assert list(root.glob("step-*/lease-*")) == []
 
 
 def test_a_place_that_may_only_be_read_is_read_without_a_lease(root: Path) -> None:
@@ -151,11 +156,6 @@ def test_a_place_that_may_only_be_read_is_read_without_a_lease(root: Path) -> No
         async def put(self, key: str, data: bytes) -> None:
             raise StorageError("read-only file system")
 
-    async def main() -> int:
-        backend = ReadOnly(LocalBackend(root))
-        async with open_step(backend, await find_committed(backend, 100)) as reader:
-            tensors = await reader.read(["fixed"])
-        assert "delete" not in {operation.verb for operation in backend.operations}
-        return int(tensors[0].sum())
-
-    assert anyio.run(main) == 15
+    backend = ReadOnly(LocalBackend(root))
+    assert compare(backend, 100, 200)["tied"].kind == "changed"
+    assert "delete" not in {operation.verb for operation in backend.operations}

@@ -13,7 +13,7 @@ from aiockpt.errors import StorageError
 from aiockpt.storage.backend import Seen
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.tools.stress.lab import Payload, new_buffer, percentile, size_text
-from aiockpt.tools.stress.moving import WINDOW_BYTES, read_file, write_file
+from benchmarks.clients.moving import WINDOW_BYTES, read_file, write_file
 from tests.stress.conftest import names_in
 
 BLOCK = 64 << 10

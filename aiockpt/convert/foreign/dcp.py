@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, told_as_damage
-from aiockpt.convert.foreign.torch_files import read_tensor, refusing
+from aiockpt.convert.foreign.torch_files import read_tensor, unpickle
 from aiockpt.errors import CorruptionError, UsageError
 
 METADATA = ".metadata"
@@ -105,8 +105,7 @@ class _Folder:
 
     def value(self, name: str, trust_pickle: bool) -> Any:
         """Return an item that is no tensor."""
-        with refusing(f"{self._path}: {name}", trust_pickle):
-            return torch.load(io.BytesIO(self._bytes_of(name, None)), map_location="cpu", weights_only=not trust_pickle)
+        return unpickle(io.BytesIO(self._bytes_of(name, None)), f"{self._path}: {name}", trust_pickle)
 
     def tensor(self, name: str, held: Any) -> torch.Tensor:
         """Return an item that is a tensor, or the chunks of it."""
@@ -114,9 +113,7 @@ class _Folder:
         parts = []
         for chunk in held.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            part = read_tensor(self._bytes_of(name, offsets), f"{self._path}: {name}")
-            if part.dtype != dtype or tuple(part.shape) != sizes:
-                raise CorruptionError(f"{self._path}: {name} is a {part.dtype} of {tuple(part.shape)} in its file")
+            part = read_tensor(self._bytes_of(name, offsets), f"{self._path}: {name}", dtype, sizes)
             parts.append((offsets, part))
         return join_chunks(shape, dtype, parts, f"{name} of {self._path}")
 

@@ -18,7 +18,8 @@ from aiockpt.adapters.differences import ADVICE
 from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target
-from aiockpt.adapters.tensors import byte_view, torch_dtype
+from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.convert.choice import name_below
 from aiockpt.convert.foreign.checkpoint import open_checkpoint
 from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
 from aiockpt.convert.source import Source, open_source
@@ -164,8 +165,8 @@ def _open_checkpoint(engine: Engine, where: str) -> _Opened:
 
 
 def _open_weights(engine: Engine, source: Source, module: str, where: str) -> _Opened:
-    tensors = {_name(module, tensor.name): tensor for tensor in source.tensors}
-    ties = {_name(module, other): _name(module, kept) for other, kept in source.ties.items()}
+    tensors = {name_below((module,), tensor.name): tensor for tensor in source.tensors}
+    ties = {name_below((module,), other): name_below((module,), kept) for other, kept in source.ties.items()}
     values: Mapping[str, Any] = {module: {TAG: "module"}}
     stored = Stored({name: (found.dtype, found.shape) for name, found in tensors.items()}, ties, values, where=where)
 
@@ -185,10 +186,6 @@ def _open_weights(engine: Engine, source: Source, module: str, where: str) -> _O
         return read_bytes
 
     return _Opened(stored, fill)
-
-
-def _name(module: str, name: str) -> str:
-    return join_name((module, *name.split(".")))
 
 
 async def _fill_all(target: LoadTarget, opened: _Opened) -> int:

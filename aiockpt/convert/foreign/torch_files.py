@@ -39,31 +39,30 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         UsageError: it holds objects, and *trust_pickle* does not allow them.
         CorruptionError: it cannot be read.
     """
-    with refusing(str(path), trust_pickle):
-        found = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust_pickle)
+    found = unpickle(path, str(path), trust_pickle, mmap=zipfile.is_zipfile(path))
     return found if isinstance(found, dict) else {"value": found}
 
 
-class refusing:  # noqa: N801  reads as what it does
-    """A block in which torch reads *what*; its errors become ours."""
+def unpickle(source: Any, what: str, trust_pickle: bool, *, mmap: bool | None = None) -> Any:
+    """Return what torch reads from *source*, which messages call *what*.
 
-    def __init__(self, what: str, trust_pickle: bool) -> None:
-        self._what = what
-        self._trusts = trust_pickle
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, pickle.UnpicklingError) and not self._trusts:
-            named = _GLOBAL.search(str(error))
-            objects = f"objects ({named[1]})" if named else "objects"
-            raise UsageError(
-                f"{self._what} holds {objects}, and unpickling them may run code: give "
-                "trust_pickle=True (--trust-pickle) if you trust whoever wrote it"
-            ) from error
-        if isinstance(error, Exception) and not isinstance(error, MemoryError):  # of what is damaged, any may come
-            raise CorruptionError(f"{self._what} cannot be read: {error}") from error
+    Raises:
+        UsageError: it holds objects, and *trust_pickle* does not allow them.
+        CorruptionError: it cannot be read.
+    """
+    try:
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust_pickle)
+    except MemoryError:
+        raise
+    except Exception as error:  # of what is damaged, any may come
+        if not isinstance(error, pickle.UnpicklingError) or trust_pickle:
+            raise CorruptionError(f"{what} cannot be read: {error}") from error
+        named = _GLOBAL.search(str(error))
+        objects = f"objects ({named[1]})" if named else "objects"
+        raise UsageError(
+            f"{what} holds {objects}, and unpickling them may run code: give "
+            "trust_pickle=True (--trust-pickle) if you trust whoever wrote it"
+        ) from error
 
 
 # The tensor in a small archive of ``torch.save``, found without reading its bytes. Such an archive is a zip file of stored
@@ -74,8 +73,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a member: the lengths of its name and of its extra field, behind which its bytes begin."""
 
 
-def read_tensor(data: memoryview, what: str) -> torch.Tensor:
-    """Return the tensor in an archive, in the archive's memory where it can be.
+def read_tensor(data: memoryview, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of *dtype* and *shape* in an archive, in the archive's memory where it can be.
 
     Args:
         what: to call it in messages.
@@ -86,10 +85,11 @@ def read_tensor(data: memoryview, what: str) -> torch.Tensor:
     try:
         found = _map_tensor(data)
     except Exception:  # noqa: BLE001  whatever is unusual in it; torch reports what is wrong, if something is
-        with refusing(what, trust_pickle=False):
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        found = unpickle(io.BytesIO(data), what, trust_pickle=False)
     if not isinstance(found, torch.Tensor):
         raise CorruptionError(f"{what} is no tensor in its file")
+    if found.dtype != dtype or tuple(found.shape) != shape:
+        raise CorruptionError(f"{what} is a {found.dtype} of {tuple(found.shape)} in its file")
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 
 from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, told_as_damage
-from aiockpt.convert.foreign.torch_files import read_tensor, refusing
+from aiockpt.convert.foreign.torch_files import read_tensor, unpickle
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.state.geometry import Box
 
@@ -374,9 +374,7 @@ class _Files:
             ends = ([sum(side) for side in zip(box.offsets, box.sizes, strict=True)] for box in entry.shards)
             return self._join(what, tuple(map(max, zip(*ends, strict=True))), entry.shards)
         if isinstance(entry, PickledObject):
-            data = io.BytesIO(self._files.part(entry.location, what))
-            with refusing(what, self._trusts):
-                return torch.load(data, map_location="cpu", weights_only=not self._trusts)
+            return unpickle(io.BytesIO(self._files.part(entry.location, what)), what, self._trusts)
         try:
             return entry.value()
         except (ValueError, KeyError, struct.error) as error:
@@ -400,10 +398,7 @@ class _Files:
         start, end = entry.byte_range or (0, None)
         data = self._files.part(entry.location, what, start, end)
         if entry.serializer == "torch_save":
-            found = read_tensor(data, what)
-            if found.dtype != dtype or tuple(found.shape) != entry.shape:
-                raise CorruptionError(f"{what} is a {found.dtype} of {tuple(found.shape)} in its file")
-            return found
+            return read_tensor(data, what, dtype, entry.shape)
         if len(data) != size_bytes:
             raise CorruptionError(f"{what} has {len(data):,} bytes in its file, and {size_bytes:,} are its shape")
         return torch.frombuffer(data, dtype=dtype).view(entry.shape)

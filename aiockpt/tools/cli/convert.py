@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 from rich.markup import escape
 
-from aiockpt.convert.foreign.checkpoint import is_foreign, open_checkpoint
+from aiockpt.convert.foreign.checkpoint import is_foreign
 from aiockpt.convert.foreign.to_dcp import write_dcp
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.convert import Converted
-    from aiockpt.futures import Future
 
 Kind = Literal["steps", "weights", "foreign"]
 
@@ -64,25 +63,13 @@ def kind_of_source(source: str) -> Kind:
     )
 
 
-def carry_out_foreign(
-    source: str, start: Callable[..., Converted], dry_run: bool, trusts: bool, quiet: bool
-) -> Converted:
-    """Save the checkpoint at *source*, as *start* does it, unless *dry_run*; a bar shows how far it is."""
-    found = open_checkpoint(source, trust_pickle=trusts)
-    planned = start(found, dry_run=True)
+def carry_out(start: Callable[..., Converted], dry_run: bool, quiet: bool) -> Converted:
+    """Plan the conversion that *start* makes, and carry it out unless *dry_run*; a bar shows how far it is."""
+    planned = start(dry_run=True)
     if dry_run:
         return planned
     with bytes_progress("converting", planned.bytes, quiet) as tick:
-        return start(found, on_written=tick)
-
-
-def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: bool) -> Converted:
-    """Plan the conversion that *start* begins, and carry it out unless *dry_run*; a bar shows how far it is."""
-    planned = finish(start(dry_run=True))
-    if dry_run:
-        return planned
-    with bytes_progress("converting", planned.bytes, quiet) as tick:
-        return finish(start(on_written=tick))
+        return start(on_written=tick)
 
 
 def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 
-import anyio
 import msgspec
 import torch
 
 from aiockpt.adapters.tensors import torch_dtype
-from aiockpt.engine.load import Places, stored_state
-from aiockpt.errors import StorageError
+from aiockpt.convert.folder_layout import split_by_bytes
+from aiockpt.engine.context import Place
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.load import fill_tensors, stored_state
 from aiockpt.format.configuration import flatten, shown_value
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry
-from aiockpt.format.names import lease_key, prefixes
-from aiockpt.options import IO
-from aiockpt.pipeline.discover import StepEntry, newest_manifest
-from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
-from aiockpt.runtime.world import World
+from aiockpt.format.names import prefixes
+from aiockpt.pipeline.discover import newest_manifest
+from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
-from aiockpt.storage.backend import Backend
 from aiockpt.tools.cli.contents import read_values, shorten
 from aiockpt.tools.cli.show import shape_text
+from aiockpt.tools.cli.survey import find_committed
 
-RELEASE_S = 10.0
 BATCH_BYTES = 256 << 20
 """Tensors of each step that are read at once: neighbours share blocks, which are read and verified whole."""
 
@@ -71,48 +68,62 @@ class LeafChange(msgspec.Struct, frozen=True):
     difference: TensorDifference | None = None
 
 
-async def diff_steps(
-    before: StepReader, after: StepReader, on_compared: Callable[[int], object] = lambda _: None
-) -> list[LeafChange]:
-    """Compare every tensor and value of two steps.
+Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
+"""Shows how far a work of so many bytes is; called with the bytes of each tensor when it is compared."""
 
-    Args:
-        on_compared: called with the bytes of each tensor when it is compared.
+
+async def diff_steps(steps: Destination, one: int, two: int, progress: Progress) -> list[LeafChange]:
+    """Compare every tensor and value of two steps; the retention of other processes keeps away from them meanwhile.
 
     Raises:
+        StepNotFoundError, ManifestError: one of them is not there, or none of its generations is valid.
         CorruptionError: a block of either is not as it was saved.
     """
-    old, new = before.manifest.tensors, after.manifest.tensors
-    changes = {name: _without_reading(name, old.get(name), new.get(name)) for name in {**old, **new}}
+    place = steps.places[0]
+    entries = [await find_committed(place.backend, step) for step in (one, two)]
+    async with place.reading(entries[0].id), place.reading(entries[1].id):
+        before, after = [await newest_manifest(place.backend, entry) for entry in entries]
+        with progress(sum(map(_tensor_bytes, before.tensors.values()))) as on_compared:
+            changes = await _diff_tensors(place, before, after, on_compared)
+    found = [
+        *changes,
+        *_by_name("tensor", before.alias, after.alias, lambda target: f"= {target}"),
+        *_by_name("value", _all_values(before), _all_values(after), lambda value: shorten(value, 30)),
+    ]
+    return _mark_left_out(found, before, after)
+
+
+async def _diff_tensors(
+    place: Place, before: Manifest, after: Manifest, on_compared: Callable[[int], object]
+) -> Iterable[LeafChange]:
+    """Compare the tensors, several of each step at once, so that each verified block is read once."""
+    old, new = before.tensors, after.tensors
+    was, now = ({name: _shape(entry) for name, entry in side.items()} for side in (old, new))
+    changes = {change.name: change for change in _by_name("tensor", was, now, str)}
     for name, change in changes.items():
         if change.kind != "same" and name in old:
-            on_compared(tensor_bytes(old[name]))
-    for batch in _batches([name for name, change in changes.items() if change.kind == "same"], old):
-        pairs = zip(batch, await before.read(batch), await after.read(batch), strict=True)
+            on_compared(_tensor_bytes(old[name]))
+    same = [name for name, change in changes.items() if change.kind == "same"]
+    for batch in split_by_bytes(same, lambda name: _tensor_bytes(old[name]), BATCH_BYTES):
+        pairs = zip(batch, await _read(place, before, batch), await _read(place, after, batch), strict=True)
         for name, left, right in pairs:
-            changes[name] = _compare(name, left, right)
-            on_compared(tensor_bytes(old[name]))
-    found = [
-        *changes.values(),
-        *_aliases(before.manifest.alias, after.manifest.alias),
-        *_values(_all_values(before.manifest), _all_values(after.manifest)),
-    ]
-    return _mark_left_out(found, before.manifest, after.manifest)
+            changes[name] = await run_blocking(place.engine.state_work, _compare, name, left, right)
+            on_compared(_tensor_bytes(old[name]))
+    return changes.values()
 
 
-def tensor_bytes(entry: TensorEntry) -> int:
-    """Return the bytes of a tensor."""
+async def _read(place: Place, manifest: Manifest, names: Sequence[str]) -> list[torch.Tensor]:
+    wanted = []
+    for name in names:
+        entry = manifest.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        wanted.append(TensorShard(name, entry.dtype, entry.shape, (Box.whole(entry.shape),), tensor))
+    await fill_tensors(place, manifest, wanted)
+    return [shard.data for shard in wanted]
+
+
+def _tensor_bytes(entry: TensorEntry) -> int:
     return itemsize(entry.dtype) * math.prod(entry.shape)
-
-
-def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None) -> LeafChange:
-    if old is None and new is not None:
-        return LeafChange(name, "tensor", "added", _shape(new))
-    if new is None and old is not None:
-        return LeafChange(name, "tensor", "removed", _shape(old))
-    if old is not None and new is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
-        return LeafChange(name, "tensor", "changed", f"{_shape(old)} → {_shape(new)}")
-    return LeafChange(name, "tensor", "same")
 
 
 def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
@@ -147,20 +158,6 @@ def _shape(tensor: TensorEntry) -> str:
 
 def _in_words(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {shape_text(shape)}"
-
-
-def _batches(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    held = 0
-    for name in names:
-        size = tensor_bytes(tensors[name])
-        if batch and held + size > BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(name)
-        held += size
-    if batch:
-        yield batch
 
 
 def _compare(name: str, left: torch.Tensor, right: torch.Tensor) -> LeafChange:
@@ -222,31 +219,17 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _aliases(old: Mapping[str, str], new: Mapping[str, str]) -> list[LeafChange]:
-    """Compare which names share the memory of another tensor."""
+def _by_name(
+    what: Literal["tensor", "value"], old: Mapping[str, Any], new: Mapping[str, Any], say: Callable[[Any], str]
+) -> list[LeafChange]:
+    """Compare what two steps have by name, with its texts where it differs."""
     changes = []
     for name in {**old, **new}:
-        was, now = old.get(name), new.get(name)
-        kind = _kind_of_change(name in old, name in new, was == now)
-        texts = [f"= {target}" for target in (was, now) if target is not None]
-        changes.append(LeafChange(name, "tensor", kind, "" if kind == "same" else " → ".join(texts)))
-    return changes
-
-
-def _kind_of_change(was_there: bool, is_there: bool, equal: bool) -> Kind:
-    if was_there and is_there:
-        return "same" if equal else "changed"
-    return "removed" if was_there else "added"
-
-
-def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[LeafChange]:
-    changes = []
-    for name in {**old, **new}:
-        was, now = old.get(name), new.get(name)
-        equal = repr(was) == repr(now)  # NaN equals itself here, and 1 is not True
-        kind = _kind_of_change(name in old, name in new, equal)
-        texts = [shorten(value, 30) for value, there in ((was, name in old), (now, name in new)) if there]
-        changes.append(LeafChange(name, "value", kind, "" if kind == "same" else " → ".join(texts)))
+        kind: Kind = "added" if name not in old else "removed" if name not in new else "changed"
+        if kind == "changed" and repr(old[name]) == repr(new[name]):  # NaN equals itself here, and 1 is not True
+            kind = "same"
+        texts = [say(side[name]) for side in (old, new) if name in side]
+        changes.append(LeafChange(name, what, kind, "" if kind == "same" else " → ".join(texts)))
     return changes
 
 
@@ -263,65 +246,3 @@ def _all_values(manifest: Manifest) -> dict[str, Any]:
     if manifest.config is not msgspec.UNSET:
         values |= {name: shown_value(name, value) for name, value in flatten(manifest.config)}
     return values
-
-
-class StepReader:
-    """Reads whole tensors of one step, several at once, so that each verified block is read once; see `open_step`.
-
-    (`Checkpointer.read` is for one tensor: it reads the blocks around it whole, and the manifest again each time.)
-    """
-
-    def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._backend = backend
-        self._threads = Limiter("reading", 1)
-
-    async def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the tensors *names*, every block verified.
-
-        Raises:
-            CorruptionError: a block is not as it was saved.
-        """
-        shards = [self._shard(name) for name in names]
-        places = await run_blocking(self._threads, Places, self.manifest, shards)
-        fetcher = Fetcher(
-            self._backend,
-            self.manifest,
-            places.memories,
-            read_bytes=IO().read_bytes,
-            verify=True,
-            on_read=lambda _: None,
-        )
-        for landings in places.plan.passes:
-            async with open_tasks() as tasks:
-                for file, some in landings.items():
-                    tasks.start_soon(fetcher.fetch_file, file, some)
-        await run_blocking(self._threads, places.settle)
-        return [shard.data for shard in shards]
-
-    def _shard(self, name: str) -> TensorShard:
-        entry = self.manifest.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        return TensorShard(
-            name=name, dtype=entry.dtype, shape=entry.shape, boxes=(Box.whole(entry.shape),), data=tensor
-        )
-
-
-@asynccontextmanager
-async def open_step(backend: Backend, entry: StepEntry) -> AsyncIterator[StepReader]:
-    """Open a step for reading, and keep the retention of other processes away from it meanwhile.
-
-    Raises:
-        ManifestError: none of its generations is valid.
-    """
-    key = lease_key(entry.id, World().token(6).hex())
-    try:
-        await backend.put(key, b"")
-    except StorageError:
-        key = ""  # a place that may only be read: nothing is deleted there either
-    try:
-        yield StepReader(backend, await newest_manifest(backend, entry))
-    finally:
-        if key:
-            with anyio.move_on_after(RELEASE_S, shield=True):
-                await backend.delete([key])

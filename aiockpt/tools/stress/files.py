@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import cycle, islice
 
 import anyio
 
@@ -16,7 +16,7 @@ from aiockpt.errors import StorageError
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Reader, Upload
-from aiockpt.tools.stress.lab import Lab, Meter, Request, Stopwatch, new_buffer
+from aiockpt.tools.stress.lab import Lab, Meter, Request, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES, LISTED_COUNT, MOST_REQUESTS, RECEIPT_BYTES, SMALL_SIZES
 
 
@@ -55,13 +55,9 @@ async def measure_files(lab: Lab) -> None:
 
 async def _write(lab: Lab, size: int, concurrency: int, files: list[DataFile]) -> bool:
     meters = {name: Meter(lab.clock) for name in ("write", "create", "finish")}
-    stopwatch = Stopwatch(lab.clock)
-    most_files = max(1, lab.plan.most_bytes // size)
 
     def requests() -> Iterator[Request]:
-        for number in range(most_files):
-            if number and stopwatch.wall_s >= lab.plan.seconds:
-                return
+        for number in lab.in_time(range(max(1, lab.plan.most_bytes // size)), 1):
             file = DataFile(lab.key("files", f"{size}-{concurrency}-{number}"), number, size)
             files.append(file)
             for block in range(file.blocks):
@@ -106,21 +102,12 @@ async def _write_block(lab: Lab, file: DataFile, block: int, meters: dict[str, M
 async def _read(lab: Lab, size: int, concurrency: int, files: list[DataFile]) -> bool:
     meters = {"read": Meter(lab.clock), "open": Meter(lab.clock)}
     free = [new_buffer(min(size, BLOCK_BYTES)) for _ in range(concurrency)]
-    stopwatch = Stopwatch(lab.clock)
     most_reads = max(lab.plan.most_bytes // min(size, BLOCK_BYTES), files[0].blocks)
-
-    def requests() -> Iterator[Request]:
-        done = count()
-        while True:
-            for file in files:
-                for block in range(file.blocks):
-                    number = next(done)
-                    if number >= most_reads or (number >= files[0].blocks and stopwatch.wall_s >= lab.plan.seconds):
-                        return
-                    yield partial(_read_block, lab, file, block, free, meters)
-
+    again_and_again = cycle([(file, block) for file in files for block in range(file.blocks)])
+    blocks = lab.in_time(islice(again_and_again, most_reads), files[0].blocks)
+    requests = (partial(_read_block, lab, file, block, free, meters) for file, block in blocks)
     try:
-        return await lab.point("read", size, concurrency, requests(), meters)
+        return await lab.point("read", size, concurrency, requests, meters)
     finally:
         with anyio.CancelScope(shield=True):
             for file in files:
@@ -214,16 +201,10 @@ class _Point:
             "list": self._list,
         }.get(operation, self._put)
         meter = Meter(self._lab.clock)
-        stopwatch = Stopwatch(self._lab.clock)
         most = min(most, max(self._concurrency, self._lab.plan.most_bytes // self._size))
-
-        def requests() -> Iterator[Request]:
-            for number in islice(count(), most):
-                if number >= self._concurrency and stopwatch.wall_s >= self._lab.plan.seconds:
-                    return
-                yield partial(make, operation, meter, number)
-
-        return await self._lab.point(operation, self._size, self._concurrency, requests(), {operation: meter})
+        numbers = self._lab.in_time(range(most), self._concurrency)
+        requests = (partial(make, operation, meter, number) for number in numbers)
+        return await self._lab.point(operation, self._size, self._concurrency, requests, {operation: meter})
 
     async def remove(self) -> None:
         """Delete what was put."""

@@ -15,9 +15,9 @@ import mmap
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -166,6 +166,7 @@ class Stopwatch:
 FAILURES_TO_LEAVE = 10
 """In a row, of all workers together, before a point is given up."""
 
+T = TypeVar("T")
 Request = Callable[[], Awaitable[None]]
 Watch = Callable[[str], object]
 """Called with the name of each part when it begins."""
@@ -205,6 +206,14 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.backend, _Retries):
             return 0
         return getattr(self.backend.statistics(), "retries", 0)
+
+    def in_time(self, items: Iterable[T], least: int) -> Iterator[T]:
+        """Yield *items* as long as a point lasts, but *least* in any case."""
+        stopwatch = Stopwatch(self.clock)
+        for number, item in enumerate(items):
+            if number >= least and stopwatch.wall_s >= self.plan.seconds:
+                return
+            yield item
 
     async def point(
         self, operation: str, size: int, concurrency: int, requests: Iterator[Request], meters: Mapping[str, Meter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import anyio
@@ -27,7 +28,6 @@ from aiockpt.tools.cli.commands.app import (
 if TYPE_CHECKING:
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.storage.backend import Backend
-    from aiockpt.tools.cli.diff import LeafChange
     from aiockpt.tools.cli.results import Check
 
 
@@ -134,21 +134,15 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two steps: which tensors and values changed, and by how much. Exit status 1: different."""
+    from aiockpt.tools.cli.diff import diff_steps
     from aiockpt.tools.cli.results import show_changes
     from aiockpt.tools.cli.survey import open_place
 
-    changes = anyio.run(_diff, open_place(root), one, two, as_json)
+    open_place(root)
+    watch = partial(show.bytes_progress, f"comparing {one} and {two}", quiet=as_json)
+    with open_checkpointer(root) as ckpt:
+        compare = partial(diff_steps, one=one, two=two, progress=watch)
+        changes = finish(ckpt.run_on_destination(f"comparison of {one} and {two}", compare))
     show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
     if any(change.kind != "same" for change in changes):
         raise typer.Exit(DAMAGED)
-
-
-async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[LeafChange]:
-    from aiockpt.tools.cli.diff import diff_steps, open_step, tensor_bytes
-    from aiockpt.tools.cli.survey import find_committed
-
-    entries = [await find_committed(backend, step) for step in (one, two)]
-    async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
-        total = sum(tensor_bytes(entry) for entry in before.manifest.tensors.values())
-        with show.bytes_progress(f"comparing {one} and {two}", total, quiet) as tick:
-            return await diff_steps(before, after, tick)

@@ -79,10 +79,9 @@ def convert(
 ) -> None:
     """Convert a step to Hugging Face weights or DCP, or a checkpoint of another library to a step."""
     from aiockpt.convert import from_hugging_face, to_hugging_face
-    from aiockpt.convert.foreign import save_as_step
+    from aiockpt.convert.foreign import open_checkpoint, save_as_step
     from aiockpt.tools.cli.convert import (
         carry_out,
-        carry_out_foreign,
         kind_of_source,
         parse_pairs,
         show_converted,
@@ -95,8 +94,8 @@ def convert(
             raise UsageError(
                 "--prefix, --dtype, --tie and --rename are for weights; here the whole state becomes a step"
             )
-        save = partial(save_as_step, place=target, step=step or 0, replace=force)
-        done = carry_out_foreign(source, save, dry_run, trust_pickle, as_json)
+        found = open_checkpoint(source, trust_pickle=trust_pickle)
+        done = carry_out(partial(save_as_step, found, target, step=step or 0, replace=force), dry_run, as_json)
         show.json_or(as_json, done, lambda: show_converted(done, source))
         return
     outward = kind == "steps"
@@ -125,5 +124,5 @@ def convert(
             ties = dict(parse_pairs("--tie", tie or [], "NEW_NAME=NAME_IN_THE_FILES"))
             start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=ties)
             start = partial(start, step=step or 0, dtype=dtype, replace=force, rename=rules)
-        done = carry_out(start, dry_run, as_json)
+        done = carry_out(lambda **how: finish(start(**how)), dry_run, as_json)
     show.json_or(as_json, done, lambda: show_converted(done, None if outward else source))
