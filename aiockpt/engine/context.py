@@ -366,7 +366,7 @@ class Place:
     async def reading(self, step_id: str) -> AsyncIterator[None]:
         """Keep retention, here and in other processes, away from a step for the length of the block."""
         with self._pinning(step_id):
-            async with self._leasing(step_id, b"", must=False):
+            async with self._leasing(self._new_lease(step_id), b"", must=False):
                 yield
 
     @asynccontextmanager
@@ -379,9 +379,20 @@ class Place:
         Raises:
             StorageError: the lease cannot be written, so that it would have no effect.
         """
+        key = self._new_lease(step_id)
+
+        async def renew() -> None:
+            try:
+                await self.backend.put(key, who)
+            except CheckpointError as error:
+                logger.warning("lease %s cannot be renewed now: %s", key, error)
+
         with self._pinning(step_id):
-            async with self._leasing(step_id, who, must=True) as renew:
+            async with self._leasing(key, who, must=True):
                 yield renew
+
+    def _new_lease(self, step_id: str) -> str:
+        return lease_key(step_id, self.engine.token(6))
 
     @contextmanager
     def _pinning(self, step_id: str) -> Iterator[None]:
@@ -402,16 +413,8 @@ class Place:
             del self._reading[step_id]
 
     @asynccontextmanager
-    async def _leasing(self, step_id: str, who: bytes, *, must: bool) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Have a lease on a step for the length of the block; without *must* go on where it cannot be written."""
-        key = lease_key(step_id, self.engine.token(6))
-
-        async def renew() -> None:
-            try:
-                await self.backend.put(key, who)
-            except CheckpointError as error:
-                logger.warning("lease %s cannot be renewed now: %s", key, error)
-
+    async def _leasing(self, key: str, who: bytes, *, must: bool) -> AsyncIterator[None]:
+        """Have the lease *key* for the length of the block; without *must* go on where it cannot be written."""
         leased = True
         try:
             await self.backend.put(key, who)
@@ -420,7 +423,7 @@ class Place:
             if must:
                 raise
         try:
-            yield renew
+            yield
         finally:
             if leased:
                 with anyio.move_on_after(10, shield=True):

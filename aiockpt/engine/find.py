@@ -112,11 +112,11 @@ async def candidates(
     """
     unfinished: list[Unfinished] = []
     listed = await committed_steps(places, unfinished) if step is None else await find_step(places, step)
-    if to_load:
+    if to_load and unfinished:
         top = next((one.entry.step for one in listed if one.entry.head is not None), None)
         await log_newer(unfinished, top, places.engine.world.clock)
-        if not listed and not unfinished:
-            await _log_hints(places)
+    elif to_load and not listed:
+        await _log_hints(places)
     bad: list[CorruptionError] = []
 
     def pass_over(one: ListedStep, error: CorruptionError) -> None:

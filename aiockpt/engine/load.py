@@ -278,13 +278,8 @@ def finish(
     engine = place.engine
     engine.lineage.descend_from(manifest, place.backend)
     if manifest.finite is False:
-        found = list_names(tuple(dict.fromkeys(name for file in manifest.files for name in file.not_finite or {})))
-        logger.warning(
-            "step %d is loaded, and has numbers that are NaN or infinite in %s; aiockpt ls %s shows which steps have none",
-            manifest.step,
-            found,
-            place.backend.url,
-        )
+        _log_not_finite(place, manifest)
+    has_config = engine.options.config is not None and manifest.config is not msgspec.UNSET
     result = emit_loaded(
         engine,
         target,
@@ -296,9 +291,20 @@ def finish(
         generation=manifest.generation,
         url=place.backend.url,
         skipped=tuple(skipped),
-        config_changes=_config_changes(engine, manifest),
+        config_changes=_config_changes(engine, manifest) if has_config else (),
     )
     return Filled(result, target)
+
+
+def _log_not_finite(place: Place, manifest: Manifest) -> None:
+    """Log that a step which is loaded has numbers that are not finite."""
+    found = list_names(tuple(dict.fromkeys(name for file in manifest.files for name in file.not_finite or {})))
+    logger.warning(
+        "step %d is loaded, and has numbers that are NaN or infinite in %s; aiockpt ls %s shows which steps have none",
+        manifest.step,
+        found,
+        place.backend.url,
+    )
 
 
 def emit_loaded(
@@ -333,8 +339,6 @@ def emit_loaded(
 
 def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:
     """Return what of the configuration is another than when the step was saved, and log it once for all ranks."""
-    if engine.options.config is None or manifest.config is msgspec.UNSET:
-        return ()
     changes = config_changes(manifest.config, engine.options.config)
     if changes and engine.rank == 0:
         more = f"; and {len(changes) - CHANGES_LOGGED} more" if len(changes) > CHANGES_LOGGED else ""

@@ -121,6 +121,16 @@ class _OpenFile(msgspec.Struct, frozen=True, eq=False):
     header_bytes: int
 
 
+async def _is_bad_again(reader: Reader, file: FileEntry, block: int, offset: int, into: Sequence[memoryview]) -> bool:
+    """Read one block of *into*, which begins at *offset*, once more; return whether it is not what was saved."""
+    start, end = block_range(block, file.size, file.block)
+    again = BlockCheck(file, start)
+    part = cut_views(into, start - offset, end - offset)
+    await reader.read(start, part, again)
+    again.check_complete(part)
+    return bool(again.bad_blocks)
+
+
 class StepFiles:
     """The data files of one step: each block is compared, and one that is lost here is read from another copy.
 
@@ -255,12 +265,7 @@ class StepFiles:
             check.check_complete(into)
             for block in check.bad_blocks:
                 logger.warning("%s: block %d came damaged and is read once more", key, block)
-                start, end = block_range(block, file.size, file.block)
-                again = BlockCheck(file, start)
-                part = cut_views(into, start - offset, end - offset)
-                await reader.read(start, part, again)
-                again.check_complete(part)
-                if again.bad_blocks:
+                if await _is_bad_again(reader, file, block, offset, into):
                     raise self._corruption(key, index, block)
         except StorageError as error:
             raise _as_damage(key, offset, error) from error

@@ -101,28 +101,16 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
     for number, want in enumerate(wanted):
         entry = manifest.tensors[want.name]
         whole = _whole_piece(entry, want.box)
-        if whole is not None:
-            if whole.end > whole.start:
-                landings.setdefault(whole.file, []).append(Landing(whole.start, whole.end, number, 0))
-            continue
-        found = 0
-        for piece, stored, overlap in _overlaps(entry, want.box):
-            found += overlap.volume
-            runs = _direct_runs(entry, stored, want.box, overlap)
-            into = landings.setdefault(piece.file, [])
-            if runs is None:
-                into.append(Landing(piece.start, piece.end, len(wanted) + len(strided), 0))
-                strided.append((number, stored, overlap))
-            else:
-                into.extend(
-                    Landing(piece.start + low, piece.start + low + size, number, target) for low, target, size in runs
-                )
-        if found != want.box.volume:
-            uncovered.append(f"{want.name}: {found} of {want.box.volume} elements are stored")
+        if whole is None:
+            found = _plan_parts(entry, want.box, number, len(wanted), landings, strided)
+            if found != want.box.volume:
+                uncovered.append(f"{want.name}: {found} of {want.box.volume} elements are stored")
+        elif whole.end > whole.start:
+            landings.setdefault(whole.file, []).append(Landing(whole.start, whole.end, number, 0))
     if uncovered:
         raise StateMismatchError(manifest.id, uncovered, "The checkpoint has gaps: load another step.")
-    passes = plan_passes(landings, len(wanted), scratch_limit_bytes)
-    laid = lay_out_scratch(passes, len(wanted), shared=scratch_limit_bytes is not None)
+    passes = plan_passes(landings, len(wanted), scratch_limit_bytes if strided else None)
+    laid = lay_out_scratch(passes, len(wanted), shared=scratch_limit_bytes is not None) if strided else {}
     return LoadPlan(
         passes=tuple(passes),
         scattered=tuple(
@@ -132,6 +120,33 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
         scratch_bytes=max((one.offset + one.size for one in laid.values()), default=0),
         wanted_bytes=sum(landing.end - landing.start for some in landings.values() for landing in some),
     )
+
+
+def _plan_parts(
+    entry: TensorEntry,
+    wanted: Box,
+    number: int,
+    first_scratch: int,
+    landings: dict[int, list[Landing]],
+    strided: list[tuple[int, Box, Box]],
+) -> int:
+    """Add to *landings* the pieces that have elements of *wanted*, tensor *number*; return how many elements they have.
+
+    What would come in short runs goes to *strided*, too: its scratch memories have the numbers from *first_scratch* on.
+    """
+    found = 0
+    for piece, stored, overlap in _overlaps(entry, wanted):
+        found += overlap.volume
+        runs = _direct_runs(entry, stored, wanted, overlap)
+        into = landings.setdefault(piece.file, [])
+        if runs is None:
+            into.append(Landing(piece.start, piece.end, first_scratch + len(strided), 0))
+            strided.append((number, stored, overlap))
+        else:
+            into.extend(
+                Landing(piece.start + low, piece.start + low + size, number, target) for low, target, size in runs
+            )
+    return found
 
 
 def _whole_piece(entry: TensorEntry, wanted: Box) -> Piece | None:
@@ -269,7 +284,10 @@ def plan_passes(
         first_scratch: the targets from this number on are scratch memories, each with one landing.
         limit_bytes: of scratch memory in one pass, unless one piece is larger; None: any.
     """
-    return [part for one in _without_overlaps(landings) for part in _cut(one, first_scratch, limit_bytes)]
+    passes = _without_overlaps(landings)
+    if limit_bytes is None:
+        return list(passes)
+    return [part for one in passes for part in _cut(one, first_scratch, limit_bytes)]
 
 
 def _without_overlaps(landings: Mapping[int, list[Landing]]) -> Iterator[dict[int, tuple[Landing, ...]]]:
@@ -293,10 +311,10 @@ def _without_overlaps(landings: Mapping[int, list[Landing]]) -> Iterator[dict[in
 
 
 def _cut(
-    landings: Mapping[int, tuple[Landing, ...]], first_scratch: int, limit_bytes: int | None
+    landings: Mapping[int, tuple[Landing, ...]], first_scratch: int, limit_bytes: int
 ) -> Iterator[Mapping[int, tuple[Landing, ...]]]:
     """Cut a pass, in the order of its files, where its scratch memory would become more than *limit_bytes*."""
-    if limit_bytes is None or not any(one.target >= first_scratch for some in landings.values() for one in some):
+    if not any(one.target >= first_scratch for some in landings.values() for one in some):
         yield landings
         return
     part: dict[int, tuple[Landing, ...]] = {}
