@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from aiockpt.adapters.tensors import byte_view
 from aiockpt.errors import StorageTimeoutError
-from aiockpt.format.merge import ROW, ReplicaTables, row_of
+from aiockpt.format.merge import ReplicaTables, row_of
+from aiockpt.format.validate import ROW
 from aiockpt.pipeline.device_copy import is_row_major, on_host
 from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent, DeviceStream

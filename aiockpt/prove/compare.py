@@ -307,7 +307,7 @@ class Comparison:
     ) -> None:
         if near and self._close(expected, found):
             how["equal"] = True
-        where = {"at": self._at, "order": (self._order, part), "start": self._start, "rank": self._rank}
+        where: dict[str, Any] = {"at": self._at, "order": (self._order, part), "start": self._start, "rank": self._rank}
         self._findings.judge(row, what, expected, found, **where, **how)
 
 

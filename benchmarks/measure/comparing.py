@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from aiockpt.format.manifest import encode_receipt
-from aiockpt.format.merge import ROW, merge_receipts, row_of
+from aiockpt.format.merge import merge_receipts, row_of
+from aiockpt.format.validate import ROW
 from aiockpt.planning.spread import LocalBoxes, spread
 from aiockpt.state.geometry import Box
 from benchmarks.measure.planning import plan_state, planned_receipt, take_share, timed

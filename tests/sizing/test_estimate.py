@@ -88,7 +88,7 @@ def test_estimating_touches_nothing_of_the_optimizer() -> None:
     assert one.told.rank_bytes == one.told.bytes > 0
     frozen = torch.nn.Linear(3, 3).requires_grad_(False)
     assert find_state_to_come({"a": [torch.optim.AdamW(frozen.parameters())]}, ()) == []
-    assert [found.name for found in find_state_to_come({"a": [state["optimizer"]]}, ())] == ["a[0]"]
+    assert [found.told.name for found in find_state_to_come({"a": [state["optimizer"]]}, ())] == ["a[0]"]
 
 
 class Strange(torch.optim.Optimizer):

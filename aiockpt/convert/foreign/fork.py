@@ -18,7 +18,7 @@ from aiockpt.adapters.differences import ADVICE
 from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target
-from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.convert.choice import name_below
 from aiockpt.convert.foreign.checkpoint import open_checkpoint
 from aiockpt.convert.foreign.loading import SourceState, boxes_of, copy_shared
