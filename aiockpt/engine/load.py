@@ -511,6 +511,8 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
 
 def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
     """Log a load whose tensors are filled, or one that found no checkpoint at all."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     if loaded is None:
         logger.info("nothing to load: there is no checkpoint yet")
         return

@@ -318,6 +318,8 @@ def check_step(step: object) -> int:
 
 def _log_saved(saved: SaveResult, world_size: int) -> None:
     """Log a save that is committed, at level INFO, on rank 0 alone: the step, its size, the seconds, and where."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     if saved.existed:
         logger.info("step %d is committed already, and left as it is, in %s", saved.step, saved.url)
         return

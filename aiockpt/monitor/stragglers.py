@@ -142,7 +142,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
-    own = {operation: times.together(operation, stages) for operation, stages in _OWN.items()}
+    own: dict[Operation, Steps] = {operation: times.together(operation, stages) for operation, stages in _OWN.items()}
     slow = [
         one
         for key in times.stages()

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from aiockpt.adapters.rename import Renames, Rules
-from aiockpt.adapters.selection import Trainable, make_selection
+from aiockpt.adapters.selection import Selection, Trainable, make_selection
 from aiockpt.adapters.target import OptimizerState
 from aiockpt.engine import maintenance
 from aiockpt.engine.alone import OnePlace
@@ -276,7 +276,7 @@ class Checkpointer:
         request = SaveRequest(
             step=check_step(step),
             state=state,
-            selection=make_selection(only, exclude, self._selection),
+            selection=self._select(only, exclude),
             snapshot=snapshot,
             metrics=metrics or {},
             user=user,
@@ -286,6 +286,10 @@ class Checkpointer:
         future = self._start_save(request)
         self._engine.failures.report(self._options.on_error, future)
         return future
+
+    def _select(self, only: Any, exclude: Any) -> Selection:
+        """Return what the arguments of a save select; without any, what the constructor's do."""
+        return self._selection if only is None and exclude is None else make_selection(only, exclude, self._selection)
 
     def _start_save(self, request: SaveRequest) -> SaveFuture:
         """Start a save, and report no earlier failure."""
@@ -655,7 +659,7 @@ class Checkpointer:
         request = SaveRequest(
             step=check_step(step),
             state=state,
-            selection=make_selection(only, exclude, self._selection),
+            selection=self._select(only, exclude),
             metrics=metrics or {},
             config=self._options.config,
         )
