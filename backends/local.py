@@ -30,7 +30,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from aiockpt.backends.local_mounts import explain_bucket
+from aiockpt.backends.local_mounts import explain_bucket, is_in_user_space
 from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader
 from aiockpt.backends.local_tree import (
     LEFTOVER_PREFIX,
@@ -573,8 +573,9 @@ class LocalBackend:
             return Space(None, None)
         if not found.f_blocks:  # /proc and the like: no size is not "full"
             return Space(None, None)
-        # Where inodes are made as they are needed there is no number of them.
-        free_files = found.f_favail if found.f_files else None
+        # Where inodes are made as they are needed there is no number of them; rclone reports a thousand million, none free.
+        told = found.f_files and (found.f_ffree or not is_in_user_space(self._root))
+        free_files = found.f_favail if told else None
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, free_files)
 
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:

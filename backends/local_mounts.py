@@ -46,6 +46,12 @@ def find_mount(path: str) -> Mount | None:
     return best
 
 
+def is_in_user_space(path: str) -> bool:
+    """Return whether *path* is on a file system that a program serves (FUSE), whose figures need not be true."""
+    mount = find_mount(path)
+    return mount is not None and mount.kind.startswith("fuse")
+
+
 def explain_bucket(path: str) -> str | None:
     """Return why *path* keeps no checkpoints, where it is in a bucket that is mounted as a folder; else None."""
     mount = find_mount(path)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import aiockpt
+from aiockpt.backends import local_mounts
 from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.local_mounts import Mount
 from aiockpt.errors import StorageAccessError, StorageError, StorageFullError
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Space
@@ -139,6 +141,18 @@ async def test_inodes_are_told_where_a_file_system_has_a_number_of_them(
             return os.statvfs_result((1, 1, 100, 90, 90, inodes, free + 5, free, 0, 255))
 
     assert await on(Few()).space() == Space(90, 100, told)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("fuse.rclone", None), ("ext4", 0)])
+async def test_no_free_inode_is_believed_of_a_kernel_only(
+    kind: str, told: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AsRcloneReports(SimulatedFiles):
+        def statvfs(self, path: str) -> os.statvfs_result:
+            return os.statvfs_result((4096, 4096, 100, 90, 90, 1_000_000_000, 0, 0, 0, 255))
+
+    monkeypatch.setattr(local_mounts, "find_mount", lambda path: Mount("b", "/", kind))
+    assert await on(AsRcloneReports()).space() == Space(90 * 4096, 100 * 4096, told)
 
 
 class _NothingIsThere(SimulatedFiles):
