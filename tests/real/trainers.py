@@ -194,7 +194,8 @@ def zero(stage: int) -> Callable[..., Any]:
         )
         configuration = {
             **dict.fromkeys(sizes, "auto"),
-            "zero_optimization": {"stage": stage},
+            # An engine is never freed, with us or without: 2 GB each by default, so that at last no fork would succeed.
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
             "zero_allow_untested_optimizer": True,
         }
         settings = settings_of(folder, accumulation, deepspeed=configuration if stage else None, **more)
