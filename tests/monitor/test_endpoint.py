@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import prometheus_client
 import pytest
 import torch
@@ -20,6 +18,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
 from aiockpt.monitor import Endpoint, Metrics
+from tests.gates import Gate
 from tests.small_run import SMALL
 from tests.watch import until
 
@@ -43,18 +42,14 @@ def health(endpoint: Endpoint) -> tuple[int, dict[str, Any]]:
     return status, json.loads(body)
 
 
-class Gate(LocalBackend):
-    """A place whose data files wait until they may be finished, and which may be full."""
+class Filled(LocalBackend):
+    """A place that may be full."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.may = threading.Event()
-        self.full = False
+    full = False
 
     async def create(self, key: str, size: int) -> Any:
         if self.full:
             raise StorageError("no space left", key=key)
-        await anyio.to_thread.run_sync(self.may.wait)
         return await super().create(key, size)
 
 
@@ -73,15 +68,18 @@ def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> N
 
 
 def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
-    place, endpoint = Gate(tmp_path), Endpoint(0, overdue_s=0.05)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
+    place, endpoint = Filled(tmp_path), Endpoint(0, overdue_s=0.05)
+    gate = Gate(place)
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
         status, said = health(endpoint)
         assert (status, said["well"], said["durable_step"], said["world_size"]) == (200, True, None, 1)
         save = ckpt.save(7, STATE)
-        until(lambda: health(endpoint)[0] == 503, "it is overdue")
-        (problem,) = health(endpoint)[1]["problems"]
+        until(lambda: "in write" in str(health(endpoint)[1]["problems"]), "it is overdue where it waits")
+        status, said = health(endpoint)
+        (problem,) = said["problems"]
+        assert status == 503
         assert problem.startswith("overdue: save of step 7: in write")
-        place.may.set()
+        gate.open_up()
         save.result()
         status, said = health(endpoint)
         assert (status, said["durable_step"], said["pending"], said["problems"]) == (200, 7, [], [])

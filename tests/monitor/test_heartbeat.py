@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import pytest
 import torch
@@ -49,6 +47,7 @@ from aiockpt.monitor.under_way import PendingWork, UnderWay
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.tools.cli.live_view import follow, view
 from aiockpt.tools.cli.main import app
+from tests.gates import Gate
 from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -108,34 +107,19 @@ def test_what_was_loaded_is_what_a_crash_would_fall_back_to(tmp_path: Path) -> N
     assert look(tmp_path).durable_step == 7
 
 
-class Slow(LocalBackend):
-    """A place whose data files wait until they may be finished."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.may = threading.Event()
-
-    async def create(self, key: str, size: int) -> Any:
-        if key.endswith(".safetensors"):
-            await anyio.to_thread.run_sync(self.may.wait)
-        return await super().create(key, size)
-
-
 def test_a_save_that_hangs_is_shown_and_told_with_its_stage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backend = Slow(tmp_path)
-    with aiockpt.Checkpointer(backend, observers=[Heartbeat(every_s=0.02, overdue_s=0.05)]) as ckpt:
+    gate = Gate(LocalBackend(tmp_path), match="*.safetensors")
+    with aiockpt.Checkpointer(gate, observers=[Heartbeat(every_s=0.02, overdue_s=0.05)]) as ckpt:
         save = ckpt.save(12, STATE)
-        deadline_s = time.monotonic() + 250
-        while "Pending are" not in caplog.text or not look(tmp_path).in_flight:
-            assert time.monotonic() < deadline_s, caplog.text
-            time.sleep(0.02)
+        until(lambda: "save of step 12: in write, for " in caplog.text, "the log names the stage where it waits")
+        until(lambda: "stage='write'" in repr(look(tmp_path).ranks[0].oldest), "so does the heartbeat")
         oldest = look(tmp_path).ranks[0].oldest
-        backend.may.set()
+        gate.open_up()
         save.result()
     assert oldest is not None
     assert (oldest.operation, oldest.step, oldest.stage, oldest.done_bytes) == ("save", 12, "write", 0)
     assert oldest.bytes == 8000
-    assert "save of step 12: in write, for " in caplog.text
+    assert "Pending are" in caplog.text
     assert look(tmp_path).in_flight == []
 
 
