@@ -24,7 +24,6 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
-from urllib.parse import quote
 
 import anyio
 import msgspec
@@ -57,6 +56,7 @@ from aiockpt.storage.backend import (
     check_keys,
     check_prefix,
     check_size,
+    file_url,
 )
 
 # Writing of a data file at the disk's own speed: blocks past the page cache, odd ends through it.
@@ -244,7 +244,7 @@ class LocalBackend:
 
     @property
     def url(self) -> str:
-        return "file://" + quote(self._root)
+        return file_url(self._root)
 
     @property
     def traits(self) -> Traits:

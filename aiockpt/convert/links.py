@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from urllib.parse import unquote
 
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import encode_index, file_names
@@ -24,7 +23,7 @@ from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import decode_header
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, local_path
 
 _ADVICE = (
     "convert without links, which writes the weights a second time, or read them with aiockpt.convert.open_weights()"
@@ -44,7 +43,7 @@ async def link_step(
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
     chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, None, request.rename)
-    root, target_root = _local(found.place.backend), _local(folder)
+    root, target_root = local_path(found.place.backend.url), local_path(folder.url)
     if root is None or target_root is None:
         raise UsageError(
             f"{found.place.backend.url} to {folder.url}: links need one file system of this machine; {_ADVICE}"
@@ -62,11 +61,6 @@ async def link_step(
             await target.link(names[index], str(path))
         await target.publish(_index(manifest, chosen, names))
     return linked
-
-
-def _local(backend: Backend) -> str | None:
-    """Return the path of a place on a file system of this machine; None elsewhere."""
-    return unquote(backend.url.removeprefix("file://")) if backend.url.startswith("file://") else None
 
 
 def _files_of(manifest: Manifest, chosen: Chosen) -> list[int]:

@@ -19,7 +19,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
-from urllib.parse import unquote
 
 import anyio
 
@@ -38,7 +37,7 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Backend, Seen, Upload
+from aiockpt.storage.backend import Backend, Seen, Upload, local_path
 from aiockpt.storage.transfer import put_once
 
 ABORT_DEADLINE_S = 60.0
@@ -151,7 +150,8 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
     if free is not None and free < size:
         raise StorageFullError(f"the folder needs {size:,} bytes and {folder.url} has {free:,} free: free space")
     target: Target
-    target = _FileSystemTarget(folder, world, replace) if folder.url.startswith("file://") else _StoreTarget(folder)
+    path = local_path(folder.url)
+    target = _StoreTarget(folder) if path is None else _FileSystemTarget(folder, path, world, replace)
     if replace:
         await _remove_leftovers(folder)
         if isinstance(target, _StoreTarget):
@@ -217,10 +217,10 @@ class _StoreTarget:
 class _FileSystemTarget:
     """A folder of this machine: files are written under hidden names, and then renamed."""
 
-    def __init__(self, folder: Backend, world: World, replace: bool) -> None:
+    def __init__(self, folder: Backend, path: str, world: World, replace: bool) -> None:
         self._folder = folder
         self._replace = replace
-        self._root = unquote(folder.url.removeprefix("file://"))
+        self._root = path
         self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
         self._files = world.files
         self._renaming = Limiter("renaming", 1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from urllib.parse import unquote
 
 import msgspec
 
@@ -21,7 +20,7 @@ from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.errors import CorruptionError, ObjectNotFoundError, UsageError
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, Header, decode_header
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.storage.backend import Backend, Reader
+from aiockpt.storage.backend import Backend, Reader, local_path
 from aiockpt.storage.transfer import read_record
 
 SUFFIX = ".safetensors"
@@ -93,8 +92,8 @@ async def has_weights(folder: Backend) -> bool:
 
 
 async def _list_files(folder: Backend) -> _Files:
-    if folder.url.startswith("file://"):
-        return await run_blocking(Limiter("looking", 1), _list_local, unquote(folder.url.removeprefix("file://")))
+    if (path := local_path(folder.url)) is not None:
+        return await run_blocking(Limiter("looking", 1), _list_local, path)
     return {stat.key: (folder, stat.key) for stat in (await folder.list("")).objects}
 
 

@@ -6,14 +6,15 @@ They are aligned by the wall clock at that moment, and where that proves wrong b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote
 
 import msgspec
 
 from aiockpt.events import Alive, Closed, Event, Opened
+from aiockpt.storage.backend import local_path
 
 E = TypeVar("E", bound=Event)
 
@@ -85,8 +86,8 @@ class RunLog(msgspec.Struct, frozen=True):
     def folders(self) -> list[Path]:
         """Return the places of the last process that are folders here, the nearest first."""
         urls = self.processes[-1].opened.urls if self.processes else ()
-        paths = [Path(unquote(url.removeprefix("file://"))) for url in urls if url.startswith("file://")]
-        return [path for path in paths if path.is_dir()]
+        paths = [local_path(url) for url in urls]
+        return [Path(path) for path in paths if path is not None and os.path.isdir(path)]
 
 
 # The starts of a run: processes that began together, within seconds of each other. A process belongs to the start of the

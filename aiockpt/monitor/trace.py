@@ -30,6 +30,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 
 from aiockpt.errors import UsageError
 from aiockpt.events import Alive, Event, Opened
+from aiockpt.storage.backend import local_path
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,8 +130,8 @@ class TraceFile:
             return self._path if opened is None else self._path.replace("{rank}", str(opened.rank))
         assert opened is not None, "the first event says where the run is"
         for url in opened.urls:
-            if url.startswith("file://"):
-                folder = Path(url.removeprefix("file://")) / FOLDER
+            if (path := local_path(url)) is not None:
+                folder = Path(path) / FOLDER
                 folder.mkdir(parents=True, exist_ok=True)
                 return str(folder / f"rank-{opened.rank:05}.jsonl")
         raise UsageError("TraceFile(): no place is a folder of this machine: name the file, TraceFile('trace.jsonl')")

@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self, TypeVar
-from urllib.parse import unquote
 
 import anyio
 import msgspec
@@ -53,7 +52,7 @@ from aiockpt.pipeline.receipts import any_receipt, do_all, read_head, read_manif
 from aiockpt.pipeline.receipts import read_receipts as read_receipts
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.world import Clock
-from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
+from aiockpt.storage.backend import Backend, Listing, Stat, local_path, works_when_full
 from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
 
 if TYPE_CHECKING:
@@ -712,7 +711,7 @@ class _StepFolder(msgspec.Struct, frozen=True):
 
 @lru_cache
 def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
-    url = unquote(url.removeprefix("file://")) if url.startswith("file://") else url
+    url = local_path(url) or url
     parts = url.split("/")
     for at in range(len(parts) - 1, -1, -1):
         if (step := parse_step(parts[at])) is not None:
@@ -731,10 +730,10 @@ def refuse_step_folder(url: str, files: Files | None) -> None:
     Args:
         files: the file system of ``file://``; None asks no file system.
     """
-    files = files if url.startswith("file://") else None
+    path = local_path(url)
+    files = None if path is None else files
     found = _find_step_folder(url)
-    if files is not None:
-        path = unquote(url.removeprefix("file://"))
+    if path is not None and files is not None:
         _refuse_dcp(path, files)
         if found is None and (real := os.path.realpath(path)) != path:
             found = _find_step_folder(real, f"{path} leads to ")

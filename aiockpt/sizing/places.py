@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+import anyio
 import msgspec
 
 from aiockpt.engine.context import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Retention, Tier
+from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.units import count, size, speed
 
 MANY = 100
@@ -179,11 +181,10 @@ async def _probe(place: Place, byte_count: int) -> float:
             await upload.write(offset, [data[: min(unit, byte_count - offset)]])
         await upload.finish()
         return byte_count / (time.perf_counter_ns() - begun_ns) * 1e9
-    except BaseException:
-        await upload.abort()
-        raise
     finally:
-        await backend.delete([key])
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+            await upload.abort()  # nothing where it was finished
+            await backend.delete([key])
 
 
 def find_problems(place: PlaceEstimate, reserve_bytes: int) -> list[str]:

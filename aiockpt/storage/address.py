@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import msgspec
 
 from aiockpt.errors import UsageError
 from aiockpt.redaction import hide, hide_environment
+from aiockpt.storage.backend import file_url
 
 _SCHEMES = (
     "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|webhdfs|memory|shm|file|https?|s?ftp|ssh|smb|dbfs|oss|hf|swift"
@@ -47,7 +48,7 @@ class Address(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         """A URL that means the same in another process, which may be started in another folder."""
-        return "file://" + quote(os.path.abspath(self.text)) if self.scheme == "file" else self.text
+        return file_url(os.path.abspath(self.text)) if self.scheme == "file" else self.text
 
 
 def hide_secrets(url: str) -> str:
@@ -116,7 +117,7 @@ def _slip(text: str, what: str, likely: str | None) -> UsageError:
         said += f"; write {likely}" if likely.isprintable() else f"; write {likely!r}"
     if _URL.fullmatch(text):
         return UsageError(said)
-    literal = f"file://{quote(text)}" if text.startswith("/") else repr(f"./{text}")
+    literal = file_url(text) if text.startswith("/") else repr(f"./{text}")
     return UsageError(f"{said}. For a folder of that very name give {literal}")
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, cast
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -268,6 +269,16 @@ PROOF = b"aiockpt created this object to prove that a key here is created once o
 """At the root of a run in an object store: creating it, or being refused, proves that conditions are obeyed."""
 
 MAX_KEY_BYTES = 1024
+
+
+def file_url(path: str) -> str:
+    """Return the URL of an absolute *path* of this machine."""
+    return "file://" + quote(path)
+
+
+def local_path(url: str) -> str | None:
+    """Return the path that a backend's *url* names on this machine; None where it is no file system's."""
+    return unquote(url.removeprefix("file://")) if url.startswith("file://") else None
 
 
 def check_key(key: str, *, portable: bool = True) -> str:

@@ -199,9 +199,11 @@ def test_a_companion_that_does_not_end_is_cancelled(
 
 
 def test_without_a_name_it_is_beside_the_run_and_the_run_is_as_before(tmp_path: Path) -> None:
-    save_once(tmp_path / "run", TraceFile())
-    assert lines(tmp_path / "run" / "monitor" / "rank-00000.jsonl")[-1]["type"] == "Closed"
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+    run = tmp_path / "a run, 100%"
+    save_once(run, TraceFile())
+    assert lines(run / "monitor" / "rank-00000.jsonl")[-1]["type"] == "Closed"
+    assert list(tmp_path.iterdir()) == [run]
+    with aiockpt.Checkpointer(run) as ckpt:
         assert [info.step for info in ckpt.steps().result()] == [1]
         ckpt.verify().result()
 

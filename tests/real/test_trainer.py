@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.real import small
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
-from tests.real.trainers import BATCH, EPOCHS, SAMPLES, SCRIPTS, plain, result  # noqa: E402  needs what was looked for
+from tests.real.trainers import BATCH, EPOCHS, SAMPLES, SCRIPTS, be_one_rank, plain, result, zero_settings  # noqa: E402  needs what was looked for
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -75,6 +76,19 @@ def straight(name: str, folder: Path, accumulation: int) -> Result:
     return run(name, folder, accumulation, switch=False)
 
 
+@pytest.fixture(autouse=True)
+def _the_next_test_is_another_process() -> Iterator[None]:
+    """No Trainer finds the engine of an earlier one, nor is it a rank because that was one."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-not-found]  # pyright: ignore
+
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
@@ -109,12 +123,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "workers": {"dataloader_num_workers": 2},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "no seedable sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+    "ZeRO, no seedable sampler": {"accelerator_config": {"use_seedable_sampler": False}, "deepspeed": zero_settings(1)},
 }
 
 
 def fit(folder: Path, accumulation: int, *, switch: bool, kill: int = 0, resume: bool = False, **more: Any) -> Any:
     """Train the plain one to the kill, 0 for none, or to the end; return what it has trained, and its result."""
     runs._finished.clear()
+    if "deepspeed" in more:
+        be_one_rank()
     trainer = plain(folder, accumulation, **more)
     ckpt = attach(trainer, resume=True) if switch else None
     trainer.add_callback(Kill(abs(kill), by_signal=kill < 0))
@@ -196,7 +213,7 @@ def test_the_stage_of_zero_may_change_at_a_resume(before: int, after: int, root:
 def accelerated(folder: Path, stage: int, until: int, kill: int = 0) -> Result:
     """Train by a loop of accelerate's, with an engine of DeepSpeed in it, and return the weights."""
     from accelerate import Accelerator, DeepSpeedPlugin  # type: ignore[import-not-found]  # pyright: ignore
-    from accelerate.state import AcceleratorState  # type: ignore[import-not-found]  # pyright: ignore
+    from accelerate.state import AcceleratorState  # pyright: ignore
 
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(1)

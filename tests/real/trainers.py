@@ -170,35 +170,32 @@ def sentence_transformer(folder: Path, accumulation: int, **more: Any) -> Any:
     return library.SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=loss)
 
 
+def zero_settings(stage: int) -> dict[str, Any]:
+    """Return the configuration of an engine of DeepSpeed."""
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return {
+        **dict.fromkeys(sizes, "auto"),
+        # An engine is never freed, with us or without: 2 GB each by default, so that at last no fork would succeed.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def be_one_rank() -> None:
+    """Make the process the only rank of a job, which an engine of DeepSpeed wants."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **address})
+    # Its op for shared memory would be compiled.
+    communication: Any = import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
+
+
 def zero(stage: int) -> Callable[..., Any]:
     """Return what makes a Trainer with an engine of DeepSpeed in it."""
 
     def make(folder: Path, accumulation: int, **more: Any) -> Any:
-        one_rank = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29517",
-        }
-        for name, value in one_rank.items():
-            os.environ.setdefault(name, value)
-        # Its op for shared memory would be compiled.
-        communication: Any = import_module("deepspeed.comm.torch")
-        communication.build_shm_op = lambda: None
-        sizes = (
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "train_batch_size",
-            "gradient_clipping",
-        )
-        configuration = {
-            **dict.fromkeys(sizes, "auto"),
-            # An engine is never freed, with us or without: 2 GB each by default, so that at last no fork would succeed.
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
-            "zero_allow_untested_optimizer": True,
-        }
-        settings = settings_of(folder, accumulation, deepspeed=configuration if stage else None, **more)
+        be_one_rank()
+        settings = settings_of(folder, accumulation, deepspeed=zero_settings(stage) if stage else None, **more)
         arguments = transformers.TrainingArguments(**settings)
         return transformers.Trainer(llama(), arguments, train_dataset=rows(tokens))
 

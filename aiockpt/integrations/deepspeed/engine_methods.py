@@ -136,8 +136,8 @@ class _AttachedEngine:
                 self._more,
                 strict=load_module_strict,
                 optimizer=load_optimizer_states and not load_module_only,
-                scheduler=load_lr_scheduler_states and not load_module_only,
                 progress=not load_module_only,
+                without=() if load_lr_scheduler_states else ("lr_scheduler",),
             )
             self._tags = {step: steps[step]}
             return os.path.join(str(load_dir), tag or steps[step][-1]), client

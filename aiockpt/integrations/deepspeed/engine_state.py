@@ -6,7 +6,7 @@ Weights and optimizer are called by the names of the parameters, so a step loads
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,14 +60,15 @@ def load_step(
     *,
     strict: bool = True,
     optimizer: bool = True,
-    scheduler: bool = True,
     progress: bool = True,
+    without: Collection[str] = (),
 ) -> dict[str, Any] | None:
     """Load parts of a step into an engine, and return the client state.
 
     Args:
         more: what else is loaded, by its key, with the progress of the run.
         strict: whether the weights must be all of them.
+        without: what of the progress stays as it is.
     """
     saved = ckpt.describe(step).result()
     if hasattr(engine.optimizer, "checkpoint_event_prologue"):
@@ -77,7 +78,7 @@ def load_step(
         asked.ask_weights()
         if optimizer:
             asked.ask_optimizer(partial(_read_scalars, ckpt, step))
-        state = asked.state | (_progress_of(engine, saved, more, scheduler=scheduler) if progress else {})
+        state = asked.state | (_progress_of(engine, saved, more, without) if progress else {})
         ckpt.load(state, step, strict=True if strict else {MODEL: False}).result()
         asked.finish()
     finally:
@@ -100,13 +101,12 @@ def _read_scalars(ckpt: aiockpt.Checkpointer, step: int, names: list[str]) -> di
 
 
 def _progress_of(
-    engine: Any, saved: aiockpt.Description, more: Mapping[str, Any], *, scheduler: bool
+    engine: Any, saved: aiockpt.Description, more: Mapping[str, Any], without: Collection[str]
 ) -> dict[str, Any]:
     """Return what to load besides weights and optimizer."""
     values: Any = saved.values
     objects = progress_objects(engine) | {"rng": aiockpt.RNG()}
-    if not scheduler:
-        objects.pop("lr_scheduler", None)
+    objects = {name: one for name, one in objects.items() if name not in without}
     there = {*values, *saved.per_rank}
     for name in objects.keys() - there:
         logger.warning("step %d has no %s: it stays as it is here", saved.info.step, name)

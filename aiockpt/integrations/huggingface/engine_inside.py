@@ -5,7 +5,7 @@ So a run goes on under another stage of ZeRO, on another number of ranks, and wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -57,10 +57,10 @@ class EngineInside:
         state.pop("lr_scheduler", None)
         return state
 
-    def load_step(self, ckpt: aiockpt.Checkpointer, step: int, **parts: bool) -> None:
-        """Load a step into the engine, but for the schedule."""
+    def load_step(self, ckpt: aiockpt.Checkpointer, step: int, *, without: Collection[str] = (), **parts: bool) -> None:
+        """Load a step into the engine, but for the schedule and what *without* names of its progress."""
         state: Any = import_module("aiockpt.integrations.deepspeed.engine_state")
-        state.load_step(self.engine, ckpt, step, {}, scheduler=False, **parts)
+        state.load_step(self.engine, ckpt, step, {}, without=("lr_scheduler", *without), **parts)
 
     def left_out(self, rule: object) -> list[str] | None:
         """Return the names of weights that a rule for modules leaves out: in the state of an engine there is no module."""

@@ -419,7 +419,9 @@ class _Attached:
         """Load the step of a folder into the engine; what DeepSpeed wrote is loaded by DeepSpeed."""
         if not is_ours(folder):
             return theirs(folder, *args, **named)
-        self._inside.load_step(self._holder(folder), step_of(folder), strict=named.get("load_module_strict", True))
+        strict = named.get("load_module_strict", True)
+        # The Trainer loads the random numbers itself, after it has drawn the order of the epoch.
+        self._inside.load_step(self._holder(folder), step_of(folder), strict=strict, without=("rng",))
         return str(folder), {}
 
     def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> Collection[str]:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote
 
 import anyio
 import msgspec
@@ -26,6 +25,7 @@ from aiockpt.pipeline.discover import find_copy
 from aiockpt.runtime.loop import made_for_the_loop, refuse_in_event_loop
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Loop
+from aiockpt.storage.backend import local_path
 
 RENEW_S = LEASE_S / 6
 """Between two leases of one hold: several may fail."""
@@ -174,4 +174,4 @@ async def _renew_again_and_again(renew: Callable[[], Awaitable[None]]) -> None:
 
 
 def _folder(url: str, step_id: str) -> Path | None:
-    return Path(unquote(url.removeprefix("file://"))) / step_id if url.startswith("file://") else None
+    return None if (path := local_path(url)) is None else Path(path) / step_id

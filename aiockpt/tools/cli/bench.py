@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import unquote
 
 import anyio
 import msgspec
@@ -18,7 +17,7 @@ from rich.markup import escape
 
 from aiockpt.errors import UsageError
 from aiockpt.runtime.limits import open_tasks
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, local_path
 from aiockpt.storage.open import open_backend
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.survey import check_folder
@@ -49,9 +48,8 @@ def run_bench(url: str, plan: StressPlan, outputs: Outputs) -> int:
     if outputs.report_to is not None:
         _check_report(outputs.report_to)
     backend = open_backend(url)
-    scheme, _, path = backend.url.partition("://")
-    if scheme == "file":
-        check_folder(Path(unquote(path)), "name one on the file system to be measured", may_be_made=True)
+    if (path := local_path(backend.url)) is not None:
+        check_folder(Path(path), "name one on the file system to be measured", may_be_made=True)
     report = anyio.run(_measure, backend, plan)
     if outputs.plot_to is not None:
         draw(report, outputs.plot_to)

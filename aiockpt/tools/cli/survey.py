@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 import anyio
 import msgspec
@@ -39,7 +38,7 @@ from aiockpt.pipeline.discover import (
 from aiockpt.pipeline.receipts import read_head
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import OsFiles
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, file_url, local_path
 from aiockpt.storage.open import open_backend
 from aiockpt.storage.transfer import walk
 
@@ -217,8 +216,8 @@ def local_folder(root: str) -> Path:
 
 def _folder_of(backend: Backend) -> Path | None:
     """Return the folder that *backend* keeps its objects in; None where that is none of a file system."""
-    scheme, _, rest = backend.url.partition("://")
-    return Path(unquote(rest)) if scheme == "file" else None
+    path = local_path(backend.url)
+    return None if path is None else Path(path)
 
 
 def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:
@@ -232,4 +231,4 @@ def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> Non
     if not folder.is_dir():
         making = f"make it (mkdir -p {shlex.quote(str(folder))}), or " if may_be_made else ""
         raise UsageError(f"{folder}: no such folder; {making}{advice}")
-    refuse_step_folder(f"file://{quote(str(folder))}", OsFiles())
+    refuse_step_folder(file_url(str(folder)), OsFiles())
