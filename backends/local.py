@@ -19,6 +19,7 @@ that hold no object; so a collector can clear what a crash left before the first
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -191,6 +192,7 @@ _AT_ONCE = 8  # how often a folder may be removed under a writer before it waits
 # What a network file system answers from a cache is a minute old at most, and a few seconds as a rule.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 _NAMES = 16  # random ones, before something is wrong with the source
+_BTRFS_SYNC = 0x9408  # the ioctl BTRFS_IOC_SYNC
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -321,6 +323,9 @@ class LocalBackend:
     async def folder_ns(self, key: str) -> int:
         with self._tree.errors("looking for", check_key(key)):
             return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
+
+    async def settle(self) -> None:
+        await self._patiently(self._commit_btrfs)
 
     async def space(self) -> Space:
         with self._tree.errors("asking for the free space of", ""):
@@ -563,6 +568,16 @@ class LocalBackend:
     def _date_root(self) -> int:
         self._files.utime(self._root)
         return self._files.lstat(self._root).st_mtime_ns
+
+    def _commit_btrfs(self) -> None:
+        if not isinstance(self._files, OsFiles):
+            return
+        with suppress(OSError):  # ENOTTY on every other file system
+            fd = os.open(self._root, os.O_RDONLY)
+            try:
+                fcntl.ioctl(fd, _BTRFS_SYNC)
+            finally:
+                os.close(fd)
 
     def _space(self) -> Space:
         try:

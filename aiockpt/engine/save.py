@@ -29,6 +29,7 @@ from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, refus
 from aiockpt.pipeline.upload import FileScreen
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.limits import open_tasks
+from aiockpt.storage.backend import works_when_full
 from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
@@ -138,6 +139,8 @@ async def check_space(place: Place, job: SaveJob) -> None:
     if await _lack(place, job) is None:
         return
     await make_room(place)
+    if (files := works_when_full(place.backend)) is not None:
+        await files.settle()
     if (lack := await _lack(place, job)) is not None:
         raise StorageFullError(f"{lack}: free space, or keep fewer steps (Retention)")
 

@@ -242,6 +242,9 @@ class WorksWhenFull(Protocol):
         """Return when a name in the folder *key* was last made, by that clock; also where the folder cannot be listed."""
         ...
 
+    async def settle(self) -> None:
+        """Have `Backend.space` count what was deleted, which a file system may do with its next commit only (btrfs)."""
+
 
 class GetsMany(Protocol):
     """What a place can do besides where a hop to a thread costs more than a small read."""

@@ -103,6 +103,9 @@ class Forwarding:
         )
         return dated
 
+    async def settle(self) -> None:
+        await self.forward(BackendCall("settle", "", cast("WorksWhenFull", self.inner).settle))
+
     async def close(self) -> None:
         await self.forward(BackendCall("close", "", self.inner.close))
 

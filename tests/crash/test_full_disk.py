@@ -22,6 +22,7 @@ MOUNTS = {
     "ext4, no inodes": ("ext4", ["-N", "256"], 64),
     "ext4, over quota": ("ext4", ["-O", "quota", "-E", "quotatype=usrquota"], 64),
     "xfs, no room": ("xfs", [], 320),
+    "btrfs, no room": ("btrfs", [], 256),
 }
 """By name: kind, its options, and the MiB of the image that it lies in."""
 
