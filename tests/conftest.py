@@ -6,7 +6,8 @@
   short files last: workers that take a file at a time end together.
 - A test that hangs fails alone, with its traceback. It may have left threads behind that hold what the next ones need, and
   each of those would wait for its own timeout: so the third one ends the session. One whose `with` block or fixture then
-  hangs, too, or that is deaf to signals, ends its process, which tells all threads' tracebacks: `pytest -n` starts another.
+  hangs, too, or that is deaf to signals, ends its process, which tells all threads' tracebacks; where the main thread stood
+  is the report of the test.
 - All tests of HDFS run in one process of ``pytest -n``, in which they share a server: it is two of Java, and several such
   pairs on two cores leave each other without an answer for minutes.
 - The last line says which servers were not there, and how many tests that skipped.
@@ -17,11 +18,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import settings
@@ -66,12 +69,33 @@ HANGS_ALLOWED = 2
 STUCK_S = 180.0
 """How long after its timeout a test may still be ending."""
 _hangs = pytest.StashKey[int]()
-_stderr = pytest.StashKey[int]()
+_last_words = pytest.StashKey[TextIO]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the standard error of the process, which a test's is not."""
-    config.stash[_stderr] = os.dup(2)
+    """Open what the process writes to when it is ended: its standard error, or a file that outlives a worker."""
+    worker: dict[str, str] | None = getattr(config, "workerinput", None)
+    config.stash[_last_words] = os.fdopen(os.dup(2), "w") if worker is None else _words_of(worker).open("w+")
+
+
+def _words_of(worker: dict[str, str]) -> Path:
+    return Path(tempfile.gettempdir(), f"aiockpt-tests-{worker['testrunuid']}-{worker['workerid']}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Remove the file of a worker that ended by itself: it is empty."""
+    if error is None:
+        _words_of(node.workerinput).unlink(missing_ok=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """Report where our frames of each thread were; the main thread is the last."""
+    with suppress(OSError):
+        words = (file := _words_of(report.node.workerinput)).read_text().splitlines()
+        file.unlink()
+        report.longrepr = "\n".join([*(line for line in words if "site-packages" not in line), report.longrepr])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -113,7 +137,7 @@ def _end_when_stuck(item: pytest.Item) -> Generator[None]:
     """End the process when one phase of a test has not ended long after the test's timeout."""
     marker = item.get_closest_marker("timeout")
     limit_s = float(marker.args[0] if marker and marker.args else item.config.getini("timeout") or 0)
-    faulthandler.dump_traceback_later(limit_s + STUCK_S, file=item.config.stash[_stderr], exit=True)
+    faulthandler.dump_traceback_later(limit_s + STUCK_S, file=item.config.stash[_last_words], exit=True)
     try:
         return (yield)
     finally:
