@@ -136,7 +136,8 @@ def _importance(item: pytest.Item) -> int:
 def _end_when_stuck(item: pytest.Item) -> Generator[None]:
     """End the process when one phase of a test has not ended long after the test's timeout."""
     marker = item.get_closest_marker("timeout")
-    limit_s = float(marker.args[0] if marker and marker.args else item.config.getini("timeout") or 0)
+    limits = item.config.getoption("timeout", None), item.config.getini("timeout")
+    limit_s = float(marker.args[0] if marker and marker.args else next(filter(None, limits), 0))
     faulthandler.dump_traceback_later(limit_s + STUCK_S, file=item.config.stash[_last_words], exit=True)
     try:
         return (yield)
