@@ -325,7 +325,7 @@ class LocalBackend:
             return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
 
     async def settle(self) -> None:
-        await self._patiently(self._commit_btrfs)
+        await run_blocking(self._small, self._commit_btrfs)
 
     async def space(self) -> Space:
         with self._tree.errors("asking for the free space of", ""):

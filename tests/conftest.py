@@ -75,7 +75,7 @@ _last_words = pytest.StashKey[TextIO]()
 def pytest_configure(config: pytest.Config) -> None:
     """Open what the process writes to when it is ended: its standard error, or a file that outlives a worker."""
     worker: dict[str, str] | None = getattr(config, "workerinput", None)
-    config.stash[_last_words] = os.fdopen(os.dup(2), "w") if worker is None else _words_of(worker).open("w+")
+    config.stash[_last_words] = os.fdopen(os.dup(2), "w") if worker is None else _words_of(worker).open("w")
 
 
 def _words_of(worker: dict[str, str]) -> Path:

@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -38,7 +39,7 @@ from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Backend, Seen, Upload, local_path
-from aiockpt.storage.transfer import put_once
+from aiockpt.storage.transfer import put_once, space_for
 
 ABORT_DEADLINE_S = 60.0
 Fill = Callable[[int, memoryview], Awaitable[object]]
@@ -146,7 +147,7 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
         ObjectExistsError, UsageError: as `check_target`.
     """
     await check_target(folder, replace)
-    free = (await folder.space()).free_bytes
+    free = (await space_for(folder, size)).free_bytes
     if free is not None and free < size:
         raise StorageFullError(f"the folder needs {size:,} bytes and {folder.url} has {free:,} free: free space")
     target: Target
@@ -217,10 +218,10 @@ class _StoreTarget:
 class _FileSystemTarget:
     """A folder of this machine: files are written under hidden names, and then renamed."""
 
-    def __init__(self, folder: Backend, path: str, world: World, replace: bool) -> None:
+    def __init__(self, folder: Backend, path: Path, world: World, replace: bool) -> None:
         self._folder = folder
         self._replace = replace
-        self._root = path
+        self._root = str(path)
         self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
         self._files = world.files
         self._renaming = Limiter("renaming", 1)

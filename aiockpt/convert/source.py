@@ -93,7 +93,7 @@ async def has_weights(folder: Backend) -> bool:
 
 async def _list_files(folder: Backend) -> _Files:
     if (path := local_path(folder.url)) is not None:
-        return await run_blocking(Limiter("looking", 1), _list_local, path)
+        return await run_blocking(Limiter("looking", 1), _list_local, str(path))
     return {stat.key: (folder, stat.key) for stat in (await folder.list("")).objects}
 
 

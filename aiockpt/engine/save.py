@@ -29,7 +29,7 @@ from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, refus
 from aiockpt.pipeline.upload import FileScreen
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.limits import open_tasks
-from aiockpt.storage.backend import works_when_full
+from aiockpt.storage.transfer import space_for
 from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
@@ -139,8 +139,6 @@ async def check_space(place: Place, job: SaveJob) -> None:
     if await _lack(place, job) is None:
         return
     await make_room(place)
-    if (files := works_when_full(place.backend)) is not None:
-        await files.settle()
     if (lack := await _lack(place, job)) is not None:
         raise StorageFullError(f"{lack}: free space, or keep fewer steps (Retention)")
 
@@ -148,8 +146,8 @@ async def check_space(place: Place, job: SaveJob) -> None:
 async def _lack(place: Place, job: SaveJob) -> str | None:
     """Return what there is too little of for a save, in words; None where it fits, or the place does not say."""
     reserve, files = records_bytes(job.plan), len(job.plan.files) + RECORD_FILES
-    space = await place.backend.space()
-    if space.free_bytes is not None and space.free_bytes < job.plan.file_bytes + reserve:
+    space = await space_for(place.backend, needed := job.plan.file_bytes + reserve)
+    if space.free_bytes is not None and space.free_bytes < needed:
         return (
             f"step {job.step} has {job.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
             f"records, {place.backend.url} has {space.free_bytes:,} free"

@@ -6,7 +6,6 @@ They are aligned by the wall clock at that moment, and where that proves wrong b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -86,8 +85,7 @@ class RunLog(msgspec.Struct, frozen=True):
     def folders(self) -> list[Path]:
         """Return the places of the last process that are folders here, the nearest first."""
         urls = self.processes[-1].opened.urls if self.processes else ()
-        paths = [local_path(url) for url in urls]
-        return [Path(path) for path in paths if path is not None and os.path.isdir(path)]
+        return [path for path in map(local_path, urls) if path is not None and path.is_dir()]
 
 
 # The starts of a run: processes that began together, within seconds of each other. A process belongs to the start of the

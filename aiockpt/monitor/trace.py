@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiofiles
@@ -131,7 +130,7 @@ class TraceFile:
         assert opened is not None, "the first event says where the run is"
         for url in opened.urls:
             if (path := local_path(url)) is not None:
-                folder = Path(path) / FOLDER
+                folder = path / FOLDER
                 folder.mkdir(parents=True, exist_ok=True)
                 return str(folder / f"rank-{opened.rank:05}.jsonl")
         raise UsageError("TraceFile(): no place is a folder of this machine: name the file, TraceFile('trace.jsonl')")

@@ -711,7 +711,7 @@ class _StepFolder(msgspec.Struct, frozen=True):
 
 @lru_cache
 def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
-    url = local_path(url) or url
+    url = str(local_path(url) or url)
     parts = url.split("/")
     for at in range(len(parts) - 1, -1, -1):
         if (step := parse_step(parts[at])) is not None:
@@ -730,12 +730,12 @@ def refuse_step_folder(url: str, files: Files | None) -> None:
     Args:
         files: the file system of ``file://``; None asks no file system.
     """
-    path = local_path(url)
-    files = None if path is None else files
     found = _find_step_folder(url)
-    if path is not None and files is not None:
-        _refuse_dcp(path, files)
-        if found is None and (real := os.path.realpath(path)) != path:
+    if (path := local_path(url)) is None:
+        files = None
+    elif files is not None:
+        _refuse_dcp(str(path), files)
+        if found is None and (real := os.path.realpath(path)) != str(path):
             found = _find_step_folder(real, f"{path} leads to ")
     if found is None:
         return

@@ -19,6 +19,7 @@ Guarantees every backend gives:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, cast
 from urllib.parse import quote, unquote
 
@@ -279,9 +280,9 @@ def file_url(path: str) -> str:
     return "file://" + quote(path)
 
 
-def local_path(url: str) -> str | None:
+def local_path(url: str) -> Path | None:
     """Return the path that a backend's *url* names on this machine; None where it is no file system's."""
-    return unquote(url.removeprefix("file://")) if url.startswith("file://") else None
+    return Path(unquote(url.removeprefix("file://"))) if url.startswith("file://") else None
 
 
 def check_key(key: str, *, portable: bool = True) -> str:

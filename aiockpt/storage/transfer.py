@@ -7,7 +7,7 @@ from typing import cast
 
 from aiockpt.errors import ManifestError, ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError
 from aiockpt.runtime.limits import open_tasks
-from aiockpt.storage.backend import Backend, GetsMany, Listing, Stat, works_when_full
+from aiockpt.storage.backend import Backend, GetsMany, Listing, Space, Stat, works_when_full
 
 # Several buffers as one run of bytes, without a copy. Pure.
 
@@ -117,6 +117,16 @@ async def delete_below(backend: Backend, prefix: str) -> None:
             keys.append(folder)  # where folders are things of their own, an empty one would hold its parents
     if keys:
         await backend.delete(keys)
+
+
+async def space_for(backend: Backend, size: int) -> Space:
+    """Return the space of a place; where *size* bytes do not fit, once what was deleted counts as free."""
+    space = await backend.space()
+    full = space.free_bytes is not None and space.free_bytes < size
+    if full and (files := works_when_full(backend)) is not None:
+        await files.settle()
+        space = await backend.space()
+    return space
 
 
 async def storage_now_ns(backend: Backend, nonce: str) -> int:

@@ -464,6 +464,24 @@ def test_a_save_finds_room_that_retention_makes_for_it(tmp_path: Path, disk: typ
     assert steps(tmp_path) == [6, 5]
 
 
+class LateDisk(LocalBackend):
+    """Counts what was deleted as free once it is asked to settle, as btrfs does."""
+
+    free_bytes = 0
+
+    async def settle(self) -> None:
+        self.free_bytes = 1 << 30
+
+    async def space(self) -> Space:
+        return Space(self.free_bytes, 1 << 40)
+
+
+def test_what_was_deleted_counts_as_free_before_a_save_is_refused(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(LateDisk(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.save(1, state(1)).result()
+    assert steps(tmp_path) == [1]
+
+
 def test_inodes_are_counted_before_a_save_as_bytes_are(tmp_path: Path) -> None:
     save_steps(tmp_path, range(1, 6), last=9)
     before = sorted(tmp_path.rglob("*"))

@@ -162,8 +162,9 @@ async def holding(destination: Destination, step: int | None, who: str) -> Async
             )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_renew_again_and_again, renew)
-            url = place.backend.url
-            yield HeldStep(step=manifest.step, id=manifest.id, url=url, folder=_folder(url, manifest.id))
+            root = local_path(url := place.backend.url)
+            folder = None if root is None else root / manifest.id
+            yield HeldStep(step=manifest.step, id=manifest.id, url=url, folder=folder)
             tasks.cancel_scope.cancel()
 
 
@@ -171,7 +172,3 @@ async def _renew_again_and_again(renew: Callable[[], Awaitable[None]]) -> None:
     while True:
         await anyio.sleep(RENEW_S)
         await renew()
-
-
-def _folder(url: str, step_id: str) -> Path | None:
-    return None if (path := local_path(url)) is None else Path(path) / step_id

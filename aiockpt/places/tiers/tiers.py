@@ -39,6 +39,7 @@ from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
+from aiockpt.storage.transfer import space_for
 
 # Queries of several tiers, all at once, so that a stalled one delays the answer by little: when one has answered with
 # something, the rest have a while left, and one that refuses every call less (`aiockpt.storage.retry_calls`). One that has
@@ -199,7 +200,7 @@ class Tiers:
             if promoter.durable and not self._soonest(job.step):
                 return place
             try:
-                free = (await place.backend.space()).free_bytes
+                free = (await space_for(place.backend, needed)).free_bytes
             except CheckpointError as error:
                 self._skip(promoter, job.step, error)
                 continue

@@ -49,7 +49,7 @@ def run_bench(url: str, plan: StressPlan, outputs: Outputs) -> int:
         _check_report(outputs.report_to)
     backend = open_backend(url)
     if (path := local_path(backend.url)) is not None:
-        check_folder(Path(path), "name one on the file system to be measured", may_be_made=True)
+        check_folder(path, "name one on the file system to be measured", may_be_made=True)
     report = anyio.run(_measure, backend, plan)
     if outputs.plot_to is not None:
         draw(report, outputs.plot_to)

@@ -184,20 +184,20 @@ def open_place(root: str | os.PathLike[str]) -> Backend:
     backend = open_backend(root)
     if backend.url.startswith("memory://"):
         raise UsageError(f"{root}: memory:// exists only in the process that made it; give a folder")
-    if (folder := _folder_of(backend)) is not None:
+    if (folder := local_path(backend.url)) is not None:
         check_folder(folder, "checkpoints are kept in a folder")
     return backend
 
 
 def place_below(root: str, below: str) -> str | Path:
     """Return the place of a folder *below* the root ("": the root itself): of files a Path, in which no slip is seen."""
-    folder = _folder_of(open_backend(root))
+    folder = local_path(open_backend(root).url)
     return f"{root.rstrip('/')}/{below}".rstrip("/") if folder is None else folder / below
 
 
 def is_to_come(root: str) -> bool:
     """Return whether *root* is a folder that does not exist yet."""
-    folder = _folder_of(open_backend(root))
+    folder = local_path(open_backend(root).url)
     return folder is not None and not folder.exists()
 
 
@@ -207,17 +207,11 @@ def local_folder(root: str) -> Path:
     Raises:
         UsageError: it names none, or none that exists.
     """
-    folder = _folder_of(open_backend(root))
+    folder = local_path(open_backend(root).url)
     if folder is None:
         raise UsageError(f"{root}: only a folder can be examined; give the path of one")
     check_folder(folder, "give a folder on the file system to be examined", may_be_made=True)
     return folder
-
-
-def _folder_of(backend: Backend) -> Path | None:
-    """Return the folder that *backend* keeps its objects in; None where that is none of a file system."""
-    path = local_path(backend.url)
-    return None if path is None else Path(path)
 
 
 def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:
