@@ -4,8 +4,8 @@
     python -m tests.campaigns.net before --tree PATH
     python -m tests.campaigns.net after
 
-`draw` writes the list. `before` tries each on a copy of `--tree`, the commit before the rebuilding, and `after` on a copy of
-the tree of today, in whatever file its function is now: first by the test that killed it before, then by those that run its
+`draw` writes the list. `before` tries each on a copy of `--tree`, the commit before the rebuilding, and `after` on a copy
+of the tree of today, in whatever file its function is now: first by the tests that killed it, then by those that run its
 line, where there is a map (`.bench/covering.json` of the tree). Both try what has no verdict yet and write the list after
 each, so that a run that was cut off goes on; `--again` tries all that died. Where a function or a statement changed, the
 list says by hand what the mutant is now, or that its code is gone; what it does not say is told as *not found*.
@@ -194,7 +194,7 @@ def attempt(
         if isinstance(found, str):
             verdict.outcome, detail = ("gone" if found == "gone" else "not found"), f"{found}: {entry.text}"
         else:
-            first = [test for test in (today(one, tree) for one in entry.before.killers) if test]
+            first = [test for one in (*verdict.killers, *entry.before.killers) if (test := today(one, tree))]
             _try(mutants, found, verdict, first)
             detail = verdict.killers[0] if verdict.killers else found.diff(sources[found.file])
         net.write(path)
