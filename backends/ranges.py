@@ -45,17 +45,18 @@ class Buffers:
         for view in self._views:
             if limit_bytes <= 0 or len(runs) == _BUFFERS_PER_CALL:
                 break
-            runs.append(view[:limit_bytes])
-            limit_bytes -= runs[-1].nbytes
+            size = view.nbytes
+            runs.append(view if size <= limit_bytes else view[:limit_bytes])
+            limit_bytes -= size
         return runs
 
     def take(self, size_bytes: int) -> Iterator[memoryview]:
         """Yield the next *size_bytes* in runs: they are filled, or about to be."""
         while size_bytes:
-            view = self._views.popleft()
-            run = view[:size_bytes]
-            if run.nbytes < view.nbytes:
-                self._views.appendleft(view[run.nbytes :])
+            run = self._views.popleft()
+            if run.nbytes > size_bytes:
+                self._views.appendleft(run[size_bytes:])
+                run = run[:size_bytes]
             self.left_bytes -= run.nbytes
             size_bytes -= run.nbytes
             yield run

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from aiockpt.adapters.tensors import (
     memory_key,
     misfit,
     new_tensor,
-    plain_facts,
+    plain_addresses,
     shards_of,
     torch_dtype,
     whole_boxes,
@@ -58,7 +59,7 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
         left_out: names of the state that stay as they are, because the checkpoint was made without them.
         problems: every difference, in words; not empty only where ``strict`` is False.
         told: reports of what is removed or replaced, in words; what refuses to be filled is added by `apply`.
-        written: names of the leaves that are overwritten.
+        rewritten: the leaves that are overwritten, by name or by path.
         steps: what `apply` has still to do.
         may_refuse: whether `apply` calls objects that may refuse what they get: then all ranks must be notified.
         renamed: name in the checkpoint → name in the state, of what rules have renamed.
@@ -71,10 +72,15 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
     left_out: tuple[str, ...]
     problems: tuple[str, ...]
     told: list[str]
-    written: frozenset[str]
+    rewritten: Sequence[str | Path]
     steps: list[Callable[[], object]]
     may_refuse: bool
     renamed: Mapping[str, str] = {}
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the leaves that are overwritten: joined on access, which only a damaged step needs."""
+        return frozenset(one if isinstance(one, str) else join_name(one) for one in self.rewritten)
 
     def __repr__(self) -> str:
         return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self.steps)} to apply>"
@@ -122,7 +128,7 @@ class Matcher:
         self._places: dict[int, int] = {}
         self._left_out: list[str] = []
         self._may_refuse = False
-        self._written: set[str] = set()
+        self._rewritten: list[str | Path] = []
         self._told: list[str] = []
         self.values = ValueRequests(self, codecs)
         self._steps: list[Callable[[], object]] = []
@@ -160,8 +166,7 @@ class Matcher:
 
     def touches(self, path: Path) -> bool:
         """Return whether ``only`` lets the object at *path*, or a part of it, be loaded."""
-        asked = self._only or {path: ""}
-        return any(parts[: len(path)] == path[: len(parts)] for parts in asked)
+        return not self._only or any(parts[: len(path)] == path[: len(parts)] for parts in self._only)
 
     def selects_whole(self, path: Path, why: str) -> bool:
         """Return the same for an object that loads as a whole or not at all.
@@ -218,22 +223,31 @@ class Matcher:
         self.rewrites(path)
         return True
 
-    def want_plain(self, name: str, tensor: torch.Tensor) -> bool:
-        """Have an ordinary tensor filled that fits what is stored under its own *name*, as most do; return whether it is.
+    def want_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Have ordinary tensors filled that fit what is stored under their own *names*, as most do; return which will be.
 
-        The short way of `want`: to any doubt the long one has the answer.
+        The short way of `want`, for many at once: to any doubt the long one has the answer.
         """
-        facts = self.stored.tensors.get(name)
-        if facts is None or not self.asks_for_all or plain_facts(tensor) != facts:
-            return False
-        place = len(self._wanted)
-        if self._places.setdefault(tensor.data_ptr(), place) != place:
-            return False
-        self._differences.used.add(name)
-        self._written.add(name)
-        self._wanted.append(TensorShard(name, *facts, whole_boxes(facts[1]), tensor.detach()))
-        self.values.whole.setdefault(name, tensor)
-        return True
+        taken = self.fill_plain(names, tensors)
+        self._rewritten += compress(names, taken)
+        return taken
+
+    def fill_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Do so for tensors that are there of what is filled by `fill`."""
+        if not self.asks_for_all:
+            return [False] * len(names)
+        facts = list(map(self.stored.tensors.get, names))
+        taken = []
+        for name, tensor, known, address in zip(names, tensors, facts, plain_addresses(tensors, facts), strict=True):
+            place = len(self._wanted)
+            if known is None or not address or self._places.setdefault(address, place) != place:
+                taken.append(False)
+                continue
+            self._wanted.append(TensorShard(name, known[0], known[1], whole_boxes(known[1]), tensor))
+            self.values.whole.setdefault(name, tensor)
+            taken.append(True)
+        self._differences.used.update(compress(names, taken))
+        return taken
 
     def leave(self, name: str) -> None:
         """Skip tensor *name* of the checkpoint: this rank has nothing of it, so that it is no difference."""
@@ -335,7 +349,7 @@ class Matcher:
 
     def rewrites(self, path: Path) -> None:
         """Note that the leaf at *path* will have another value."""
-        self._written.add(self.name_of(path))
+        self._rewritten.append(path)
 
     # ---------------------------------------------------------------- differences
 
@@ -473,7 +487,7 @@ class Matcher:
             left_out=tuple(self._left_out),
             problems=judged.problems,
             told=self._told,
-            written=frozenset(self._written),
+            rewritten=self._rewritten,
             steps=[*together, *self.values.decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
             renamed=renamed,

@@ -17,7 +17,8 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from itertools import chain
+from itertools import chain, compress, repeat
+from operator import not_
 from typing import Any
 
 import msgspec
@@ -375,22 +376,28 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
     """Request from *matcher* all that a module holds."""
     matcher.claim(path)
     source = open_source(path, matcher)
-    # What was saved under its own name, whole and by no other way, is most of every module.
-    is_usual = not source.keys and not source.values
+    names: list[str] = []
+    places: list[tuple[Path, str]] = []
+    tensors: list[torch.Tensor] = []
     for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
         if not direct:
             OwnLoad(member, member_path, source, matcher).prepare()
             continue
         name = join_name(member_path)
         for key, tensor in walk_tensors(member):
-            flat = slices(tensor)
-            if not (is_usual and flat is None and matcher.want_plain(name_within(name, key), tensor)):
-                place = (*member_path, key)
-                node = source.values.get(below(path, place), msgspec.UNSET)
-                stored = source.stored_name(place, matcher) if source.keys or source.values else None
-                load_tensor(place, tensor, node, matcher, flat, stored=stored)
+            names.append(name_within(name, key))
+            places.append((member_path, key))
+            tensors.append(tensor)
         if has_extra(member):
             _load_extra(member, member_path, source, matcher)
+    # What was saved under its own name, whole and by no other way, is most of every module.
+    is_usual = not source.keys and not source.values and all(slices(tensor) is None for tensor in tensors)
+    taken = matcher.want_plain(names, tensors) if is_usual else repeat(False)
+    for (member_path, key), tensor in compress(zip(places, tensors, strict=True), map(not_, taken)):
+        place = (*member_path, key)
+        node = source.values.get(below(path, place), msgspec.UNSET)
+        stored = source.stored_name(place, matcher) if source.keys or source.values else None
+        load_tensor(place, tensor, node, matcher, slices(tensor), stored=stored)
 
 
 def _fills_directly(member: nn.Module, slices: Slices) -> bool:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, default_keys, innermost
 from aiockpt.adapters.plain_values import same_content
 from aiockpt.adapters.stored import is_tensor_node, members_of
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.names import dotted, join_name, name_within
 from aiockpt.format.optimizers import OptimizerNode, OptimizerRow
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
@@ -114,9 +114,10 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
     except (msgspec.ValidationError, IndexError) as error:
         raise damaged(path, f"is not an optimizer that was ever saved ({error})") from error
     state: dict[Id, dict[Id, Node]] = {}
+    places = join_name((*path, "state"))
     for owner, row in rows.items():
-        root = (*path, "state", *split_name(owner))
-        state[owner] = {key: {TAG: "tensor", "name": join_name((*root, key))} for key in row.keys}
+        root = f"{places}{owner}" if owner.startswith("[") else f"{places}.{owner}"
+        state[owner] = {key: {TAG: "tensor", "name": name_within(root, key)} for key in row.keys}
     for owner, key, value in wire.values:
         state.setdefault(owner, {})[key] = value
     return SavedOptimizer(
@@ -245,7 +246,7 @@ def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: boo
     # A module's state_dict() has keys with dots where the module itself has paths: both are the same name. Names of one
     # side may begin at a module, and those of the other at the top of the state.
     ours = {str(one): one for one in here}
-    theirs = {str(one) if saved.is_dict else ".".join(map(str, split_name(str(one)))): one for one in there}
+    theirs = {str(one) if saved.is_dict else dotted(str(one)): one for one in there}
     best: dict[Id, Id] = {one: theirs[name] for name, one in ours.items() if name in theirs}
     if len(best) == len(ours):
         return best

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -61,7 +62,7 @@ from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import facts_of, may_spread, torch_dtype
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.format.dtypes import same, torch_name
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.names import dotted, join_name, split_name
 from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.tree import TAG, Node, Path
 
@@ -70,6 +71,8 @@ Thunks = dict[Any, Thunk]
 States = Sequence[tuple[torch.Tensor, Thunks]]
 """The state that some parameters will have."""
 _LIKE_ITS_PARAMETER = OptimizerRow([], [])
+_Chosen = tuple[Path, Owner, Mapping[str, Any], Mapping[Id, Node], OptimizerRow]
+"""A parameter that gets its state: its path, itself, its group, and the state with what is known of it."""
 Source = tuple[SavedOptimizer, Id]
 """Where a parameter gets its state from: an optimizer of the checkpoint, and what that calls the parameter."""
 
@@ -138,9 +141,9 @@ class OptimizerTarget:
 
     def pair(self, saved: SavedOptimizer) -> dict[Path, Id]:
         """Return what *saved* calls each parameter; those that it does not have are left out."""
-        dotted = {owner: ".".join(map(str, split_name(name))) for owner, name in self.names.items()}
-        ids = pair_up([[dotted[owner] for owner in some] for some in self.members], saved)
-        return {owner: ids[name] for owner, name in dotted.items() if name in ids}
+        keys = {owner: dotted(name) for owner, name in self.names.items()}
+        ids = pair_up([[keys[owner] for owner in some] for some in self.members], saved)
+        return {owner: ids[key] for owner, key in keys.items() if key in ids}
 
     def want_values(self, number: int, values: Mapping[str, Node]) -> Thunks:
         """Return what will set *values* of the group *number*, as far as they are chosen."""
@@ -159,7 +162,7 @@ class OptimizerTarget:
         Args:
             refuse: called with a parameter that is another than the one that was saved, and why.
         """
-        found = []
+        found: list[_Chosen] = []
         kept = {id(parameter) for group in self.keeper.param_groups for parameter in group["params"]}
         for group, parameter, owner in parameters_of(self.optimizer, self.members):
             if owner not in sources:
@@ -170,12 +173,25 @@ class OptimizerTarget:
                 refuse(owner, problem)
             elif id(parameter) in kept and (flat is None or flat.start != flat.end):
                 row = saved.rows.get(one, _LIKE_ITS_PARAMETER)
-                found.append((parameter, self._want_state(owner, Owner(parameter, flat), group, nodes, row)))
+                found.append((owner, Owner(parameter, flat), group, nodes, row))
                 continue
             # What is here stays as it is. (Optimizer steps never reach a parameter that this rank has nothing of.)
             for name in tensor_names(nodes):
                 self.matcher.leave(name)
-        return found
+        filled = self._fill_plain(found)
+        return [(chosen[1].parameter, self._want_state(*chosen, filled)) for chosen in found]
+
+    def _fill_plain(self, found: Sequence[_Chosen]) -> set[tuple[str, int]]:
+        """Have state tensors filled that are there, whole and ordinary, as most are; return their names and identities."""
+        names, tensors = [], []
+        for _, owner, _, nodes, _ in found:
+            live = {} if owner.is_spread else self.keeper.state.get(owner.parameter, {})
+            for key, node in nodes.items():
+                tensor = live.get(key)
+                if is_tensor_node(node) and isinstance(tensor, torch.Tensor) and tensor.is_contiguous():
+                    names.append(node["name"])
+                    tensors.append(tensor)
+        return set(compress(zip(names, map(id, tensors), strict=True), self.matcher.fill_plain(names, tensors)))
 
     def _parameter_misfit(self, owner: Path, parameter: torch.Tensor, flat: FlatRange | None) -> str | None:
         """Return the reason why the state belongs to another parameter than the one here, or None.
@@ -196,11 +212,20 @@ class OptimizerTarget:
         return None
 
     def _want_state(
-        self, path: Path, owner: Owner, group: Mapping[str, Any], nodes: Mapping[Id, Node], row: OptimizerRow
+        self,
+        path: Path,
+        owner: Owner,
+        group: Mapping[str, Any],
+        nodes: Mapping[Id, Node],
+        row: OptimizerRow,
+        filled: set[tuple[str, int]],
     ) -> Thunks:
         live = self.keeper.state.get(owner.parameter, {})
         thunks: Thunks = {}
         for key, node in nodes.items():
+            if is_tensor_node(node) and (node["name"], id(live.get(key))) in filled:
+                thunks[key] = _returning(live[key])
+                continue
             place = state_path(self.path, path, key)
             if not self.matcher.selects(place):
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from itertools import compress
 from typing import Any, Literal
 
 import msgspec
@@ -147,9 +148,11 @@ def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone
     found = matcher.find(path) if matcher.asks_for_all and isinstance(container, Mapping) else None
     own = {} if found is None else members_of(found.node)
     name = join_name(path)
+    plain = [key for key, node in own.items() if is_tensor_node(node) and type(container.get(key)) in ORDINARY]
+    taken = matcher.want_plain([name_within(name, key) for key in plain], [container[key] for key in plain])
+    done = set(compress(plain, taken))
     for key, value in members(container):
-        is_own = type(value) in ORDINARY and is_tensor_node(own.get(key))
-        if is_own and matcher.want_plain(name_within(name, key), value):
+        if key in done:
             continue
         # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
         matcher.selects((*path, key))

@@ -18,7 +18,7 @@ from aiockpt.adapters.plain_values import objects_in
 from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.stored import Stored, find_node
 from aiockpt.adapters.target import OptimizerState, open_target
-from aiockpt.adapters.tensors import torch_dtype
+from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.engine.context import Place
 from aiockpt.engine.find import Skipped, StepPlaces, candidates, find_manifest, note_skipped
 from aiockpt.errors import (
@@ -31,10 +31,12 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Loaded, LoadFailed
 from aiockpt.format.configuration import config_changes
+from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names, prefixes, split_name
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
@@ -44,11 +46,6 @@ from aiockpt.units import size
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
-
-
-from aiockpt.adapters.tensors import byte_view
-from aiockpt.format.document import collector_paused
-from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
 
 logger = logging.getLogger("aiockpt")
 
@@ -192,8 +189,7 @@ class Lacking:
 
 def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
     """Refuse to go on from a damaged step to one that leaves some of its bytes in the state (docs/decisions.md#loading)."""
-    left = touched - target.written
-    if left:
+    if touched and (left := touched - target.written):
         newer = ", ".join(name for name, _ in skipped)
         raise StateMismatchError(
             manifest.id,
@@ -239,13 +235,12 @@ async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) 
             ``strict=False`` would take them for the newest step.
     """
     rank, world_size = place.engine.rank, place.engine.world_size
-    stored = stored_state(manifest, rank, world_size)
     with place.engine.stages("load", manifest.step).time("match"):
         target = await run_blocking(
             place.engine.state_work,
             lambda: open_target(
                 request.state,
-                stored,
+                stored_state(manifest, rank, world_size),
                 only=request.only,
                 strict=request.strict,
                 rename=request.rename,
@@ -579,6 +574,7 @@ class Places:
             self._parts.append(flat[start : start + box.volume])
             start += box.volume
 
+    @torch.no_grad()
     def settle(self, pass_number: int | None = None) -> None:
         """Copy what is not where it is wanted yet. Runs on a worker thread, after all blocks were verified.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -41,18 +41,17 @@ SUM_BYTES = 8
 
 
 class BlockHasher:
-    """The sum of one block whose bytes arrive in several runs."""
+    """The sum of one block whose bytes arrive in several runs.
+
+    Attributes:
+        update: adds the block's next bytes.
+        digest: returns the sum of what was added so far (8 bytes).
+    """
 
     def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def update(self, data: memoryview) -> None:
-        """Add the block's next bytes."""
-        self._state.update(data)
-
-    def digest(self) -> bytes:
-        """Return the sum of what was added so far (8 bytes)."""
-        return self._state.digest()
+        state = xxhash.xxh3_64()
+        self.update: Callable[[memoryview], None] = state.update
+        self.digest: Callable[[], bytes] = state.digest
 
 
 def hash_block(data: bytes | bytearray | memoryview) -> bytes:

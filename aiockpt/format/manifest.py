@@ -359,7 +359,7 @@ def decode_manifest(data: bytes, what: str = "manifest") -> Manifest:
     body = unseal(data, what)
     envelope = _check_body(body, "aiockpt", what)
     manifest = parse(body, Manifest, what)
-    _check_keys(body, envelope, manifest.state, what)
+    _check_keys(body, envelope, manifest, what)
     return manifest
 
 
@@ -373,7 +373,7 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
     body = unseal(data, what)
     envelope = _check_body(body, "aiockpt-receipt", what)
     receipt = parse(body, Receipt, what)
-    _check_keys(body, envelope, receipt.state, what)
+    _check_keys(body, envelope, receipt, what)
     return receipt
 
 
@@ -435,19 +435,18 @@ def _check_reader(envelope: _Envelope, what: str) -> None:
         raise NewerFormatError(f"{what} requires {named}, which this aiockpt cannot read: install a newer one")
 
 
-def _check_keys(body: bytes, envelope: _Envelope, state: object, what: str) -> None:
+def _check_keys(body: bytes, envelope: _Envelope, document: Manifest | Receipt, what: str) -> None:
     """Refuse duplicate keys, without tokenising the two large parts where something quicker proves that they have none.
 
     A decoded tensor accounts for 10 quotes (its name, three keys, the dtype), and for 12 where it has axes. When there are
     no more, nothing was dropped; a quote cannot hide, and an escaped one or an unknown member only leads to the slow way.
-    A *state* that is written as it was read has lost nothing, either.
+    A state that is written as it was read has lost nothing, either.
     """
-    tensors, read = bytes(envelope.tensors), bytes(envelope.state)
-    if msgspec.json.encode(state) == read:
+    tensors, read, entries = bytes(envelope.tensors), bytes(envelope.state), document.tensors
+    if msgspec.json.encode(document.state) == read:
         body = body.replace(read, b"{}", 1)
-    names = parse(tensors, dict[str, Raw], what)
-    with_axes = sum(_AXES in entry for entry in map(bytes, names.values())) if _AXES in tensors else 0
-    if tensors.count(b'"') == 10 * len(names) + 2 * with_axes:
+    with_axes = sum(entry.axes is not msgspec.UNSET for entry in entries.values()) if _AXES in tensors else 0
+    if tensors.count(b'"') == 10 * len(entries) + 2 * with_axes:
         body = body.replace(tensors, b"{}", 1)
     check_unique_keys(body, what)
 

@@ -321,6 +321,15 @@ def split_name(name: str) -> tuple[str | int, ...]:
     return parts
 
 
+def dotted(name: str) -> str:
+    """Return a name with dots alone between its parts, as keys of a ``state_dict()`` have them: ``blocks.0.weight``.
+
+    Raises:
+        UsageError: as `split_name`.
+    """
+    return ".".join(map(str, split_name(name))) if "[" in name or "\\" in name else name
+
+
 def _parse_parts(name: str) -> list[str | int]:
     parts: list[str | int] = []
     for match in _TOKEN.finditer(name):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import attrgetter
 
 import msgspec
 from msgspec import Raw
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.document import check_unique_keys, collector_paused, parse
+from aiockpt.format.document import check_unique_keys, parse
 from aiockpt.format.dtypes import ITEMSIZES, is_native
 from aiockpt.format.manifest import Count, Dims
 from aiockpt.format.names import MAX_NAME_BYTES
@@ -54,6 +55,12 @@ class _Wire(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: Dims
     data_offsets: tuple[Count, Count]
+
+
+class _Beside(msgspec.Struct, frozen=True):
+    """What a header has beside its entries."""
+
+    metadata: Raw = msgspec.field(default=Raw(), name=_METADATA)
 
 
 def encode_header(
@@ -120,36 +127,37 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
     try:
         if not body.startswith(b"{"):
             raise ManifestError("safetensors header does not start with an object")
-        fields = parse(body, dict[str, Raw], "safetensors header")
-        raw_metadata = bytes(fields.pop(_METADATA, b""))
+        raw_metadata = bytes(parse(body, _Beside, "safetensors header").metadata)
         metadata = parse(raw_metadata or b"{}", dict[str, str], "safetensors metadata")
         check_unique_keys(raw_metadata, "safetensors metadata")
-        entries = _decode_entries(fields)
+        wires = _decode_entries(body, raw_metadata)
+        entries = [Entry(name, wire.dtype, wire.shape, *wire.data_offsets) for name, wire in wires.items()]
         # Ten quotes for each decoded entry (a name, three keys, a dtype): there are no more of them, and none was dropped.
         if body.count(b'"') != 10 * len(entries) + (2 + raw_metadata.count(b'"') if raw_metadata else 0):
             check_unique_keys(body, "safetensors header")
     except ManifestError as error:
         raise CorruptionError(str(error)) from error
-    entries.sort(key=_payload_order)
+    entries.sort(key=attrgetter("start", "end"))
     _check_tiling(entries, file_size - data_start)
     return Header(tuple(entries), metadata, data_start)
 
 
-def _decode_entries(fields: Mapping[str, Raw]) -> list[Entry]:
-    name, decode = "", msgspec.json.Decoder(_Wire).decode
-    entries = []
+def _decode_entries(body: bytes, raw_metadata: bytes) -> Mapping[str, _Wire]:
+    """Decode all entries at once, and one by one where that fails: to name the one that cannot be read."""
+    bare = body.replace(raw_metadata, b"null", 1) if raw_metadata else body
     try:
-        with collector_paused():
-            for name, raw in fields.items():
-                wire = decode(raw)
-                entries.append(Entry(name, wire.dtype, wire.shape, *wire.data_offsets))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"safetensors entry {name[:80]!r} cannot be read: {error}") from error
-    return entries
+        wires = parse(bare, dict[str, _Wire | None], "safetensors header")
+    except ManifestError:
+        return _decode_each(body)
+    wires.pop(_METADATA, None)
+    found = {name: wire for name, wire in wires.items() if wire is not None}
+    return found if len(found) == len(wires) else _decode_each(body)
 
 
-def _payload_order(entry: Entry) -> tuple[int, int]:
-    return entry.start, entry.end
+def _decode_each(body: bytes) -> Mapping[str, _Wire]:
+    fields = parse(body, dict[str, Raw], "safetensors header")
+    fields.pop(_METADATA, None)
+    return {name: parse(raw, _Wire, f"safetensors entry {name[:80]!r}") for name, raw in fields.items()}
 
 
 def _check_tiling(entries: Sequence[Entry], payload_bytes: int) -> None:

@@ -442,34 +442,36 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
     below = read_below(header.metadata)
     entries = [entry for entry in header.entries if entry.end > entry.start]
     starts = [header.data_start + entry.start for entry in entries]
+    owners = [f"{below}.{entry.name}" if below else entry.name for entry in entries]
     cursor = 0
     for name, piece in placed:
         if piece.start == piece.end:
             continue
-        position = bisect_right(starts, piece.start) - 1
-        problem = "lies before the payload" if position < 0 else None
-        if piece.start < cursor:
+        dtype, place = m.tensors[name].dtype, bisect_right(starts, piece.start) - 1
+        problem: str | None
+        if place < 0:
+            problem = "lies before the payload"
+        elif piece.start < cursor:
             problem = f"shares the bytes {piece.start}–{cursor} with another piece"
-        problem = problem or _find_contradiction(
-            name, piece, m.tensors[name].dtype, entries[position], starts[position], below
-        )
+        else:
+            problem = _find_contradiction(name, piece, dtype, entries[place], starts[place], owners[place])
         if problem:
             raise CorruptionError(f"{path}: {name!r} {problem}", key=path, offset=piece.start, tensors=(name,))
         cursor = piece.end
 
 
-def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int, below: str) -> str | None:
-    """Say how *piece* contradicts the header's *entry* that its first byte lies in; None when it does not."""
+def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int, owner: str) -> str | None:
+    """Say how *piece* contradicts the header's *entry* of *owner* that its first byte lies in; None when it does not."""
     entry_end = entry_start + entry.end - entry.start
     if piece.end > entry_end:
         return f"has bytes {piece.start}–{piece.end}, the header's entry {entry.name[:80]!r} ends at {entry_end}"
-    owner = f"{below}.{entry.name}" if below else entry.name
     if owner != name and not owner.startswith(f"{name}#"):
         return f"has bytes {piece.start}–{piece.end}, which the header gives to {entry.name[:80]!r}"
-    stored_as = dtype if is_native(dtype) else "U8"
+    stored_as = dtype if entry.dtype == dtype or is_native(dtype) else "U8"
     if entry.dtype != stored_as:
         return f"is {dtype}, stored as {stored_as}; the header says {entry.dtype}"
-    whole = (piece.start, piece.end) == (entry_start, entry_end)
-    if whole and stored_as == dtype and entry.shape not in (piece.sizes, (prod(piece.sizes),)):
+    if entry.shape == piece.sizes or stored_as != dtype or (piece.start, piece.end) != (entry_start, entry_end):
+        return None
+    if entry.shape != (prod(piece.sizes),):
         return f"is a box of sizes {piece.sizes}; the header says {entry.shape}"
     return None

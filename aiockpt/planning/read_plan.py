@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -71,14 +72,17 @@ class LoadPlan(msgspec.Struct, frozen=True):
         scattered: what goes through scratch memory; target numbers from ``len(wanted)`` on are scratch memories.
         scratch: (offset, size) in bytes of each scratch memory in one memory of *scratch_bytes*. Where that was limited,
             passes share it: what one has brought is placed before the next begins.
-        wanted_bytes: bytes of all landings.
     """
 
     passes: tuple[Mapping[int, tuple[Landing, ...]], ...]
     scattered: tuple[Scattered, ...]
     scratch: tuple[tuple[int, int], ...]
     scratch_bytes: int
-    wanted_bytes: int
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of all landings."""
+        return sum(one.end - one.start for landings in self.passes for some in landings.values() for one in some)
 
 
 _Overlap = tuple[Piece, Box, Box]
@@ -99,14 +103,14 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
     strided: list[tuple[int, Box, Box]] = []
     uncovered: list[str] = []
     for number, want in enumerate(wanted):
-        entry = manifest.tensors[want.name]
-        whole = _whole_piece(entry, want.box)
-        if whole is None:
-            found = _plan_parts(entry, want.box, number, len(wanted), landings, strided)
-            if found != want.box.volume:
-                uncovered.append(f"{want.name}: {found} of {want.box.volume} elements are stored")
-        elif whole.end > whole.start:
-            landings.setdefault(whole.file, []).append(Landing(whole.start, whole.end, number, 0))
+        entry, box = manifest.tensors[want.name], want.box
+        piece = entry.pieces[0] if len(entry.pieces) == 1 else None
+        if piece is None or piece.sizes != box.sizes or piece.offsets != box.offsets:
+            found = _plan_parts(entry, box, number, len(wanted), landings, strided)
+            if found != box.volume:
+                uncovered.append(f"{want.name}: {found} of {box.volume} elements are stored")
+        elif piece.end > piece.start:  # the only piece is what is wanted: so it is for most
+            landings.setdefault(piece.file, []).append(Landing(piece.start, piece.end, number, 0))
     if uncovered:
         raise StateMismatchError(manifest.id, uncovered, "The checkpoint has gaps: load another step.")
     passes = plan_passes(landings, len(wanted), scratch_limit_bytes if strided else None)
@@ -118,7 +122,6 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
         ),
         scratch=tuple((laid[scratch].offset, laid[scratch].size) for scratch in range(len(strided))),
         scratch_bytes=max((one.offset + one.size for one in laid.values()), default=0),
-        wanted_bytes=sum(landing.end - landing.start for some in landings.values() for landing in some),
     )
 
 
@@ -147,15 +150,6 @@ def _plan_parts(
                 Landing(piece.start + low, piece.start + low + size, number, target) for low, target, size in runs
             )
     return found
-
-
-def _whole_piece(entry: TensorEntry, wanted: Box) -> Piece | None:
-    """Return the only piece of a tensor, where it is what is wanted: so it is for most, and quick to see."""
-    if len(entry.pieces) == 1:
-        piece = entry.pieces[0]
-        if piece.sizes == wanted.sizes and piece.offsets == wanted.offsets:
-            return piece
-    return None
 
 
 def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
@@ -255,14 +249,16 @@ def plan_reads(
 def _units(landings: Sequence[Landing], file_size: int, align_bytes: int, read_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges that cover the landings, aligned and merged, each cut into units of at most *read_bytes*."""
     covers: list[tuple[int, int]] = []
+    low, high = 0, -1
     for landing in landings:
+        if landing.end <= high:  # in the last block of the ones before
+            continue
         start = landing.start // align_bytes * align_bytes
-        end = min(-(-landing.end // align_bytes) * align_bytes, file_size)
-        if covers and start <= covers[-1][1]:
-            covers[-1] = (covers[-1][0], max(end, covers[-1][1]))
-        else:
-            covers.append((start, end))
-    for start, end in covers:
+        if start > high:
+            covers.append((low, high))
+            low = start
+        high = min(-(-landing.end // align_bytes) * align_bytes, file_size)
+    for start, end in (*covers[1:], (low, high)):
         for offset in range(start, end, read_bytes):
             yield offset, min(offset + read_bytes, end)
 
@@ -292,7 +288,7 @@ def plan_passes(
 
 def _without_overlaps(landings: Mapping[int, list[Landing]]) -> Iterator[dict[int, tuple[Landing, ...]]]:
     """Sort the landings of each file; those that overlap an earlier one wait for the next pass."""
-    waiting = {file: sorted(some, key=lambda landing: landing.start) for file, some in landings.items()}
+    waiting = {file: sorted(some, key=attrgetter("start")) for file, some in landings.items()}
     while waiting:
         this_pass: dict[int, tuple[Landing, ...]] = {}
         later: dict[int, list[Landing]] = {}

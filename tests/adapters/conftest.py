@@ -94,7 +94,7 @@ class Saved:
             dense = shard.data if shard.data.is_contiguous() else torch.empty(shard.shape, dtype=shard.data.dtype)
             dense.view(-1).view(torch.uint8)[:] = self.bytes[shard.name]
             if dense is not shard.data:
-                shard.data.copy_(dense)
+                shard.data.detach().copy_(dense)
         return target
 
     def load(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:

@@ -53,7 +53,7 @@ class World:
         """Load on one rank."""
         target = open_target(state, self.stored(rank, world_size), **how)
         for shard in target.wanted:
-            shard.data.copy_(self.tensors[shard.name])
+            shard.data.detach().copy_(self.tensors[shard.name])
         target.apply()
 
     def stored(self, rank: int, world_size: int) -> Stored:

@@ -158,6 +158,9 @@ HOSTILE_HEADERS = {
     "negative shape": (_file({"x": {**X, "shape": [-8]}}), "cannot be read"),
     "unknown dtype": (_file({"x": {**X, "dtype": "F99"}}), "unknown dtype"),
     "field missing": (_file({"x": {"dtype": "U8", "shape": [8]}}), "cannot be read"),
+    "an entry that is nothing": (_file({"__metadata__": {}, "x": None}, 0), "'x' cannot be read"),
+    "an entry that is written like the metadata": (_file({"x": {}, "__metadata__": {}}, 0), "'x' cannot be read"),
+    "one bad entry of two": (_file({"__metadata__": {"k": "v"}, "x": X, "y": {"dtype": "U8"}}), "'y' cannot be read"),
     "metadata not strings": (_file({"__metadata__": {"a": 1}, "x": X}), "metadata"),
 }
 

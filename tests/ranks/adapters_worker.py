@@ -130,7 +130,7 @@ class Gathered:
         target = open_target(state, Stored(tensors, self.alias, self.values, {}, "the gathered state"), **how)
         for shard in target.wanted:
             for box, part in parts(shard):
-                part.copy_(window(self.full[shard.name], box))
+                part.detach().copy_(window(self.full[shard.name], box))
         return target
 
     def load(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:

@@ -15,7 +15,7 @@ from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import SavedOptimizer, agreed_values, class_misfit, pair_up, read_form
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import torch_dtype
-from aiockpt.format.names import split_name
+from aiockpt.format.names import dotted
 from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, PROGRESS, group_settings, module_leaves
 from aiockpt.integrations.deepspeed.partition_fit import PartitionFit, different_values, fit_partition
 from aiockpt.integrations.deepspeed.partitions import (
@@ -218,7 +218,7 @@ class StateToLoad:
 
 def _path_of(name: str) -> tuple[str, ...]:
     """Return a name of the step by its parts; dots in a key (of a state dict) part it, too."""
-    return tuple(".".join(map(str, split_name(name))).split("."))
+    return tuple(dotted(name).split("."))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.optimizer_forms import Id, agreed_values, pair_up, read_form
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.names import dotted, join_name, split_name
 from aiockpt.integrations.megatron.sharded_leaves import (
     MAIN,
     GroupSettings,
@@ -47,7 +47,7 @@ class StoredNames:
         self.is_foreign: bool = COMMON not in self._values
         self.tensors = {tensor.name: tensor for tensor in saved.tensors}
         self.tensors |= {name: self.tensors[home] for name, home in saved.alias.items() if home in self.tensors}
-        self._by_dots = {".".join(map(str, split_name(name))): name for name in self.tensors}
+        self._by_dots = {dotted(name): name for name in self.tensors}
         self._form = read_form(self._values.get("optimizer"), ("optimizer",)) if self.is_foreign else None
         wanted = {of_state[1] for base in bases if (of_state := split_state_key(base.key)) is not None}
         self._ids = {} if self._form is None or self._form.by_numbers else pair_up([sorted(wanted)], self._form)
