@@ -45,6 +45,8 @@ from aiockpt.storage.transfer import cut_views
 logger = logging.getLogger("aiockpt")
 
 
+LIKELY_HEADER_BYTES = 64 << 10
+"""Read of each file at first: most headers are shorter, so that no second round trip to the storage is needed."""
 TIMED_BYTES = 1 << 15
 """Shorter runs of bytes are hashed in the time that two looks at the clock take."""
 
@@ -322,17 +324,17 @@ class StepFiles:
             raise
 
     async def _check_header(self, reader: Reader, key: str, index: int) -> int:
-        size, length = self._manifest.files[index].size, bytearray(8)
-        if size < len(length):
+        size = self._manifest.files[index].size
+        if size < 8:
             raise CorruptionError(f"{key}: {size} bytes are too few for a header", key=key)
-        await _read_start(reader, key, length)
-        header_bytes = len(length) + int.from_bytes(length, "little")
+        prefix = await _read_start(reader, key, min(size, LIKELY_HEADER_BYTES))
+        header_bytes = 8 + int.from_bytes(prefix[:8], "little")
         if header_bytes > min(size, MAX_HEADER_BYTES):
             raise CorruptionError(f"{key}: its header says {header_bytes} bytes, which it cannot have", key=key)
-        prefix = bytearray(header_bytes)
-        await _read_start(reader, key, prefix)
+        if header_bytes > len(prefix):
+            prefix = await _read_start(reader, key, header_bytes)
         try:
-            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
+            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix[:header_bytes]))
         except CorruptionError as error:
             raise CorruptionError(f"{key}: {error}", key=key, offset=0) from error
         return header_bytes
@@ -378,11 +380,13 @@ class StepFiles:
             await self.release(index)
 
 
-async def _read_start(reader: Reader, key: str, into: bytearray) -> None:
+async def _read_start(reader: Reader, key: str, size: int) -> bytearray:
+    into = bytearray(size)
     try:
         await reader.read(0, [memoryview(into)])
     except StorageError as error:
         raise _as_damage(key, 0, error) from error
+    return into
 
 
 class Fetcher:

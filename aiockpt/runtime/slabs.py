@@ -147,6 +147,10 @@ class SlabPool:
         """Return whether a `warm_up` of so many slabs has nothing to make."""
         return self._allocated >= min(slab_count, self._ceiling)
 
+    def has_free(self, slab_count: int) -> bool:
+        """Return whether so many slabs are made and free."""
+        return len(self._free) >= slab_count
+
     def settle(self) -> None:
         """Move new slabs, in use or not, into huge pages, where they are not there yet. It needs milliseconds for each."""
         with self._changed:

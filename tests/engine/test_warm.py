@@ -14,9 +14,12 @@ from torch import nn
 
 import aiockpt
 from aiockpt.adapters.native import StateWalker
+from aiockpt.format.safetensors import PAYLOAD_ALIGNMENT
 from aiockpt.lazy.mutability import Mutability
 from aiockpt.lazy.optimizer_owned import OptimizerOwned
-from aiockpt.pipeline.snapshot import CopyProgram
+from aiockpt.pipeline import snapshot
+from aiockpt.pipeline.snapshot import CopyProgram, InFlightSlabs
+from tests.small_run import SMALL
 
 
 def hooked() -> nn.Module:
@@ -64,6 +67,39 @@ def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
             torch.rand(1)
             ckpt.save(step, state).result()
     assert (len(looks), len(programs)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("processors", "threads", "warm", "copied"),
+    [(2, 1, True, 4), (4, 1, True, 1), (4, 2, True, 4), (2, 2, False, 1)],
+    ids=str,
+)
+def test_writing_waits_for_a_copy_that_takes_all_processors_if_its_slabs_are_there(
+    processors: int, threads: int, warm: bool, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"x": torch.arange(4 * SMALL.slab_bytes - PAYLOAD_ALIGNMENT, dtype=torch.int32).to(torch.uint8)}
+    expected = state["x"].clone()  # of four windows
+    copies, handed = list[object](), list[int]()
+    hand_over = InFlightSlabs._deliver_first
+
+    def note(self: InFlightSlabs) -> None:
+        handed.append(len(copies))
+        hand_over(self)
+
+    monkeypatch.setattr(snapshot, "_processor_count", lambda: processors)
+    monkeypatch.setattr(snapshot, "LONG_MOVE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for way in ("_copy_fast", "_copy_alone"):
+        monkeypatch.setattr(snapshot, way, counted(copies, getattr(snapshot, way)))
+    monkeypatch.setattr(InFlightSlabs, "_deliver_first", note)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        if warm:
+            ckpt.warm_up(state)
+        ckpt.save(1, state).result()
+        state["x"].zero_()
+        ckpt.load(state).result()
+    assert (len(copies), len(handed), handed[0]) == (4, 4, copied)
+    assert state["x"].equal(expected)
 
 
 def test_a_walk_gives_the_same_shards_for_the_same_memory_and_others_for_other() -> None:
