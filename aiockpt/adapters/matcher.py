@@ -233,7 +233,7 @@ class Matcher:
         return taken
 
     def fill_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Do so for tensors that are there of what is filled by `fill`."""
+        """Have those of *tensors* filled, as `fill` does, that fit what is stored under *names*; return which."""
         if not self.asks_for_all:
             return [False] * len(names)
         facts = list(map(self.stored.tensors.get, names))
