@@ -6,8 +6,9 @@ Guarantees:
   tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from where a tensor is
   no more, unless it moves in the middle of that.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
-  runs, and one slab is enough to drain any state. Only where the caller waits, all slabs are free and the copy has all
-  processors to itself (torch's threads, or there are few), the windows are handed on when all are full.
+  runs, and one slab is enough to drain any state. Only where the caller waits, all slabs are free and torch has several
+  threads, these copy, and the windows are handed on when all are full: beside its writers a copy of 512 MiB took 1.5 × a
+  `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×.
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
   state stays where it is, and the loop does nothing but ``memmove``.
 - The GIL is released during the largest move of every fourth window, not with every tensor: getting it back from the
@@ -21,7 +22,6 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -200,9 +200,6 @@ class AddressCheck:
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is released in each of the first windows, so that writing starts, and in every eighth from there on. Measured
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
-MANY_PROCESSORS = 4
-"""From so many on a copy on one thread does not notice its own writers. On two, which are threads of one core, a copy of
-512 MiB beside them took 1.5 × a `memmove`, and on both of them, alone, 0.75 ×."""
 LONG_MOVE_BYTES = 256 << 10
 """What takes longer than getting the GIL back."""
 Moves = list[tuple[int, int, int]]
@@ -276,8 +273,7 @@ class CopyProgram:
         on_devices = None if self._devices is None else self._devices.begin(after)
         last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
-        takes_all = torch.get_num_threads() > 1 or _processor_count() < MANY_PROCESSORS
-        alone = not beside and takes_all and pool.has_free(len(self._windows))
+        alone = not beside and _copies_on_threads() and pool.has_free(len(self._windows))
         copy = _copy_beside if beside else _copy_alone if alone else _copy_fast
         with InFlightSlabs(pool, deliver, timeout_s) as in_flight:
             for number, (window, moves) in enumerate(self._windows):
@@ -306,9 +302,11 @@ class CopyProgram:
                 host_copied(list(last_events.values()))
 
 
-def _processor_count() -> int:
-    """Return how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _copies_on_threads() -> bool:
+    """Return whether torch copies on several threads, and nothing of the program stands between: a mode of fake tensors
+    copies nothing."""
+    modes: int = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  torch has no public way to ask
+    return torch.get_num_threads() > 1 and not modes
 
 
 def _copy_alone(base: int, moves: Moves, _: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import aiockpt
 from aiockpt.adapters.native import StateWalker
@@ -69,13 +71,20 @@ def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
     assert (len(looks), len(programs)) == (1, 1)
 
 
+class Swallowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies nothing, as a mode of fake tensors does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.copy_.default else func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
-    ("processors", "threads", "warm", "copied"),
-    [(2, 1, True, 4), (4, 1, True, 1), (4, 2, True, 4), (2, 2, False, 1)],
-    ids=str,
+    ("threads", "warm", "mode", "copied"),
+    [(1, True, nullcontext, 1), (2, True, nullcontext, 4), (2, False, nullcontext, 1), (2, True, Swallowing, 1)],
+    ids=["one thread", "threads", "slabs are made meanwhile", "a mode of the program"],
 )
-def test_writing_waits_for_a_copy_that_takes_all_processors_if_its_slabs_are_there(
-    processors: int, threads: int, warm: bool, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_writing_waits_for_a_copy_on_many_threads_if_its_slabs_are_there(
+    threads: int, warm: bool, mode: Any, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"x": torch.arange(4 * SMALL.slab_bytes - PAYLOAD_ALIGNMENT, dtype=torch.int32).to(torch.uint8)}
     expected = state["x"].clone()  # of four windows
@@ -86,7 +95,6 @@ def test_writing_waits_for_a_copy_that_takes_all_processors_if_its_slabs_are_the
         handed.append(len(copies))
         hand_over(self)
 
-    monkeypatch.setattr(snapshot, "_processor_count", lambda: processors)
     monkeypatch.setattr(snapshot, "LONG_MOVE_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for way in ("_copy_fast", "_copy_alone"):
@@ -94,8 +102,10 @@ def test_writing_waits_for_a_copy_that_takes_all_processors_if_its_slabs_are_the
     monkeypatch.setattr(InFlightSlabs, "_deliver_first", note)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         if warm:
-            ckpt.warm_up(state)
-        ckpt.save(1, state).result()
+            ckpt.warm_up(state).result()
+        with mode():
+            save = ckpt.save(1, state)
+        save.result()
         state["x"].zero_()
         ckpt.load(state).result()
     assert (len(copies), len(handed), handed[0]) == (4, 4, copied)
