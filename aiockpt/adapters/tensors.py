@@ -294,12 +294,8 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return a dense host tensor's memory as bytes; valid while the tensor lives."""
-    return bytes_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def bytes_at(address: int, size: int) -> memoryview:
-    """Return *size* bytes of this process's memory; valid while what lies there lives."""
-    return _ADDRESS_SPACE[address : address + size]
+    address = tensor.data_ptr()
+    return _ADDRESS_SPACE[address : address + tensor.nbytes]
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:

@@ -6,9 +6,10 @@ Guarantees:
   tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from where a tensor is
   no more, unless it moves in the middle of that.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
-  runs, and one slab is enough to drain any state. Only where the caller waits, all slabs are free and torch has several
-  threads, these copy, and the windows are handed on when all are full: beside its writers a copy of 512 MiB took 1.5 × a
-  `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×.
+  runs, and one slab is enough to drain any state. Only where the caller waits, all slabs are free and there are several
+  processors, some threads share the copy, and the windows are handed on when all are full: beside its writers a copy of
+  512 MiB took 1.5 × a `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×. (Not torch's threads:
+  those of a forked process hang, and under a mode of fake tensors torch copies nothing.)
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
   state stays where it is, and the loop does nothing but ``memmove``.
 - The GIL is released during the largest move of every fourth window, not with every tensor: getting it back from the
@@ -22,16 +23,19 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import compress
 from operator import ne
 from types import TracebackType
 
 import torch
 
-from aiockpt.adapters.tensors import bytes_at
 from aiockpt.errors import StorageTimeoutError, TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.pipeline.copy_guard import CopyGuard
@@ -200,6 +204,9 @@ class AddressCheck:
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is released in each of the first windows, so that writing starts, and in every eighth from there on. Measured
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
+COPY_THREADS = 4
+"""That share a copy, at most: so many take what a memory gives."""
+PAGE_BYTES = 4096
 LONG_MOVE_BYTES = 256 << 10
 """What takes longer than getting the GIL back."""
 Moves = list[tuple[int, int, int]]
@@ -239,6 +246,11 @@ class CopyProgram:
         self._sources = [sorted({copy.source for copy in window.copies} - {HEADER}) for window, _ in self._windows]
         self._devices = DeviceCopies(accelerator, plan, self._dense, devices) if any(devices) else None
 
+    @cached_property
+    def _shares(self) -> list[list[Moves]]:
+        """The copies of each window, a list for each thread that may share them."""
+        return [_share(moves, min(COPY_THREADS, _processor_count())) for _, moves in self._windows]
+
     def run(
         self,
         pool: SlabPool,
@@ -273,9 +285,8 @@ class CopyProgram:
         on_devices = None if self._devices is None else self._devices.begin(after)
         last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
-        alone = not beside and _copies_on_threads() and pool.has_free(len(self._windows))
-        copy = _copy_beside if beside else _copy_alone if alone else _copy_fast
-        with InFlightSlabs(pool, deliver, timeout_s) as in_flight:
+        alone = not beside and pool.has_free(len(self._windows))
+        with InFlightSlabs(pool, deliver, timeout_s) as in_flight, _open_threads(alone) as threads:
             for number, (window, moves) in enumerate(self._windows):
                 if throttle is not None:
                     throttle.wait(left_bytes, timeout_s)
@@ -287,7 +298,12 @@ class CopyProgram:
                 for device, event in () if on_devices is None else on_devices.enqueue(number, filling.slab):
                     filling.events.append(event)
                     last_events[device] = event
-                copy(filling.slab.address, moves, number)
+                if beside:
+                    _copy_beside(filling.slab.address, moves, number)
+                elif threads is not None:
+                    _copy_together(threads, filling.slab.address, self._shares[number])
+                else:
+                    _copy_fast(filling.slab.address, moves, number)
                 left_bytes -= window.size
                 if throttle is not None and in_flight.is_full(filling, wait=not throttle.whole):
                     throttle.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
@@ -296,30 +312,60 @@ class CopyProgram:
                         in_flight.wait()
                     self._addresses.check()
                     guard.compare()
-                if not left_bytes or not (alone or (throttle is not None and throttle.fills_more)):
+                if not left_bytes or not (threads or (throttle is not None and throttle.fills_more)):
                     in_flight.deliver_full()
             if last_events:
                 host_copied(list(last_events.values()))
 
 
-def _copies_on_threads() -> bool:
-    """Return whether torch copies on several threads, and nothing of the program stands between: a mode of fake tensors
-    copies nothing."""
-    modes: int = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  torch has no public way to ask
-    return torch.get_num_threads() > 1 and not modes
+def _processor_count() -> int:
+    """Return how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _copy_alone(base: int, moves: Moves, _: int) -> None:
-    """Copy one window while training is blocked and no window is written; long moves on all threads of torch."""
-    for offset, source, size in moves:
-        if size < LONG_MOVE_BYTES:
-            _gil_memmove(base + offset, source, size)
+@contextmanager
+def _open_threads(wanted: bool) -> Iterator[ThreadPoolExecutor | None]:
+    """Yield the threads that copy with this one; None where they are not wanted, have no processor, or cannot be started.
+
+    They have ended when the block is left, whatever happens in it: nothing writes into a slab any more.
+    """
+    count = min(COPY_THREADS, _processor_count()) - 1
+    if not wanted or not count:
+        yield None
+        return
+    with ThreadPoolExecutor(count, "aiockpt-copy") as threads:
+        try:
+            threads.submit(int)
+        except RuntimeError:  # the interpreter ends
+            yield None
         else:
-            _tensor_at(base + offset, size).copy_(_tensor_at(source, size))
+            yield threads
 
 
-def _tensor_at(address: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(bytes_at(address, size), dtype=torch.uint8)
+def _copy_together(threads: ThreadPoolExecutor, base: int, shares: Sequence[Moves]) -> None:
+    """Copy one window while training is blocked and no window is written, a share on each thread."""
+    others = [threads.submit(_copy_beside, base, share, 0) for share in shares[1:]]
+    _copy_beside(base, shares[0], 0)
+    for one in others:
+        one.result()
+
+
+def _share(moves: Moves, count: int) -> list[Moves]:
+    """Cut *moves* into *count* lists of about as many bytes; a long one between two of its pages."""
+    whole = sum(size for _, _, size in moves)
+    shares: list[Moves] = [[]]
+    done = 0
+    for offset, source, size in moves:
+        taken = 0
+        while taken < size:
+            left = max(whole * len(shares) // count - done, 0)
+            part = size - taken if len(shares) == count else min(size - taken, left // PAGE_BYTES * PAGE_BYTES)
+            if part:
+                shares[-1].append((offset + taken, source + taken, part))
+            taken, done = taken + part, done + part
+            if taken < size:
+                shares.append([])
+    return shares
 
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:
@@ -335,7 +381,7 @@ def _copy_fast(base: int, moves: Moves, number: int) -> None:
 
 
 def _copy_beside(base: int, moves: Moves, _: int) -> None:
-    """Copy one window while training runs."""
+    """Copy one window, or a share of it, while training or another thread runs."""
     for offset, source, size in moves:
         (_gil_memmove if size < LONG_MOVE_BYTES else ctypes.memmove)(base + offset, source, size)
 

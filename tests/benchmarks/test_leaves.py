@@ -1,4 +1,4 @@
-"""The cost of a tensor in a load is measured, and printed for both kinds of states."""
+"""The cost of a tensor in a load is measured, and printed for each kind of state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from benchmarks import leaves
 
 
-def test_a_line_for_modules_and_one_for_bare_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_kind_of_state(capsys: pytest.CaptureFixture[str]) -> None:
     leaves.main(1 << 20, 1)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["module", "bare tensors"]
+    assert [line.partition(":")[0] for line in lines] == ["module", "module and its AdamW", "bare tensors"]
     assert all(line.count("µs a tensor") == 2 for line in lines)

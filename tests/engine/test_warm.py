@@ -79,12 +79,12 @@ class Swallowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    ("threads", "warm", "mode", "copied"),
-    [(1, True, nullcontext, 1), (2, True, nullcontext, 4), (2, False, nullcontext, 1), (2, True, Swallowing, 1)],
-    ids=["one thread", "threads", "slabs are made meanwhile", "a mode of the program"],
+    ("processors", "warm", "mode", "copied"),
+    [(1, True, nullcontext, 1), (2, True, nullcontext, 4), (9, True, Swallowing, 4), (2, False, nullcontext, 1)],
+    ids=["one processor", "two", "many, and a mode of the program", "slabs are made meanwhile"],
 )
-def test_writing_waits_for_a_copy_on_many_threads_if_its_slabs_are_there(
-    threads: int, warm: bool, mode: Any, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
+    processors: int, warm: bool, mode: Any, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"x": torch.arange(4 * SMALL.slab_bytes - PAYLOAD_ALIGNMENT, dtype=torch.int32).to(torch.uint8)}
     expected = state["x"].clone()  # of four windows
@@ -95,9 +95,8 @@ def test_writing_waits_for_a_copy_on_many_threads_if_its_slabs_are_there(
         handed.append(len(copies))
         hand_over(self)
 
-    monkeypatch.setattr(snapshot, "LONG_MOVE_BYTES", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for way in ("_copy_fast", "_copy_alone"):
+    monkeypatch.setattr(snapshot, "_processor_count", lambda: processors)
+    for way in ("_copy_fast", "_copy_together"):
         monkeypatch.setattr(snapshot, way, counted(copies, getattr(snapshot, way)))
     monkeypatch.setattr(InFlightSlabs, "_deliver_first", note)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
@@ -110,6 +109,23 @@ def test_writing_waits_for_a_copy_on_many_threads_if_its_slabs_are_there(
         ckpt.load(state).result()
     assert (len(copies), len(handed), handed[0]) == (4, 4, copied)
     assert state["x"].equal(expected)
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [4096 * 9 + 1], [100] * 7, [1 << 20, 3, 1 << 16, 70_001]])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shares_of_a_copy_are_about_even_and_together_all_of_it(sizes: list[int], count: int) -> None:
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    moves = [(start, (10 << 20) + 2 * start, size) for start, size in zip(starts, sizes, strict=True)]
+    shares = snapshot._share(moves, count)
+    assert len(shares) <= count
+    assert all(sum(size for _, _, size in share) <= sum(sizes) / count + 4096 for share in shares)
+    for offset, source, size in moves:
+        parts = [move for share in shares for move in share if offset <= move[0] < offset + size]
+        assert sum(part for _, _, part in parts) == size
+        ends = [offset, *(there + part for there, _, part in parts)]
+        assert [(there, source + there - offset) for there, _, _ in parts] == [
+            (end, source + end - offset) for end in ends[:-1]
+        ]
 
 
 def test_a_walk_gives_the_same_shards_for_the_same_memory_and_others_for_other() -> None:

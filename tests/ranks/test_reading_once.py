@@ -17,6 +17,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CorruptionError, RankFailedError, RankTimeoutError
 from aiockpt.futures import LoadResult
+from aiockpt.pipeline.fetch import LIKELY_HEADER_BYTES
 from aiockpt.planning.exchange import FileSpan
 from aiockpt.ranks.peers import Message, Peers
 from aiockpt.ranks.read_once import Terms, Wants
@@ -166,7 +167,7 @@ def test_what_a_rank_could_not_read_is_not_read_by_the_others_instead(root: Path
         assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty()).result()))
     for inner in (backends[0], backends[2]):
         statistics = inner.statistics()
-        assert statistics.cached_read_bytes + statistics.direct_read_bytes <= (2 << 20) + 3 * 4096
+        assert statistics.cached_read_bytes + statistics.direct_read_bytes <= (2 << 20) + 3 * LIKELY_HEADER_BYTES
 
 
 def test_the_header_of_a_file_is_compared_though_its_tensors_are_read_in_parcels(root: Path) -> None:

@@ -28,16 +28,19 @@ def die(*_: object) -> None:
 
 def before_window(number: int, act: Callable[[], object]) -> None:
     """Have the copy *act* before it fills that window."""
-    real = copying._copy_fast
     seen: list[int] = []
 
-    def copy(*arguments: Any) -> None:
-        if len(seen) == number:
-            act()
-        seen.append(number)
-        real(*arguments)
+    def acting(real: Callable[..., None]) -> Callable[..., None]:
+        def copy(*arguments: Any) -> None:
+            if len(seen) == number:
+                act()
+            seen.append(number)
+            real(*arguments)
 
-    copying._copy_fast = copy  # type: ignore[assignment]
+        return copy
+
+    for way in ("_copy_fast", "_copy_together"):
+        setattr(copying, way, acting(getattr(copying, way)))
 
 
 def hold_the_loop(ckpt: aiockpt.Checkpointer) -> None:
