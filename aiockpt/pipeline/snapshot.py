@@ -26,9 +26,7 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from operator import ne
@@ -42,6 +40,7 @@ from aiockpt.pipeline.copy_guard import CopyGuard
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
 from aiockpt.planning.write_plan import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
+from aiockpt.runtime.limits import Threads, open_threads
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
@@ -286,7 +285,8 @@ class CopyProgram:
         last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
         alone = not beside and pool.has_free(len(self._windows))
-        with InFlightSlabs(pool, deliver, timeout_s) as in_flight, _open_threads(alone) as threads:
+        helpers = min(COPY_THREADS, _processor_count()) - 1 if alone else 0
+        with InFlightSlabs(pool, deliver, timeout_s) as in_flight, open_threads(helpers, "aiockpt-copy") as threads:
             for number, (window, moves) in enumerate(self._windows):
                 if throttle is not None:
                     throttle.wait(left_bytes, timeout_s)
@@ -323,26 +323,7 @@ def _processor_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _open_threads(wanted: bool) -> Iterator[ThreadPoolExecutor | None]:
-    """Yield the threads that copy with this one; None where they are not wanted, have no processor, or cannot be started.
-
-    They have ended when the block is left, whatever happens in it: nothing writes into a slab any more.
-    """
-    count = min(COPY_THREADS, _processor_count()) - 1
-    if not wanted or not count:
-        yield None
-        return
-    with ThreadPoolExecutor(count, "aiockpt-copy") as threads:
-        try:
-            threads.submit(int)
-        except RuntimeError:  # the interpreter ends
-            yield None
-        else:
-            yield threads
-
-
-def _copy_together(threads: ThreadPoolExecutor, base: int, shares: Sequence[Moves]) -> None:
+def _copy_together(threads: Threads, base: int, shares: Sequence[Moves]) -> None:
     """Copy one window while training is blocked and no window is written, a share on each thread."""
     others = [threads.submit(_copy_beside, base, share, 0) for share in shares[1:]]
     _copy_beside(base, shares[0], 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import TypeVar, TypeVarTuple
@@ -101,6 +102,28 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
                 await _outwait(running)
                 raise
         return running.result()
+
+
+Threads = ThreadPoolExecutor
+"""Of `open_threads`."""
+
+
+@contextmanager
+def open_threads(count: int, name: str) -> Iterator[Threads | None]:
+    """Yield *count* threads that share a work with this one; None for no thread, and where none can be started any more.
+
+    They have ended when the block is left, whatever happens in it.
+    """
+    if not count:
+        yield None
+        return
+    with ThreadPoolExecutor(count, name) as threads:
+        try:
+            threads.submit(int)
+        except RuntimeError:  # the interpreter ends
+            yield None
+        else:
+            yield threads
 
 
 async def _outwait(running: asyncio.Future[T]) -> None:
