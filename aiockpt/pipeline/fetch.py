@@ -4,7 +4,7 @@ Guarantees:
 
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
-- Nothing of a file is read before its size and its safetensors header agree with the manifest.
+- Nothing of a file is used before its size and its safetensors header agree with the manifest.
 - What is not what was saved may have been damaged on its way: it is read once more, that block or header alone, before it
   counts as corruption.
 - A block, or a file, that cannot be had here is then read from another copy of the same save, where there is one.
@@ -334,7 +334,7 @@ class StepFiles:
         if header_bytes > len(prefix):
             prefix = await _read_start(reader, key, header_bytes)
         try:
-            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix[:header_bytes]))
+            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
         except CorruptionError as error:
             raise CorruptionError(f"{key}: {error}", key=key, offset=0) from error
         return header_bytes

@@ -6,10 +6,11 @@ Guarantees:
   tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from where a tensor is
   no more, unless it moves in the middle of that.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
-  runs, and one slab is enough to drain any state. Only where the caller waits, all slabs are free and there are several
-  processors, some threads share the copy, and the windows are handed on when all are full: beside its writers a copy of
-  512 MiB took 1.5 × a `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×. (Not torch's threads:
-  those of a forked process hang, and under a mode of fake tensors torch copies nothing.)
+  runs, and one slab is enough to drain any state.
+- Where the caller waits, the state is large and on the host, its slabs are free and there are several processors, some
+  threads share the copy, and the windows are handed on when all are full: beside its writers a copy of 512 MiB took 1.5 ×
+  a `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×. (Not torch's threads: those of a forked
+  process hang, and under a mode of fake tensors torch copies nothing.)
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
   state stays where it is, and the loop does nothing but ``memmove``.
 - The GIL is released during the largest move of every fourth window, not with every tensor: getting it back from the
@@ -205,6 +206,8 @@ YIELD_FIRST, YIELD_EVERY = 8, 8
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
 COPY_THREADS = 4
 """That share a copy, at most: so many take what a memory gives."""
+SHARED_BYTES = 32 << 20
+"""A copy of less is not worth starting threads for: it takes 5 ms."""
 PAGE_BYTES = 4096
 LONG_MOVE_BYTES = 256 << 10
 """What takes longer than getting the GIL back."""
@@ -284,7 +287,7 @@ class CopyProgram:
         on_devices = None if self._devices is None else self._devices.begin(after)
         last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
-        alone = not beside and pool.has_free(len(self._windows))
+        alone = not beside and on_devices is None and left_bytes >= SHARED_BYTES and pool.has_free(len(self._windows))
         helpers = min(COPY_THREADS, _processor_count()) - 1 if alone else 0
         with InFlightSlabs(pool, deliver, timeout_s) as in_flight, open_threads(helpers, "aiockpt-copy") as threads:
             for number, (window, moves) in enumerate(self._windows):

@@ -1,4 +1,4 @@
-"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the one way onto a thread;
+"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the ways onto a thread;
 and task groups that raise one plain error.
 
 Guarantees:
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from threading import Event
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -110,7 +111,7 @@ Threads = ThreadPoolExecutor
 
 @contextmanager
 def open_threads(count: int, name: str) -> Iterator[Threads | None]:
-    """Yield *count* threads that share a work with this one; None for no thread, and where none can be started any more.
+    """Yield *count* threads that share a work with this one; None for no thread, and where not all can be started.
 
     They have ended when the block is left, whatever happens in it.
     """
@@ -118,12 +119,15 @@ def open_threads(count: int, name: str) -> Iterator[Threads | None]:
         yield None
         return
     with ThreadPoolExecutor(count, name) as threads:
+        started: Threads | None = threads
+        all_there = Event()
         try:
-            threads.submit(int)
-        except RuntimeError:  # the interpreter ends
-            yield None
-        else:
-            yield threads
+            for _ in range(count):
+                threads.submit(all_there.wait)
+        except RuntimeError:  # the interpreter ends, or the system gives no more
+            started = None
+        all_there.set()
+        yield started
 
 
 async def _outwait(running: asyncio.Future[T]) -> None:

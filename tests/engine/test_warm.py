@@ -79,12 +79,24 @@ class Swallowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    ("processors", "warm", "mode", "copied"),
-    [(1, True, nullcontext, 1), (2, True, nullcontext, 4), (9, True, Swallowing, 4), (2, False, nullcontext, 1)],
-    ids=["one processor", "two", "many, and a mode of the program", "slabs are made meanwhile"],
+    ("processors", "warm", "mode", "least_bytes", "copied"),
+    [
+        (1, True, nullcontext, 1, 1),
+        (2, True, nullcontext, 1, 4),
+        (9, True, Swallowing, 1, 4),
+        (2, False, nullcontext, 1, 1),
+        (2, True, nullcontext, snapshot.SHARED_BYTES, 1),
+    ],
+    ids=["one processor", "two", "many, and a mode of the program", "slabs are made meanwhile", "a small state"],
 )
 def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
-    processors: int, warm: bool, mode: Any, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processors: int,
+    warm: bool,
+    mode: Any,
+    least_bytes: int,
+    copied: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {"x": torch.arange(4 * SMALL.slab_bytes - PAYLOAD_ALIGNMENT, dtype=torch.int32).to(torch.uint8)}
     expected = state["x"].clone()  # of four windows
@@ -95,6 +107,7 @@ def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
         handed.append(len(copies))
         hand_over(self)
 
+    monkeypatch.setattr(snapshot, "SHARED_BYTES", least_bytes)
     monkeypatch.setattr(snapshot, "_processor_count", lambda: processors)
     for way in ("_copy_fast", "_copy_together"):
         monkeypatch.setattr(snapshot, way, counted(copies, getattr(snapshot, way)))

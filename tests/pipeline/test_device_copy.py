@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.job import Unguarded
 from aiockpt.errors import StorageTimeoutError
+from aiockpt.pipeline import snapshot as copying
 from aiockpt.pipeline.device_copy import SMALL_BYTES
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.planning.write_plan import plan_save
 from aiockpt.runtime.accelerator import DeviceEvent
+from aiockpt.runtime.limits import open_threads
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.pipeline.device_states import SLAB_BYTES, Writer, planned, read_back
@@ -191,6 +194,27 @@ def test_tensors_of_two_devices_and_of_the_host_share_a_window() -> None:
     assert_equal(snapshot.take(), state)
     assert set(twin.used_devices) == {CUDA0, CUDA1}
     assert len(snapshot.events) == 2
+
+
+@pytest.mark.parametrize(("on_device", "beside", "count"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_a_copy_beside_the_program_or_from_a_device_starts_no_threads(
+    on_device: bool, beside: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def note(count: int, name: str) -> AbstractContextManager[Any]:
+        asked.append(count)
+        return open_threads(count, name)
+
+    monkeypatch.setattr(copying, "SHARED_BYTES", 1)
+    monkeypatch.setattr(copying, "_processor_count", lambda: 2)
+    monkeypatch.setattr(copying, "open_threads", note)
+    twin = TwinAccelerator("late")
+    state = {"host": torch.arange(3000.0), **(placed(twin, device=torch.arange(3000.0)) if on_device else {})}
+    expected, taken = copied(state), Snapshot(twin, state)
+    taken.pool.warm_up(64)
+    assert_equal(taken.take(beside=beside), expected)
+    assert asked == [count]
 
 
 def test_a_state_in_host_memory_starts_no_device() -> None:

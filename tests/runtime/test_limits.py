@@ -8,7 +8,7 @@ import threading
 import anyio
 import pytest
 
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_threads, run_blocking
 
 
 async def test_no_more_run_at_once_than_the_limit_says() -> None:
@@ -70,3 +70,31 @@ async def test_the_error_of_blocking_work_reaches_the_caller() -> None:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Limiter("x", 0)
+
+
+def test_threads_that_share_a_work_are_there_and_end_with_it() -> None:
+    before = set(threading.enumerate())
+    with open_threads(2, "share") as threads:
+        assert threads is not None
+        there = set(threading.enumerate()) - before
+        assert len(there) == 2
+        assert threads.submit(threading.current_thread).result() in there
+    assert not any(thread.is_alive() for thread in there)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_not_all_threads_can_be_started_there_are_none(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, seen = threading.Thread.start, list[threading.Thread]()
+
+    def refuse(self: threading.Thread) -> None:
+        if len(seen) == started:
+            raise RuntimeError("can't start new thread")
+        seen.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with open_threads(2, "share") as threads:
+        assert threads is None
+    assert not any(thread.is_alive() for thread in seen)
+    with open_threads(0, "share") as threads:
+        assert threads is None
