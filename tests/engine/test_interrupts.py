@@ -36,8 +36,14 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def threads_of_ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
+Threads = Callable[[], list[str]]
+
+
+@pytest.fixture
+def threads_of_ours() -> Threads:
+    """Return what names the threads that this test started: those of a checkpointer that an earlier one dropped end late."""
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("aiockpt")]
 
 
 def interrupt_once(work: Callable[..., Any], after: bool) -> Callable[..., Any]:
@@ -57,7 +63,7 @@ def interrupt_once(work: Callable[..., Any], after: bool) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("verb", ["create", "upload.write"])
-def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, verb: str) -> None:
+def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, threads_of_ours: Threads, verb: str) -> None:
     run, hanging = Run(1), Fault(do="hang", verb=verb, match="step-00000002/*", times=None)
     ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [hanging]), limits=aiockpt.Limits(io=SMALL))
     ckpt.save(1, run.state).result(SOON_S)
@@ -82,7 +88,7 @@ def close_interrupted(ckpt: aiockpt.Checkpointer, after_s: float) -> None:
     pressing.join()
 
 
-def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path) -> None:
+def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path, threads_of_ours: Threads) -> None:
     run = Run(1)
     hanging = [Fault(do="hang", verb="reader.read", times=None), Fault(do="hang", verb="upload.write", times=None)]
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
@@ -95,7 +101,9 @@ def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path
     assert load.exception(0) is not None
 
 
-def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(tmp_path: Path) -> None:
+def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(
+    tmp_path: Path, threads_of_ours: Threads
+) -> None:
     state = {"weight": torch.arange(2 << 20)}
     ckpt = aiockpt.Checkpointer(
         tmp_path, worker="process", limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=8 << 20))
@@ -124,7 +132,13 @@ WHERE = [
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), WHERE, ids=[name for _, name in WHERE])
 def test_a_save_that_is_interrupted_anywhere_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, snapshot: Snapshot
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    threads_of_ours: Threads,
+    owner: type,
+    name: str,
+    after: bool,
+    snapshot: Snapshot,
 ) -> None:
     run, watch = Run(1), Watch()
     with aiockpt.Checkpointer(

@@ -54,7 +54,7 @@ def ours() -> set[threading.Thread]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
-    before = tasks()
+    before, threads = tasks(), ours()
     for turn in range(3):  # torch and the interpreter start some of their own once
         if turn == 2:
             gc.collect()
@@ -62,7 +62,7 @@ def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
         with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL), **options(name, tmp_path)) as ckpt:
             use(ckpt, 10 * turn)
             ckpt.load({"weight": torch.zeros(200, 100)}).result()
-    assert not ours()
+    assert ours() <= threads
     assert tasks() <= before
 
 
