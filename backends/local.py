@@ -44,7 +44,7 @@ from aiockpt.backends.local_tree import (
 )
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
 from aiockpt.events import LimiterStatistics
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import (
     Listing,
@@ -68,7 +68,7 @@ from aiockpt.storage.backend import (
 #   removed by `abort`.
 # - No page is written both ways: a whole aligned page goes through the O_DIRECT descriptor, every other byte through the
 #   buffered one.
-# - `finish` flushes once, on the buffered descriptor. It is open from before the first byte, so it reports every
+# - `finish` flushes the data once, on the buffered descriptor. It is open from before the first byte, so it reports every
 #   write-back error of the file, whatever wrote (Linux keeps an error cursor for each descriptor), and it flushes the
 #   device's cache for both. A failed flush fails the upload and is never tried again: the pages are marked clean by then.
 
@@ -114,7 +114,9 @@ class LocalUpload:
             raise UsageError(f"{self._key!r} was finished or aborted before")
         try:
             with self._tree.errors("flushing", self._key):
-                await run_blocking(self._limiter, self._flush_and_close)
+                async with open_tasks() as tasks:  # side by side: a journal commits both at once
+                    tasks.start_soon(run_blocking, self._limiter, self._tree.persist, split_key(self._key)[0])
+                    await run_blocking(self._limiter, self._flush_and_close)
         except BaseException:
             await self._discard()
             raise
@@ -171,9 +173,6 @@ class LocalUpload:
     def _flush_and_close(self) -> None:
         self._files.fdatasync(self._buffered_fd)
         self._handle.close()  # NFS reports late write errors here
-        folder = split_key(self._key)[0]
-        self._tree.flush(folder)
-        self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
 
     def _close_and_remove(self) -> None:
         with suppress(OSError):
@@ -399,17 +398,15 @@ class LocalBackend:
 
     def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
         self._in_folder(key, lambda: publish(key, data))
-        folder = split_key(key)[0]
         with suppress(FileNotFoundError):  # deleted already by a process that saw it: it was there
-            self._tree.flush(folder)
-            self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
+            self._tree.persist(split_key(key)[0])
 
     def _in_folder(self, key: str, work: Callable[[], object]) -> None:
         """Run *work* in the folder of *key*, which is made first."""
         if not self._may_keep and (why := explain_bucket(self._root)) is not None:
             raise UsageError(why)
         self._may_keep = True
-        self._tree.ensure(split_key(key)[0])
+        self._tree.make(split_key(key)[0])
         work()
 
     def _replace(self, key: str, data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- A folder that `Tree.ensure` returned for is durable up to the root: each name on the way was flushed in its parent.
+- A folder that `Tree.persist` returned for is durable up to the root: each name on the way was flushed in its parent.
   (Where folders cannot be flushed at all, `OptionalCalls` reports it, and so does a commit there.)
 - No key leads through a symbolic link: each part below the root is checked before it is used.
 - An error of the root itself names the root, by its path, and not the first object below it.
@@ -318,24 +318,29 @@ class Tree:
         _check_regular(handle.key, found.st_mode)
         return fd, found
 
-    def ensure(self, folder: str) -> None:
-        """Create *folder* and what is missing above it, and flush each name that is not known to be durable."""
+    def make(self, folder: str) -> None:
+        """Create *folder* and what is missing above it. Its name is as durable as the root's once `persist` returned."""
         era = self._era
         if self._durable.get("") is not era:
             self._ensure_root()
             self._durable[""] = era
-        missing = [ancestor for ancestor in _chain(folder) if self._durable.get(ancestor) is not era]
-        for ancestor in missing:
+        for ancestor in self._unflushed(folder):
             self._make(self.path(ancestor))
         self.refuse_links(folder)
-        for ancestor in missing:  # also when another made it: it may not have flushed it yet
+
+    def persist(self, folder: str) -> None:
+        """Make the names in *folder* durable, and those of the folders on the way to it that are not known to be.
+
+        That follows the writing of what is in them: on a journal they share one commit then.
+        """
+        era = self._era
+        self.flush(folder)
+        for ancestor in self._unflushed(folder):  # also when another made it: it may not have flushed it yet
             self.flush(split_key(ancestor)[0])
             self._durable[ancestor] = era
 
-    def ensure_still(self, folder: str) -> None:
-        """Do what `ensure` did for *folder* a moment ago once more, if a folder was removed since."""
-        if any(self._durable.get(ancestor) is not self._era for ancestor in ("", *_chain(folder))):
-            self.ensure(folder)
+    def _unflushed(self, folder: str) -> list[str]:
+        return [ancestor for ancestor in _chain(folder) if self._durable.get(ancestor) is not self._era]
 
     def check_root(self) -> None:
         """Check that the root is a directory, or can become one: whatever there is on the way to it is a directory.

@@ -293,7 +293,8 @@ def test_a_folder_removed_and_made_again_under_a_writer_is_flushed_again(
 ) -> None:
     files = Meddling(SimulatedFiles())
     backend = backend_on(files)
-    backend._tree.ensure("s")
+    backend._tree.make("s")
+    backend._tree.persist("s")
     files.backend = backend
     run_inline(lambda: write(backend))
     at_end = [state for done, state in power_cuts(files.calls) if done == len(files.calls)]
