@@ -44,7 +44,7 @@ from aiockpt.backends.local_tree import (
 )
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
 from aiockpt.events import LimiterStatistics
-from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import (
     Listing,
@@ -114,9 +114,7 @@ class LocalUpload:
             raise UsageError(f"{self._key!r} was finished or aborted before")
         try:
             with self._tree.errors("flushing", self._key):
-                async with open_tasks() as tasks:  # side by side: a journal commits both at once
-                    tasks.start_soon(run_blocking, self._limiter, self._tree.persist, split_key(self._key)[0])
-                    await run_blocking(self._limiter, self._flush_and_close)
+                await run_blocking(self._limiter, self._flush_and_close)
         except BaseException:
             await self._discard()
             raise
@@ -173,6 +171,7 @@ class LocalUpload:
     def _flush_and_close(self) -> None:
         self._files.fdatasync(self._buffered_fd)
         self._handle.close()  # NFS reports late write errors here
+        self._tree.persist(split_key(self._key)[0])
 
     def _close_and_remove(self) -> None:
         with suppress(OSError):
