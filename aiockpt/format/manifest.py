@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
+from msgspec.structs import replace
 
 from aiockpt.errors import ManifestError, NewerFormatError, UsageError
 from aiockpt.format.document import (
     MAX_TREE_NODES,
+    MEMO_BYTES,
     SUM_BYTES,
+    Memo,
     check_tree,
     check_unique_keys,
     digest128,
@@ -377,14 +380,26 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
     return receipt
 
 
+_encoded: Memo[tuple[tuple[str, ...], dict[str, TensorEntry]], Raw] = Memo()
+
+
 def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
+    """Return the sealed *document*, decoded once; not its tensors where the same ones were in the document before."""
+    names, entries = tuple(document.tensors), document.tensors
     try:
-        body = finish(msgspec.json.encode(document, enc_hook=_list_pieces))
-        proof = body if (read := _without_table(document)) is document else msgspec.json.encode(read)
+        tensors = _encoded.recall((names, entries))
+        proof = document if tensors is None else replace(document, tensors={})
+        if tensors is None:
+            tensors = Raw(msgspec.json.encode(entries, enc_hook=_list_pieces))
+            proof = _without_table(document)
+        body = finish(msgspec.json.encode(replace(document, tensors=tensors)))
+        read = body if proof is document else msgspec.json.encode(proof)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
-    _check_trees(parse(proof, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
-    parse(proof, type(document), what)
+    _check_trees(parse(read, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
+    parse(read, type(document), what)
+    if len(bytes(tensors)) <= MEMO_BYTES:
+        _encoded.remember((names, dict(entries)), tensors)
     return seal(body)
 
 
@@ -397,8 +412,7 @@ def _without_table(document: Manifest | Receipt) -> Manifest | Receipt:
     some = next((entry.pieces for entry in document.tensors.values()), ())
     if not isinstance(some, PieceView) or not some.is_writable():
         return document
-    tensors = {name: msgspec.structs.replace(entry, pieces=()) for name, entry in document.tensors.items()}
-    return msgspec.structs.replace(document, tensors=tensors)
+    return replace(document, tensors={name: replace(entry, pieces=()) for name, entry in document.tensors.items()})
 
 
 def _check_body(body: bytes, expected_format: str, what: str) -> _Envelope:

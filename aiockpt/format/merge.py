@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from aiockpt.errors import CommitError, ManifestError, ReplicasDifferError
-from aiockpt.format.document import collector_paused
+from aiockpt.format.document import Memo, collector_paused
 from aiockpt.format.manifest import (
     FileEntry,
     LeftOut,
@@ -39,7 +39,7 @@ from aiockpt.format.manifest import (
 from aiockpt.format.optimizers import TAG, Conflict, Votes, read_optimizer, unite_optimizers
 from aiockpt.format.parts import REQUIRED
 from aiockpt.format.pieces import PieceMerge, lay_out
-from aiockpt.format.validate import MAX_PIECES, ROW, Memo, check_manifest
+from aiockpt.format.validate import MAX_PIECES, ROW, check_manifest
 from aiockpt.units import name_numbers
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "forked_from", "world_size")

@@ -17,13 +17,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice, pairwise
 from math import prod
-from typing import Generic, NoReturn, TypeVar, overload
+from typing import NoReturn, overload
 
 import numpy as np
 from msgspec import UNSET
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.document import ALGORITHM, SUM_BYTES, block_count, digest128
+from aiockpt.format.document import ALGORITHM, SUM_BYTES, Memo, block_count, digest128
 from aiockpt.format.dtypes import is_native, itemsize_if_known
 from aiockpt.format.manifest import (
     MAX_DIM,
@@ -64,32 +64,6 @@ _RUN = re.compile(r"[0-9a-f]{12}")
 _MAX_PATH_PARTS = 4
 _MAX_REASON = 600
 """Characters: names and shapes in a message come from the document, which is not trusted."""
-
-# A memo of the last question: a job saves one structure again and again; what follows from it alone is computed once.
-#
-# A question is compared by its value, never by its name or place, so an answer is right for any caller. Comparing equal
-# structures is one pass in C; what it spares is some sixty calls of Python a tensor, on the thread that all saves share.
-
-Q = TypeVar("Q")
-A = TypeVar("A")
-
-
-class Memo(Generic[Q, A]):
-    """The last question and its answer. Neither may be changed once it is `remember`\\ ed. Any thread."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Q, A] | None = None
-
-    def recall(self, question: Q) -> A | None:
-        """Return the answer to *question*; None when something else was asked last."""
-        last = self._last
-        return last[1] if last is not None and last[0] == question else None
-
-    def remember(self, question: Q, answer: A) -> A:
-        """Keep *answer*, and return it."""
-        self._last = (question, answer)
-        return answer
-
 
 _MEMO_PIECES = 100_000
 """Of a layout that may be kept in memory for the next manifest to be compared with."""

@@ -6,16 +6,20 @@ import pytest
 from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
-from aiockpt.format import merge, validate
-from aiockpt.format.manifest import Manifest, Receipt, TensorEntry
+from aiockpt.format import document, merge, validate
+from aiockpt.format import manifest as manifests
+from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree
+from aiockpt.format.manifest import Manifest, Receipt, TensorEntry, decode_manifest, encode_manifest
 from aiockpt.format.merge import merge_receipts
-from aiockpt.format.validate import Memo, check_manifest
+from aiockpt.format.validate import check_manifest
 
 
 @pytest.fixture(autouse=True)
 def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "_good", Memo())
     monkeypatch.setattr(merge, "_merged", Memo())
+    monkeypatch.setattr(manifests, "_encoded", Memo())
+    monkeypatch.setattr(document, "_trees", Memo())
 
 
 def _merge(receipts: list[Receipt]) -> Manifest:
@@ -81,3 +85,40 @@ def test_votes_that_are_changed_afterwards_are_merged_anew(receipts: list[Receip
     _merge(receipts)
     receipts[0].tensors["new"] = TensorEntry("F32", (0,), ())
     assert "new" in _merge(receipts).tensors
+
+
+def test_tensors_that_were_encoded_are_the_same_bytes_again(manifest: Manifest) -> None:
+    first = encode_manifest(manifest)
+    assert encode_manifest(replace(manifest, tensors=dict(manifest.tensors))) == first
+
+
+@pytest.mark.parametrize("change", ["another shape", "another order", "one more", "in place"])
+def test_tensors_that_differ_from_those_before_are_encoded_as_they_are(manifest: Manifest, change: str) -> None:
+    before, tensors = encode_manifest(manifest), dict(manifest.tensors)
+    entry = tensors["w"]
+    if change == "another order":
+        tensors = dict(reversed(tensors.items()))
+    elif change == "one more":
+        tensors["v"] = entry
+    elif change == "in place":
+        tensors = manifest.tensors
+    if change in ("another shape", "in place"):
+        tensors["w"] = replace(entry, shape=(*entry.shape[:-1], entry.shape[-1] + 1))
+    data = encode_manifest(replace(manifest, tensors=tensors))
+    assert data != before
+    found = decode_manifest(data)
+    assert (list(found.tensors), found.tensors) == (list(tensors), tensors)
+
+
+def test_what_a_reader_refuses_is_refused_beside_tensors_that_were_encoded(manifest: Manifest) -> None:
+    encode_manifest(manifest)
+    with pytest.raises(ManifestError, match="cannot be read"):
+        encode_manifest(replace(manifest, step=-1))
+
+
+def test_a_tree_is_refused_for_itself() -> None:
+    deep, wide = b"[" * (MAX_TREE_DEPTH + 1) + b"]" * (MAX_TREE_DEPTH + 1), b"[" + b"0," * 999 + b"0]"
+    assert [check_tree(wide, "a tree") for _ in range(2)] == [1001, 1001]
+    for _ in range(2):
+        with pytest.raises(ManifestError, match="nested deeper"):
+            check_tree(deep, "a tree")
