@@ -113,12 +113,15 @@ def watching(turn: Turn, outcome: Outcome) -> None:
         samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
         with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
             save(0, training)
+            save(1, training)
             split = _split_of(ckpt)
             notes = split.note_versions = _TimedNotes(split.note_versions)
-            for step in range(1, 2 * turn.repetitions + 3):
+            for step in range(2, 2 * turn.repetitions + 4):
                 notes.on = step % 2 == 1
                 call_s = save(step, training)
-                if step < 3:
+                if _split_of(ckpt) is not split:
+                    raise RuntimeError(f"save {step} made what is known of the state anew: its notes were not timed")
+                if step < 4:
                     continue
                 samples["call_watched_s" if notes.on else "call_s"].append(call_s)
                 if notes.on:
