@@ -380,26 +380,24 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
     return receipt
 
 
-_encoded: Memo[tuple[tuple[str, ...], dict[str, TensorEntry]], Raw] = Memo()
+_encoded: Memo[tuple[tuple[str, ...], dict[str, TensorEntry]], bytes] = Memo()
 
 
 def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
     """Return the sealed *document*, decoded once; not its tensors where the same ones were in the document before."""
-    names, entries = tuple(document.tensors), document.tensors
+    question = (tuple(document.tensors), document.tensors)
+    known = _encoded.recall(question)
     try:
-        tensors = _encoded.recall((names, entries))
-        proof = document if tensors is None else replace(document, tensors={})
-        if tensors is None:
-            tensors = Raw(msgspec.json.encode(entries, enc_hook=_list_pieces))
-            proof = _without_table(document)
-        body = finish(msgspec.json.encode(replace(document, tensors=tensors)))
+        tensors = msgspec.json.encode(document.tensors, enc_hook=_list_pieces) if known is None else known
+        proof = _without_table(document) if known is None else replace(document, tensors={})
+        body = finish(msgspec.json.encode(replace(document, tensors=Raw(tensors))))
         read = body if proof is document else msgspec.json.encode(proof)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
     _check_trees(parse(read, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
     parse(read, type(document), what)
-    if len(bytes(tensors)) <= MEMO_BYTES:
-        _encoded.remember((names, dict(entries)), tensors)
+    if known is None and len(tensors) <= MEMO_BYTES:
+        _encoded.remember((question[0], dict(document.tensors)), tensors)
     return seal(body)
 
 

@@ -302,6 +302,25 @@ def test_a_folder_removed_and_made_again_under_a_writer_is_flushed_again(
     assert all(held(state, "s/k") == [NEW] for state in at_end)
 
 
+class Pruned(RecordingFiles):
+    """A folder is removed by another writer while the root is flushed."""
+
+    backend: LocalBackend | None = None
+
+    def fsync(self, fd: int) -> None:
+        super().fsync(fd)
+        if self.calls[-1].path == ROOT and self.backend is not None:
+            self.backend._tree.forget()
+
+
+def test_a_name_that_is_flushed_while_a_folder_is_removed_is_flushed_again() -> None:
+    files = Pruned(SimulatedFiles())
+    files.backend = backend_on(files)
+    for key in ("s/a", "s/b"):
+        run_inline(functools.partial(files.backend.put, key, OLD))
+    assert [call.path for call in files.calls if call.verb == "fsync"].count(ROOT) == 2
+
+
 def test_the_names_above_an_existing_root_are_flushed_once() -> None:
     files = RecordingFiles(SimulatedFiles())
     files.inner.mkdir("/data")

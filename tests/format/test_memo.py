@@ -122,3 +122,13 @@ def test_a_tree_is_refused_for_itself() -> None:
     for _ in range(2):
         with pytest.raises(ManifestError, match="nested deeper"):
             check_tree(deep, "a tree")
+
+
+def test_what_is_large_is_not_kept(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "MEMO_BYTES", 10)
+    monkeypatch.setattr(document, "MEMO_BYTES", 10)
+    assert encode_manifest(manifest) == encode_manifest(manifest)
+    wide = b"[" + b"0," * 999 + b"0]"
+    check_tree(wide, "a tree")
+    assert manifests._encoded.recall((tuple(manifest.tensors), manifest.tensors)) is None
+    assert document._trees.recall(wide) is None

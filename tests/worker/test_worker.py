@@ -335,14 +335,14 @@ def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> N
         observers=[watch],
         retention=aiockpt.Retention(last=3),
     ) as ckpt:
-        saves = [ckpt.save(step, run.state) for step in range(3)]
-        for save in saves:
-            assert save.result().url == f"file://{tmp_path}/near"
-            save.in_memory().result()
-        for save in saves[::2]:  # retention deletes no step that is on its way to another tier
-            assert save.committed(far.url).result().url == f"file://{tmp_path}/far"
-        ckpt.save(3, run.state).result()
-        ckpt.save(4, run.state).committed(far.url).result()
+        saves = []
+        for steps in (range(3), range(3, 5)):  # retention deletes no step that is on its way to another tier
+            saves += [ckpt.save(step, run.state) for step in steps]
+            for save in saves:
+                assert save.result().url == f"file://{tmp_path}/near"
+                save.in_memory().result()
+            for save in saves[::2]:
+                assert save.committed(far.url).result().url == f"file://{tmp_path}/far"
         assert isinstance(saves[1].committed(far.url).exception(), SaveSkippedError)
     for folder, there in (("near", [4, 3, 2]), ("far", [4])):
         with aiockpt.Checkpointer(tmp_path / folder) as ckpt:
