@@ -52,13 +52,15 @@ class Buffers:
 
     def take(self, size_bytes: int) -> Iterator[memoryview]:
         """Yield the next *size_bytes* in runs: they are filled, or about to be."""
-        while size_bytes:
-            run = self._views.popleft()
-            if run.nbytes > size_bytes:
-                self._views.appendleft(run[size_bytes:])
+        views = self._views
+        self.left_bytes -= size_bytes
+        while size_bytes > 0:
+            run = views.popleft()
+            beyond = run.nbytes - size_bytes
+            if beyond > 0:
+                views.appendleft(run[size_bytes:])
                 run = run[:size_bytes]
-            self.left_bytes -= run.nbytes
-            size_bytes -= run.nbytes
+            size_bytes = -beyond
             yield run
 
     def advance(self, size_bytes: int) -> None:

@@ -152,6 +152,7 @@ class Engine:
         lender: where written slabs are returned to; the pool for None.
 
     Attributes:
+        now_ns: returns the monotonic time.
         lineage: where new saves stand among all others.
         block_bytes: of data files: what one checksum is of.
         busy_attempts: nonces of attempts under way here; garbage collection skips them.
@@ -177,6 +178,7 @@ class Engine:
         self.loop = loop
         self.options = options
         self.world = world
+        self.now_ns = world.clock.monotonic_ns
         self.rank, self.world_size = rank, world_size
         self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
         self.lender: Lender = lender or self.pool
@@ -290,10 +292,6 @@ class Engine:
     def token(self, size: int) -> str:
         """Return *size* random bytes as hex."""
         return self.world.token(size).hex()
-
-    def now_ns(self) -> int:
-        """Return the monotonic time."""
-        return self.world.clock.monotonic_ns()
 
     def since_s(self, begun_ns: int) -> float:
         """Return the seconds since *begun_ns*."""

@@ -200,6 +200,14 @@ def check_unique_keys(body: bytes, what: str) -> None:
             open_objects[-1].add(key)
 
 
+def without(body: bytes, member: str, part: bytes, instead: bytes = b"{}") -> bytes:
+    """Return *body* with *instead* for *part*, which is that *member*; or for the first of the same bytes before it."""
+    start = body.find(f'"{member}":'.encode()) + len(member) + 3
+    if not body.startswith(part, start):  # with spaces, or in another object with such a member
+        return body.replace(part, instead, 1)
+    return b"".join((body[:start], instead, memoryview(body)[start + len(part) :]))
+
+
 # A memo of the last question: a job saves one structure again and again; what follows from it alone is computed once.
 #
 # A question is compared by its value, never by its name or place, so an answer is right for any caller. Comparing equal
@@ -228,6 +236,8 @@ class Memo(Generic[Q, A]):
 
 MEMO_BYTES = 1 << 20
 """Of JSON that may be kept in memory for the next one to be compared with."""
+MEMO_PIECES = 100_000
+"""Of a layout that may be kept likewise."""
 _trees: Memo[bytes, int] = Memo()
 
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Raw
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.document import check_unique_keys, parse
+from aiockpt.format.document import check_unique_keys, parse, without
 from aiockpt.format.dtypes import ITEMSIZES, is_native
 from aiockpt.format.manifest import Count, Dims
 from aiockpt.format.names import MAX_NAME_BYTES
@@ -129,7 +129,8 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
             raise ManifestError("safetensors header does not start with an object")
         raw_metadata = bytes(parse(body, _Beside, "safetensors header").metadata)
         metadata = parse(raw_metadata or b"{}", dict[str, str], "safetensors metadata")
-        check_unique_keys(raw_metadata, "safetensors metadata")
+        if msgspec.json.encode(metadata) != raw_metadata:  # so ours are; DCP's part of it is a long string
+            check_unique_keys(raw_metadata, "safetensors metadata")
         wires = _decode_entries(body, raw_metadata)
         entries = [Entry(name, wire.dtype, wire.shape, *wire.data_offsets) for name, wire in wires.items()]
         # Ten quotes for each decoded entry (a name, three keys, a dtype): there are no more of them, and none was dropped.
@@ -144,7 +145,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
 
 def _decode_entries(body: bytes, raw_metadata: bytes) -> Mapping[str, _Wire]:
     """Decode all entries at once, and one by one where that fails: to name the one that cannot be read."""
-    bare = body.replace(raw_metadata, b"null", 1) if raw_metadata else body
+    bare = without(body, _METADATA, raw_metadata, b"null") if raw_metadata else body
     try:
         wires = parse(bare, dict[str, _Wire | None], "safetensors header")
     except ManifestError:

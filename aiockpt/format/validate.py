@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import UNSET
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
-from aiockpt.format.document import ALGORITHM, SUM_BYTES, Memo, block_count, digest128
+from aiockpt.format.document import ALGORITHM, MEMO_PIECES, SUM_BYTES, Memo, block_count, digest128
 from aiockpt.format.dtypes import is_native, itemsize_if_known
 from aiockpt.format.manifest import (
     MAX_DIM,
@@ -65,8 +65,6 @@ _MAX_PATH_PARTS = 4
 _MAX_REASON = 600
 """Characters: names and shapes in a message come from the document, which is not trusted."""
 
-_MEMO_PIECES = 100_000
-"""Of a layout that may be kept in memory for the next manifest to be compared with."""
 _good: Memo[tuple[dict[str, TensorEntry], dict[str, str], list[int]], bool] = Memo()
 
 Placed = tuple[str, Piece]
@@ -105,7 +103,7 @@ def _check_layout(m: Manifest, what: str) -> None:
         return
     _check_tensors(m.tensors, m.files, what, None if REQUIRED in m.requires else MAX_PIECES, whole=True)
     _check_alias(m.alias, m.tensors, what)
-    if not in_table and sum(len(entry.pieces) for entry in m.tensors.values()) <= _MEMO_PIECES:
+    if not in_table and sum(len(entry.pieces) for entry in m.tensors.values()) <= MEMO_PIECES:
         _good.remember((dict(m.tensors), dict(m.alias), layout[2]), True)
 
 

@@ -30,8 +30,8 @@ from aiockpt.errors import (
     StorageError,
     StorageTransferError,
 )
-from aiockpt.format.document import BlockHasher, block_range
-from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.document import MEMO_BYTES, MEMO_PIECES, BlockHasher, Memo, block_range
+from aiockpt.format.manifest import FileEntry, Manifest, TensorEntry, has_table
 from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
@@ -83,16 +83,14 @@ class BlockCheck:
         """Accept the next bytes."""
         size = len(view)
         self.seen_bytes += size
-        if size < TIMED_BYTES:
-            if size < self._left:  # as most of many small tensors
-                self._hasher.update(view)
-                self._left -= size
-            else:
-                self._compare(view)
-            return
-        begun_ns = self._now_ns()
-        self._compare(view)
-        self.hash_ns += self._now_ns() - begun_ns
+        begun_ns = self._now_ns() if size >= TIMED_BYTES else 0
+        if size < self._left:  # as most of many small tensors
+            self._hasher.update(view)
+            self._left -= size
+        else:
+            self._compare(view)
+        if begun_ns:
+            self.hash_ns += self._now_ns() - begun_ns
 
     def check_complete(self, into: Sequence[memoryview]) -> None:
         """Raise `StorageTransferError` unless as many bytes were seen as fill *into*: others were compared with nothing."""
@@ -112,6 +110,9 @@ class BlockCheck:
             self._hasher.update(view)
             self._left -= len(view)
 
+
+_agreed: Memo[tuple[bytes, int, int, dict[str, TensorEntry]], bool] = Memo()
+"""A header, the bytes of its file, the file's number and the tensors of the manifest, which agreed."""
 
 Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
 """Finds the other copies of a save."""
@@ -334,15 +335,19 @@ class StepFiles:
         if header_bytes > len(prefix):
             prefix = await _read_start(reader, key, header_bytes)
         try:
-            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
+            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix[:header_bytes]))
         except CorruptionError as error:
             raise CorruptionError(f"{key}: {error}", key=key, offset=0) from error
         return header_bytes
 
     def _compare_header(self, index: int, prefix: bytes) -> None:
         """On a worker thread: a header that is padded to a block takes 20 ms, in which the loop could start reads."""
-        header = decode_header(prefix, self._manifest.files[index].size)
-        check_header(index, self._manifest, header, self._placed[index])
+        size, tensors = self._manifest.files[index].size, self._manifest.tensors
+        if _agreed.recall((prefix, size, index, tensors)):
+            return
+        check_header(index, self._manifest, decode_header(prefix, size), self._placed[index])
+        if len(prefix) <= MEMO_BYTES and len(tensors) <= MEMO_PIECES and not has_table(tensors):
+            _agreed.remember((prefix, size, index, dict(tensors)), True)
 
     def _corruption(self, key: str, index: int, block: int) -> CorruptionError:
         file = self._manifest.files[index]

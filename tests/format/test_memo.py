@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import document, merge, validate
 from aiockpt.format import manifest as manifests
-from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree
+from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree, seal, unseal
 from aiockpt.format.manifest import Manifest, Receipt, TensorEntry, decode_manifest, encode_manifest
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.validate import check_manifest
@@ -19,6 +21,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "_good", Memo())
     monkeypatch.setattr(merge, "_merged", Memo())
     monkeypatch.setattr(manifests, "_encoded", Memo())
+    monkeypatch.setattr(manifests, "_decoded", Memo())
     monkeypatch.setattr(document, "_trees", Memo())
 
 
@@ -116,6 +119,35 @@ def test_what_a_reader_refuses_is_refused_beside_tensors_that_were_encoded(manif
         encode_manifest(replace(manifest, step=-1))
 
 
+def test_tensors_that_were_decoded_are_decoded_once(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    first, second = decode_manifest(data), decode_manifest(encode_manifest(replace(manifest, metrics={"loss": 1.0})))
+    assert (first, second) == (manifest, replace(manifest, metrics={"loss": 1.0}))
+    assert second.tensors["w"] is first.tensors["w"]
+    for found in (first, second):
+        found.tensors.clear()
+        assert decode_manifest(data) == manifest
+
+
+def test_a_member_with_the_bytes_of_the_tensors_before_them_keeps_them(manifest: Manifest) -> None:
+    fields = json.loads(unseal(encode_manifest(manifest), "it"))
+    user = {"tensors": fields["tensors"], "more": fields["tensors"]}
+    data = seal(json.dumps({"user": user} | {name: fields[name] for name in fields if name != "user"}).encode())
+    close = seal(json.dumps(json.loads(unseal(data, "it")), separators=(",", ":")).encode())
+    for stored in (data, data, close, close):
+        found = decode_manifest(stored)
+        assert (found.tensors, found.user) == (manifest.tensors, user)
+
+
+def test_a_name_that_stands_twice_is_refused_again_and_again(manifest: Manifest) -> None:
+    body = unseal(encode_manifest(manifest), "it")
+    entry = json.dumps(json.loads(body)["tensors"]["w"], separators=(",", ":")).encode()
+    twice = seal(body.replace(b'"tensors":{', b'"tensors":{"w":' + entry + b",", 1))
+    for _ in range(2):
+        with pytest.raises(ManifestError, match="has the key 'w' twice"):
+            decode_manifest(twice)
+
+
 def test_a_tree_is_refused_for_itself() -> None:
     deep, wide = b"[" * (MAX_TREE_DEPTH + 1) + b"]" * (MAX_TREE_DEPTH + 1), b"[" + b"0," * 999 + b"0]"
     assert [check_tree(wide, "a tree") for _ in range(2)] == [1001, 1001]
@@ -130,5 +162,7 @@ def test_what_is_large_is_not_kept(manifest: Manifest, monkeypatch: pytest.Monke
     assert encode_manifest(manifest) == encode_manifest(manifest)
     wide = b"[" + b"0," * 999 + b"0]"
     check_tree(wide, "a tree")
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert manifests._decoded._last is None
     assert manifests._encoded.recall((tuple(manifest.tensors), manifest.tensors)) is None
     assert document._trees.recall(wide) is None

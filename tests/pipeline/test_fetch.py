@@ -156,6 +156,27 @@ def test_a_header_that_says_something_else_is_corruption_whether_or_not_blocks_a
         run_inline(lambda: fetcher.verify_file(0))
 
 
+@pytest.mark.parametrize("change", ["header", "size", "manifest"])
+def test_a_header_that_agreed_before_is_compared_again_with_what_differs(change: str) -> None:
+    store, key, size = store_with_a_step()
+    fetcher, _ = fetcher_of(ObjectsBackend(store))
+    run_inline(lambda: fetcher.verify_file(0))
+    again, _ = fetcher_of(ObjectsBackend(store))
+    body, manifest = store.objects[key].body, again._manifest
+    if change == "header":
+        changed(store, key, body.replace(b'"bias"', b'"base"'))
+    elif change == "size":
+        changed(store, key, body + b"more")
+        file = msgspec.structs.replace(manifest.files[0], size=size + 4)
+        manifest = msgspec.structs.replace(manifest, files=(file,))
+    else:
+        bias = msgspec.structs.replace(manifest.tensors["bias"], dtype="I32")
+        manifest = msgspec.structs.replace(manifest, tensors={**manifest.tensors, "bias": bias})
+    later = Fetcher(ObjectsBackend(store), manifest, [], read_bytes=BLOCK, verify=False)
+    with pytest.raises(CorruptionError, match=r"base|the payload has|is I32"):
+        run_inline(lambda: later.verify_file(0))
+
+
 def test_where_two_blocks_are_damaged_the_other_copies_are_looked_for_once() -> None:
     store, key, _ = store_with_a_step()
     body = bytearray(store.objects[key].body)
