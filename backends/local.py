@@ -322,7 +322,7 @@ class LocalBackend:
         with self._tree.errors("looking for", check_key(key)):
             return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
 
-    async def settle(self) -> None:
+    async def sync(self) -> None:
         """Have what was deleted count as free: btrfs does so at its next commit, xfs a few milliseconds later."""
         if isinstance(self._files, OsFiles):
             await run_blocking(self._small, self._commit_btrfs)

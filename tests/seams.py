@@ -23,7 +23,7 @@ from aiockpt.lazy.snapshotter import LazySnapshotter, StateGuard
 from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import Options
 from aiockpt.pipeline import snapshot as copying
-from aiockpt.pipeline.discover import StepEntry, look_at
+from aiockpt.pipeline.discover import StepEntry, list_step
 from aiockpt.ranks.save import abort_attempt
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.world import World
@@ -116,6 +116,6 @@ async def give_up_voted(backend: Backend, world: World, step: int, state: Mappin
     engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world)
     job = SaveJob(engine, Alone().begin(step), SaveRequest(step=step), Capture(state=StateWalker().walk(state)))
     job.prepare()
-    (attempt,) = (await look_at(backend, step_id(step))).attempts
+    (attempt,) = (await list_step(backend, step_id(step))).attempts
     await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), unreported=None)
     job.cancel()

@@ -34,7 +34,7 @@ class TensorMemory:
 
     def touches(self, tensor: torch.Tensor) -> bool:
         """Return whether some of *tensor* may be in one of them, or *around* one."""
-        return self._any.meet(*span_of(tensor))
+        return self._any.overlap(*span_of(tensor))
 
 
 class _Spans:
@@ -50,7 +50,7 @@ class _Spans:
         place = bisect_right(self._starts, start) - 1
         return place >= 0 and end <= self._ends[place]
 
-    def meet(self, start: int, end: int) -> bool:
+    def overlap(self, start: int, end: int) -> bool:
         """Return whether any of [*start*, *end*) is in one of them."""
         place = bisect_left(self._starts, end) - 1
         return place >= 0 and start < end and start < self._ends[place]

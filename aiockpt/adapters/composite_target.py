@@ -21,13 +21,13 @@ from aiockpt.adapters.composites import (
     Parts,
     box_key,
     class_to_make,
+    decompose,
     in_words,
     is_composite,
     is_composite_node,
     make,
     read_written,
     replace_content,
-    take_apart,
     write_facts,
 )
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
@@ -91,7 +91,7 @@ def load_tensor(
     """
     if node is not msgspec.UNSET:
         _load_composite(path, live, node, matcher)
-        matcher.leave(stored or matcher.stored_name(path))
+        matcher.skip(stored or matcher.stored_name(path))
     elif not is_composite(live):
         matcher.want(path, live, flat, stored=stored)
     elif matcher.stored.facts(stored or matcher.stored_name(path)) is not None:
@@ -184,7 +184,7 @@ def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], matcher: Matcher
 
 
 def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) -> Thunk | None:
-    here = take_apart(live)
+    here = decompose(live)
     problem = _misfit(live, here, written, path, matcher)
     if problem is not None:
         matcher.mismatch(path, problem)
@@ -211,7 +211,7 @@ def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thu
     if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
-    written, here = read_written(node, path), take_apart(live)
+    written, here = read_written(node, path), decompose(live)
     problem = _misfit(live, here, written, path, matcher)
     if problem is not None:
         matcher.mismatch(path, problem)

@@ -80,7 +80,7 @@ def has_own_bytes(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not is_composite(value)
 
 
-def take_apart(tensor: Any) -> Parts:
+def decompose(tensor: Any) -> Parts:
     """Return what a composite tensor is made of: for a subclass the tensors themselves, else copies or views."""
     name = class_name(type(tensor))
     if hasattr(tensor, "__tensor_flatten__"):
@@ -218,7 +218,7 @@ def write_composite(tensor: Any, path: Path, encoder: Encoder) -> Node:
         key = box_key(boxes)
         parts = {key: write_composite(local_of(tensor), (*path, f"@{key}"), encoder)} if boxes else {}
         return {TAG: SPREAD, "shape": list(tensor.shape), "parts": parts}
-    parts_of_it = take_apart(tensor)
+    parts_of_it = decompose(tensor)
     return {
         TAG: COMPOSITE,
         "kind": parts_of_it.kind,
@@ -314,7 +314,7 @@ def read_composite(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any
     written = read_written(node, path)
     tensors = {key: decoder.decode(inner, (*path, key)) for key, inner in written.tensors.items()}
     facts = decoder.decode(written.facts, (*path, FACTS))
-    if decoder.looks_only:
+    if decoder.describes_only:
         return tensors
     cls = class_to_make(written, path, None)
     return None if decoder.is_dry else make(written, path, cls, tensors, facts)
@@ -322,6 +322,6 @@ def read_composite(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any
 
 def read_spread(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
     """Return the parts of a spread tensor for readers without a state; nothing else can be made of them."""
-    if decoder.looks_only:
+    if decoder.describes_only:
         return {key: decoder.decode(part, (*path, f"@{key}")) for key, part in field(node, "parts", dict).items()}
     raise UsageError(f"{join_name(path)}: saved in parts by several ranks; load it into the DTensor that it was")

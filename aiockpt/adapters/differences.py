@@ -254,7 +254,7 @@ class Differences:
         self._passed_over: set[str] = set()
         self._hints: list[tuple[_Problem, str]] = []
 
-    def meet(self, place: str) -> None:
+    def note_place(self, place: str) -> None:
         """Note that the state has something there."""
         if self._judges_parts:
             self._places.update(prefixes(place))
@@ -324,12 +324,12 @@ class Differences:
         """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
         free = {part for name in unexpected for part in prefixes(name)}
         there = {part for name in self._stored.names() for part in prefixes(name)}
-        told: dict[str, str] = {}
+        notes: dict[str, str] = {}
         for problem, name in self._hints:
             wrong = next((part for part in reversed(prefixes(name)) if part not in there), "")
-            if wrong and wrong not in told:
-                told[wrong] = near_key(wrong, free)
-            problem.text += told.get(wrong, "")
+            if wrong and wrong not in notes:
+                notes[wrong] = near_key(wrong, free)
+            problem.text += notes.get(wrong, "")
 
 
 def _not_here(name: str) -> str:

@@ -71,7 +71,7 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
     unexpected_claimed: tuple[str, ...]
     left_out: tuple[str, ...]
     problems: tuple[str, ...]
-    told: list[str]
+    notes: list[str]
     rewritten: Sequence[str | Path]
     steps: list[Callable[[], object]]
     may_refuse: bool
@@ -147,7 +147,7 @@ class Matcher:
         name = self.name_of(path)
         if self._rename is None:
             return name
-        self._rename.meet(path)
+        self._rename.note_path(path)
         return self._rename(name)
 
     def selects(self, path: Path) -> bool:
@@ -155,8 +155,8 @@ class Matcher:
         if self.asks_for_all:
             return True
         if self._rename is not None:
-            self._rename.meet(path)
-        self._differences.meet(self.name_of(path))
+            self._rename.note_path(path)
+        self._differences.note_place(self.name_of(path))
         if self._only is None:
             return True
         self._names.update(prefixes(self.name_of(path)))
@@ -203,7 +203,7 @@ class Matcher:
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
 
-    def tell(self, what: str) -> None:
+    def note(self, what: str) -> None:
         """Report what the load changes beside what was asked for."""
         self._told.append(what)
 
@@ -249,7 +249,7 @@ class Matcher:
         self._differences.used.update(compress(names, taken))
         return taken
 
-    def leave(self, name: str) -> None:
+    def skip(self, name: str) -> None:
         """Skip tensor *name* of the checkpoint: this rank has nothing of it, so that it is no difference."""
         self._differences.used.add(name)
 
@@ -486,7 +486,7 @@ class Matcher:
             unexpected_claimed=judged.unexpected_claimed,
             left_out=tuple(self._left_out),
             problems=judged.problems,
-            told=self._told,
+            notes=self._told,
             rewritten=self._rewritten,
             steps=[*together, *self.values.decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,

@@ -264,9 +264,9 @@ def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, 
     return {name: state[key] for name, key in plain.items()}, versions
 
 
-def plain_version(told: Mapping[str, Any]) -> dict[str, Any]:
+def plain_version(notes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the version metadata of a module, as far as JSON has it."""
-    return {key: value for key, value in told.items() if isinstance(value, bool | int | str | None)}
+    return {key: value for key, value in notes.items() if isinstance(value, bool | int | str | None)}
 
 
 def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
@@ -353,7 +353,7 @@ def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | No
     saved = metadata_in(node)
     if saved is None:
         return None
-    return {_bare_module(name, all_keys): plain_version(members_of(told)) for name, told in members_of(saved).items()}
+    return {_bare_module(name, all_keys): plain_version(members_of(notes)) for name, notes in members_of(saved).items()}
 
 
 def _bare_module(name: Any, all_keys: Mapping[str, Any]) -> str:
@@ -416,7 +416,7 @@ def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Mat
         if not matcher.stays(name, stored=source.stored_name(name, matcher)):
             matcher.miss(name)
         return
-    matcher.leave(source.stored_name(name, matcher))
+    matcher.skip(source.stored_name(name, matcher))
     matcher.hand_over(member, path, member.set_extra_state, matcher.values.request(name, node))
 
 
@@ -454,7 +454,7 @@ class OwnLoad:
             self._want(key, name, current.get(key), made)
         for key, node in values.items():
             self._values[key] = self._ask_value(key, node, current.get(key))
-            matcher.leave(self._source.stored_name(self._leaf(key), matcher))
+            matcher.skip(self._source.stored_name(self._leaf(key), matcher))
         for key in current:
             matcher.rewrites(self._leaf(key))
             if key in tensors or key in values or key in stay:
@@ -537,7 +537,7 @@ class OwnLoad:
         assert facts is not None
         code, shape = facts
         if isinstance(live, torch.Tensor) and not same(dtype_code(live.dtype), code):
-            matcher.leave(name)
+            matcher.skip(name)
             there = torch_name(code)
             matcher.problem(join_name(leaf), f"{live.dtype} in the state, torch.{there} in the checkpoint")
             return
@@ -582,8 +582,8 @@ def _as_state_dict(bare: nn.Module, values: Mapping[str, Any], versions: Mapping
     state: Any = OrderedDict((own_names.get(key, key), value) for key, value in values.items())
     modules = {name: PLAIN_VERSION for name, _ in bare.named_modules(remove_duplicate=False)}
     plain = plain_keys(bare, modules)
-    told = modules | {plain.get(key, key): value for key, value in versions.items()}
-    set_metadata(state, {key: dict(value) for key, value in told.items()})  # torch writes into them
+    notes = modules | {plain.get(key, key): value for key, value in versions.items()}
+    set_metadata(state, {key: dict(value) for key, value in notes.items()})  # torch writes into them
     return state
 
 
@@ -616,7 +616,7 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
         if isinstance(value, torch.Tensor):
             load_tensor(leaf, value, values.get(bare, msgspec.UNSET), matcher, stored=name)
         elif bare in values:
-            matcher.leave(name)
+            matcher.skip(name)
             if matcher.selects(leaf):
                 decode = matcher.values.request(leaf, values[bare], value)
                 matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
@@ -625,7 +625,7 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
     known, saved = metadata_of(mapping), source.metadata
     if known is not None and saved and matcher.selects(path):
         own = {_bare_module(name, mapping): name for name in known}
-        matcher.later(lambda: known.update({own.get(bare, bare): {**told} for bare, told in saved.items()}))
+        matcher.later(lambda: known.update({own.get(bare, bare): {**notes} for bare, notes in saved.items()}))
 
 
 def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) -> bool:

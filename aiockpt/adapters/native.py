@@ -208,11 +208,11 @@ class _StatePlan:
             found.add(leaf.name)
         shards, alias = _tie(run.leaves, self._memories, {})
         every_alias = {**self._alias, **alias}
-        structure = self._settle(shards, every_alias)
+        structure = self._store_structure(shards, every_alias)
         left_out = {**self._kept.left_out, **run.left_out}
         return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out, known=self.known)
 
-    def _settle(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
+    def _store_structure(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
         """Put what was gathered anew behind what is kept; return the digest of the structure.
 
         Only what was gathered anew can have changed that. Where it is what it was in the last walk, the shards of then

@@ -37,7 +37,7 @@ from aiockpt.state.tree import TAG, Node, Path, damaged, refuse
 
 def write_stateful(value: Stateful, path: Path, run: Run) -> Node:
     """Write an object with ``state_dict()``, whatever that returns."""
-    node = {TAG: "stateful", "value": run.encode(give_state(value), path)}
+    node = {TAG: "stateful", "value": run.encode(get_state(value), path)}
     cls = scheduler_class(value)
     return node if cls is None else {**node, "class": cls}
 
@@ -58,11 +58,11 @@ def load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
     if misfit is not None:
         matcher.mismatch(path, misfit)
         return
-    template = give_state(value) if may_spread() else None
+    template = get_state(value) if may_spread() else None
     state = matcher.values.fresh(path, node, template)
     name = join_name(path)
-    keep = partial(keep_lists, value, tell=lambda what: matcher.tell(f"{name}: {what}"))
-    matcher.hand_over(value, path, partial(take_state, value), lambda: keep(state()))
+    keep = partial(keep_lists, value, note=lambda what: matcher.note(f"{name}: {what}"))
+    matcher.hand_over(value, path, partial(set_state, value), lambda: keep(state()))
 
 
 def write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
@@ -187,31 +187,31 @@ _FUNCTIONS = (
 )
 
 
-def give_state(value: Any) -> Any:
+def get_state(value: Any) -> Any:
     """Return the state of an object with ``state_dict()``."""
     state = value.state_dict()
-    if not _gives_attributes(value) or not isinstance(state, dict):
+    if not _returns_attributes(value) or not isinstance(state, dict):
         return state
     given = {}
     for key, item in state.items():
         if isinstance(item, LRScheduler):
-            given[key] = give_state(item)
+            given[key] = get_state(item)
         elif not _has_function(item):
             given[key] = item
     return given
 
 
-def take_state(value: Any, state: Any) -> None:
-    """Load into an object the state that `give_state` returned for one."""
-    if _gives_attributes(value) and isinstance(state, dict):
+def set_state(value: Any, state: Any) -> None:
+    """Load into an object the state that `get_state` returned for one."""
+    if _returns_attributes(value) and isinstance(state, dict):
         inner = {key for key in state if isinstance(vars(value).get(key), LRScheduler)}
         for key in inner:
-            take_state(vars(value)[key], state[key])
+            set_state(vars(value)[key], state[key])
         state = {key: item for key, item in state.items() if key not in inner}
     value.load_state_dict(state)
 
 
-def keep_lists(value: Any, state: Any, tell: Callable[[str], object]) -> Any:
+def keep_lists(value: Any, state: Any, note: Callable[[str], object]) -> Any:
     """Return the *state* for a scheduler with the lists that are here, where each has an item for each group.
 
     A scheduler with as many rates as its optimizer had groups when it was saved would step none of the others.
@@ -221,18 +221,18 @@ def keep_lists(value: Any, state: Any, tell: Callable[[str], object]) -> Any:
     """
     if not isinstance(value, LRScheduler) or not isinstance(state, dict):
         return state
-    own, count = give_state(value), len(value.optimizer.param_groups)
+    own, count = get_state(value), len(value.optimizer.param_groups)
     was = _length(state.get("_last_lr"))
     if was in (None, count) or _length(own.get("_last_lr")) != count:
         kept = {}
     else:
         kept = {key: own[key] for key in state if _length(state[key]) == was and _length(own.get(key)) == count}
     if kept:
-        tell(
+        note(
             f"{_words(kept)} stay as they are here: they were of other groups of the optimizer, and there are {count} now"
         )
     inner = zip(getattr(value, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
-    parts = [keep_lists(one, part, tell) for one, part in inner]
+    parts = [keep_lists(one, part, note) for one, part in inner]
     return {**state, **kept, **({"_schedulers": parts} if parts else {})}
 
 
@@ -255,7 +255,7 @@ def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str
     if not isinstance(value, LRScheduler):
         return None
     names = set(map(class_name, type(value).__mro__))
-    state = give_state(value)
+    state = get_state(value)
     if saved_by in names or not isinstance(state, Mapping):
         return None
     own, theirs = set(state), set(keys)
@@ -268,7 +268,7 @@ def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str
     )
 
 
-def _gives_attributes(value: Any) -> bool:
+def _returns_attributes(value: Any) -> bool:
     return (
         isinstance(value, LRScheduler)
         and type(value).state_dict is LRScheduler.state_dict
@@ -321,7 +321,7 @@ class OwnOptimizer:
             "class": class_name(type(innermost(self._keeper))),
             "shapes": self._shapes(),
             "groups": [{key: group[key] for key in group if key not in NAMES} for group in said["param_groups"]],
-            "state": {number: _take_apart(entry) for number, entry in said["state"].items()},
+            "state": {number: _decompose(entry) for number, entry in said["state"].items()},
             "parameters": {number: local.detach() for number, local in self._loose()},
         }
 
@@ -378,7 +378,7 @@ class OwnOptimizer:
         keeper.__setstate__({"state": keeper.state, "param_groups": keeper.param_groups})
 
 
-def _take_apart(value: Any) -> Any:
+def _decompose(value: Any) -> Any:
     """Return a value of the state in which each DTensor is what it is made of."""
     if is_dtensor(value):
         placements = placements_of(value)
@@ -386,8 +386,8 @@ def _take_apart(value: Any) -> Any:
             refuse(("per_rank",), f"a DTensor placed as {value.placements}; redistribute it to Shard or Replicate")
         return {_PLACED: list(placements), _SHAPE: list(value.shape), _LOCAL: local_of(value)}
     if type(value) is dict:
-        return {key: _take_apart(item) for key, item in value.items()}
-    return type(value)(map(_take_apart, value)) if type(value) in (list, tuple) else value
+        return {key: _decompose(item) for key, item in value.items()}
+    return type(value)(map(_decompose, value)) if type(value) in (list, tuple) else value
 
 
 def _put_together(value: Any, parameter: torch.Tensor) -> Any:

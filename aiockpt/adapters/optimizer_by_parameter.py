@@ -37,12 +37,12 @@ def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher
         _ByParameter(OptimizerTarget(optimizer, path, index, matcher)).load()
 
 
-def tell_left(matcher: Matcher) -> None:
+def note_unused(matcher: Matcher) -> None:
     """Report which state of the checkpoint is skipped, because no optimizer of the whole state has its parameter."""
     for saved in matcher.optimizers or ():
         name = join_name(saved.path)
         for one in [one for some in saved.members for one in some if one not in saved.met]:
-            matcher.tell(f"{name}.state.{one}: left in the checkpoint: no optimizer of the state has this parameter")
+            matcher.note(f"{name}.state.{one}: left in the checkpoint: no optimizer of the state has this parameter")
 
 
 class _FoundState(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class _ByParameter:
     def _begin_anew(self, owner: Path, why: str) -> None:
         place = self._target.state_place(owner)
         if self._matcher.touches(place):
-            self._matcher.tell(f"{join_name(place)}: begins anew: {why}")
+            self._matcher.note(f"{join_name(place)}: begins anew: {why}")
 
     def _choose(self, owner: Path, number: int) -> _FoundState | None:
         """Return the optimizer of the checkpoint that *owner*, in the group *number* here, gets its state from; or None."""
@@ -166,7 +166,7 @@ class _ByParameter:
             takes = all(node == nodes[0] for node in nodes) and not self._is_given(number, key)
             there = " and ".join(dict.fromkeys(map(_shown, nodes)))
             which = "that of the checkpoint" if takes else "what is here"
-            self._matcher.tell(
+            self._matcher.note(
                 f"{join_name((*place, key))}: {_shown(own)} here, {there} in the checkpoint; {which} is taken"
             )
             if takes:

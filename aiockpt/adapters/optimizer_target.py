@@ -177,7 +177,7 @@ class OptimizerTarget:
                 continue
             # What is here stays as it is. (Optimizer steps never reach a parameter that this rank has nothing of.)
             for name in tensor_names(nodes):
-                self.matcher.leave(name)
+                self.matcher.skip(name)
         filled = self._fill_plain(found)
         return [(chosen[1].parameter, self._want_state(*chosen, filled)) for chosen in found]
 
@@ -392,10 +392,10 @@ def _load_own_form(optimizer: Optimizer, path: Path, node: Node, matcher: Matche
 def _want_groups(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Path, Id]) -> list[Thunks]:
     """Return what will set each group's values."""
     matcher = target.matcher
-    _leave_groups(saved, matcher)
+    _skip_groups(saved, matcher)
     stored = split_name(matcher.stored_name(target.path))
     for place in saved.value_names(ids.values()):
-        matcher.leave(join_name((*stored, *place)))
+        matcher.skip(join_name((*stored, *place)))
     without_parameters = groups_without_parameters(saved)
     wanted: list[Thunks] = []
     for number, owners in enumerate(target.members):
@@ -409,10 +409,10 @@ def _want_groups(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Pa
     return wanted
 
 
-def _leave_groups(saved: SavedOptimizer, matcher: Matcher) -> None:
+def _skip_groups(saved: SavedOptimizer, matcher: Matcher) -> None:
     """Mark as known the tensors of the checkpoint's groups, whether a group here gets them or not."""
     for name in tensor_names([list(group.values()) for group in saved.groups]):
-        matcher.leave(name)
+        matcher.skip(name)
 
 
 def _want_states_of_all(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Path, Id]) -> States:
@@ -481,7 +481,7 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
         # Where the checkpoint has no value, a group keeps how a step is computed, and plain values.
         kept = {key: value for key, value in group.items() if type(value) in (type(None), bool, int, float, str)}
         groups.append({**kept, **values})
-    _leave_groups(saved, matcher)
+    _skip_groups(saved, matcher)
     states = {one: saved.state[there] for one, there in pairs.items() if there in saved.state}
     return _write_flat(own, groups, states) if own.flat else _write(here, groups, states)
 

@@ -42,10 +42,10 @@ class Filling:
         tell: called with a report, in words.
     """
 
-    def __init__(self, stored: Stored, codecs: CodecRegistry, tell: Callable[[str], object]) -> None:
+    def __init__(self, stored: Stored, codecs: CodecRegistry, note: Callable[[str], object]) -> None:
         self.stored = stored
         self.codecs = codecs
-        self._tell = tell
+        self._note = note
         self._held: dict[int, tuple[object, Node, Path]] = {}
         # Objects at several places for which different contents were saved: the first place has them, the others get new
         # ones.
@@ -74,11 +74,11 @@ class Filling:
         self._filled.add(id(here))
         return first
 
-    def tell_refusal(self, here: object, error: Exception) -> None:
+    def note_refusal(self, here: object, error: Exception) -> None:
         """Report that *here* refuses to be filled."""
         what = f"replaced by what was saved: a {type(here).__name__} that cannot be filled ({error!r:.200})"
         _, _, path = self._held.get(id(here), (here, None, ()))  # none in an instance of a registered class
-        self._tell(f"{join_name(path)}: {what}" if path else what)
+        self._note(f"{join_name(path)}: {what}" if path else what)
 
 
 def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any:
@@ -107,7 +107,7 @@ def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any
     try:
         _fill(here, new, filling, by_key)
     except Exception as error:  # noqa: BLE001  a class of the user's may refuse in any way
-        filling.tell_refusal(here, error)
+        filling.note_refusal(here, error)
         return new
     return here
 
@@ -154,10 +154,10 @@ def _fill(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
             here.update(new)
         case _:
             here[:] = new
-    _settle(here, new)
+    _set_attributes(here, new)
 
 
-def _settle(here: Any, new: Any) -> None:
+def _set_attributes(here: Any, new: Any) -> None:
     """Set the saved attributes of an instance of the user's own class, and check that it has all of its items.
 
     Raises:
@@ -243,7 +243,7 @@ class ValueMatch:
 
     def __init__(self, filling: Filling, *, makes_containers: bool = False) -> None:
         self.problems: list[str] = []
-        self.told: list[str] = []
+        self.notes: list[str] = []
         self.tensors: dict[Path, torch.Tensor] = {}
         self._filling = filling
         # Inside a registered class, whose containers are made anew: none of them is held.
@@ -254,7 +254,7 @@ class ValueMatch:
         more = f" (and {len(self.problems) - 3} more)" if len(self.problems) > 3 else ""
         return "; ".join(self.problems[:3]) + more if self.problems else None
 
-    def meet(self, here: Any, node: Node, path: Path, where: str = "", *, by_key: bool = True) -> None:
+    def match(self, here: Any, node: Node, path: Path, where: str = "", *, by_key: bool = True) -> None:
         """Compare *here* with *node*, both at *path*.
 
         Args:
@@ -266,11 +266,11 @@ class ValueMatch:
             return
         own = name_of(here, self._filling.codecs)
         if own == "None" or there in OBJECTS:
-            self._meet_nothing(node, where)
-        elif not self._meet_kind(here, own, node, there, path, where, by_key):
+            self._match_nothing(node, where)
+        elif not self._match_kind(here, own, node, there, path, where, by_key):
             self._misfit(here, path, where, by_key, _words(own), _words(there))
             if not by_key:
-                self._meet_nothing(node, where)
+                self._match_nothing(node, where)
 
     def _misfit(self, here: Any, path: Path, where: str, by_key: bool, own: str, there: str) -> None:
         """Note that *here* does not fit, and what either is, in words; an item of a list is replaced."""
@@ -282,28 +282,28 @@ class ValueMatch:
     def _problem(self, where: str, problem: str) -> None:
         self.problems.append(f"{where}: {problem}" if where else problem)
 
-    def _meet_kind(self, here: Any, own: str, node: Node, there: str, path: Path, where: str, by_key: bool) -> bool:
+    def _match_kind(self, here: Any, own: str, node: Node, there: str, path: Path, where: str, by_key: bool) -> bool:
         """Match by the two kinds; return whether they fit."""
         match pair_of(own, there, by_key=by_key):
             case None:
                 return False
             case "number into tensor":
-                return self._meet_number(here, node, path, where)
+                return self._match_number(here, node, path, where)
             case "tensor into number":
                 facts = self._filling.stored.facts(str(node.get("name")))
                 return facts is not None and facts[1] == ()
             case "dict":
-                self._meet_dict(here, node, path, where, by_key)
+                self._match_dict(here, node, path, where, by_key)
             case "items":
-                self._meet_items(here, node, path, where, by_key)
+                self._match_items(here, node, path, where, by_key)
             case "deque":
-                self._meet_deque(here, node, path, where, by_key)
+                self._match_deque(here, node, path, where, by_key)
             case "tensor":
-                self._meet_tensor(here, node, path, where, by_key)
+                self._match_tensor(here, node, path, where, by_key)
             case "array":
-                self._meet_array(here, node, path)
+                self._match_array(here, node, path)
             case "codec":
-                self._meet_registered(here, node, path, where, by_key)
+                self._match_registered(here, node, path, where, by_key)
             case "value" if type(here) in MUTABLE:
                 self._hold(here, node, path, where, by_key)
         return True
@@ -316,17 +316,17 @@ class ValueMatch:
 
     # ---------------------------------------------------------------- containers
 
-    def _meet_dict(self, here: dict[Any, Any], node: Node, path: Path, where: str, by_key: bool) -> None:
+    def _match_dict(self, here: dict[Any, Any], node: Node, path: Path, where: str, by_key: bool) -> None:
         self._hold(here, node, path, where, by_key)
         stored = self._entries(node, path)
         for key, (part, inner) in stored.items():
             at = f"{where}[{key!r}]"
             if key in here:
-                self.meet(here[key], inner, (*path, part), at, by_key=by_key)
+                self.match(here[key], inner, (*path, part), at, by_key=by_key)
             else:
-                self._meet_nothing(inner, at)
+                self._match_nothing(inner, at)
         if gone := [key for key in here if key not in stored]:
-            self.told.append(removed(path, gone))
+            self.notes.append(removed(path, gone))
 
     def _entries(self, node: Node, path: Path) -> dict[Any, tuple[str | int, Node]]:
         """Return key → (part of the path, node) of a dict's node."""
@@ -336,37 +336,37 @@ class ValueMatch:
         pairs = Decoder(self._filling.codecs, _NO_TENSORS).keys_of(node, path)
         return {key: (part, inner) for key, part, inner in pairs}
 
-    def _meet_items(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+    def _match_items(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
         if type(here) is not tuple:
             self._hold(here, node, path, where, by_key)
         items = _items(node)
         for number, (item, inner) in enumerate(zip(here, items, strict=False)):
-            self.meet(item, inner, (*path, number), f"{where}[{number}]", by_key=False)
+            self.match(item, inner, (*path, number), f"{where}[{number}]", by_key=False)
         for number in range(len(here), len(items)):
-            self._meet_nothing(items[number], f"{where}[{number}]")
+            self._match_nothing(items[number], f"{where}[{number}]")
 
-    def _meet_deque(self, here: deque[Any], node: Node, path: Path, where: str, by_key: bool) -> None:
+    def _match_deque(self, here: deque[Any], node: Node, path: Path, where: str, by_key: bool) -> None:
         limit, count = node.get("maxlen"), _count(node)
         if here.maxlen is not None and count > here.maxlen:
             self._misfit(here, path, where, by_key, f"a deque of at most {here.maxlen}", f"one of {count} items")
             return
         if limit != here.maxlen:
-            self.told.append(f"{join_name(path)}: maxlen={here.maxlen} in the state, {limit} in the checkpoint; kept")
-        self._meet_items(here, node, path, where, by_key)
+            self.notes.append(f"{join_name(path)}: maxlen={here.maxlen} in the state, {limit} in the checkpoint; kept")
+        self._match_items(here, node, path, where, by_key)
 
-    def _meet_registered(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+    def _match_registered(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
         """A registered class is made anew; the tensors that it is made of stay, and so does one that is a container."""
         codec = self._filling.codecs.for_class(type(here))
         assert codec is not None, "its name said so"
         if isinstance(here, MUTABLE):
             self._hold(here, node, path, where, by_key)
         inner = ValueMatch(self._filling, makes_containers=True)
-        inner.meet(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
+        inner.match(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
         self.tensors |= inner.tensors
 
     # ---------------------------------------------------------------- tensors, arrays, numbers
 
-    def _meet_tensor(self, here: torch.Tensor, node: Node, path: Path, where: str, by_key: bool) -> None:
+    def _match_tensor(self, here: torch.Tensor, node: Node, path: Path, where: str, by_key: bool) -> None:
         if node[TAG] != "tensor":
             why = "a tensor that is made of others is filled only where it has a name of its own"
             self._replace(here, path, why)
@@ -386,7 +386,7 @@ class ValueMatch:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         return misfit(tensor.dtype, hold(tensor, path), *facts)
 
-    def _meet_array(self, here: np.ndarray[Any, Any], node: Node, path: Path) -> None:
+    def _match_array(self, here: np.ndarray[Any, Any], node: Node, path: Path) -> None:
         if node[TAG] == "numpy.raw":
             fits = here.dtype.str == node.get("dtype") and list(here.shape) == node.get("shape")
         else:
@@ -397,7 +397,7 @@ class ValueMatch:
         if not (fits and here.flags.writeable):
             self._replace(here, path, "an array that has another shape or dtype, or cannot be written")
 
-    def _meet_number(self, here: torch.Tensor, node: Node, path: Path, where: str) -> bool:
+    def _match_number(self, here: torch.Tensor, node: Node, path: Path, where: str) -> bool:
         if here.dim():
             return False
         problem = number_misfit(Decoder(self._filling.codecs, _NO_TENSORS).decode(node, path), here.dtype)
@@ -407,7 +407,7 @@ class ValueMatch:
 
     # ---------------------------------------------------------------- what is made anew
 
-    def _meet_nothing(self, node: Node, where: str) -> None:
+    def _match_nothing(self, node: Node, where: str) -> None:
         """Note as problems the objects, which cannot be made, in what has nothing in the state beside it."""
         for at, kind in objects_in(node, where):
             self._problem(
@@ -418,7 +418,7 @@ class ValueMatch:
 
     def _replace(self, here: Any, path: Path, why: str) -> None:
         if isinstance(here, (torch.Tensor, np.ndarray, *MUTABLE)):
-            self.told.append(f"{join_name(path)}: replaced by what was saved: {why}")
+            self.notes.append(f"{join_name(path)}: replaced by what was saved: {why}")
 
 
 def objects_in(node: Node, where: str = "") -> Iterator[tuple[str, str]]:

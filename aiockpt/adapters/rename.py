@@ -88,7 +88,7 @@ class Renaming:
                     return self._mapping[prefix] + name[len(prefix) :]
         return name
 
-    def meet(self, path: Path) -> None:
+    def note_path(self, path: Path) -> None:
         """Note that the state has a leaf at *path*, also one that is not loaded."""
         if self._mapping is not None:
             self._met.update(prefixes(join_name(path)))
@@ -160,7 +160,7 @@ class Renamed:
         self._asked.add(name)
         return name
 
-    def meet(self, path: Path) -> None:
+    def note_path(self, path: Path) -> None:
         """Does nothing: a rule may have nothing to rename."""
 
     def refuse_idle(self, stored: Collection[str], where: str, *, state_is_whole: bool) -> None:
@@ -183,8 +183,8 @@ def refuse_idle(option: str, idle: Collection[str], names: Collection[str], says
         UsageError: there are such names.
     """
     if idle:
-        told = ", ".join(f"{name!r}{near(name, names)}" for name in sorted(idle))
-        raise UsageError(f"{option}={told} {says} in the state; give keys of it, or prefixes of its names")
+        unknown = ", ".join(f"{name!r}{near(name, names)}" for name in sorted(idle))
+        raise UsageError(f"{option}={unknown} {says} in the state; give keys of it, or prefixes of its names")
 
 
 def near(name: str, names: Collection[str]) -> str:

@@ -111,8 +111,8 @@ class LeafChoice:
     def keeps(self, path: Path, tensor: object = None) -> bool:
         """Return whether the leaf at *path* is saved; *tensor* is the live one, for rules that need it."""
         self._names.update(prefixes(join_name(path)))
-        excluded = self._meets(self._exclude, path)
-        chosen = self._only is None or self._meets(self._only, path)
+        excluded = self._matches(self._exclude, path)
+        chosen = self._only is None or self._matches(self._only, path)
         return chosen and not excluded and (id(tensor) not in self._frozen or join_name(path) in self._besides)
 
     def keeps_whole(self, path: Path, value: object = None) -> bool:
@@ -139,7 +139,7 @@ class LeafChoice:
             if self._alone:
                 refuse_idle(option, set(names.values()) - self._met, self._names)
 
-    def _meets(self, patterns: Mapping[Path, str], path: Path) -> bool:
+    def _matches(self, patterns: Mapping[Path, str], path: Path) -> bool:
         hits = [name for pattern, name in patterns.items() if _begins(pattern, path)]
         self._met.update(hits)
         return bool(hits)

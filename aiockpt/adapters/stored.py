@@ -83,9 +83,9 @@ class Stored(msgspec.Struct, frozen=True):
         """
         roots = set(_unknown_values(self.values, "", known, used | passed_over))
         yield from sorted(roots)
-        told = roots | passed_over
+        notes = roots | passed_over
         for name in sorted({*self.tensors, *self.alias} - used):
-            if not _OF_A_RANK.search(name) and not any(prefix in told for prefix in prefixes(name)):
+            if not _OF_A_RANK.search(name) and not any(prefix in notes for prefix in prefixes(name)):
                 yield name
 
 

@@ -19,7 +19,7 @@ from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module import is_saved_module, load_module, load_saved_module
 from aiockpt.adapters.objects import load_loader, load_own, load_stateful
-from aiockpt.adapters.optimizer_by_parameter import load_by_parameter, tell_left
+from aiockpt.adapters.optimizer_by_parameter import load_by_parameter, note_unused
 from aiockpt.adapters.optimizer_forms import find_optimizers, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer, node_for
 from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
@@ -66,7 +66,7 @@ def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -
     return [key for key in plain if matcher.find((*path, key)) is None and not matcher.stays((*path, key))]
 
 
-def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, matcher: Matcher) -> None:
+def fill_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, matcher: Matcher) -> None:
     """Make the plain part of the dict at *path* what was saved, once its parts are requested.
 
     Args:
@@ -79,10 +79,10 @@ def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path
         matcher.problem(join_name(path), problem)
         return
     if gone:
-        matcher.tell(removed(path, gone))
+        matcher.note(removed(path, gone))
         matcher.later(lambda: [container.pop(key, None) for key in gone])
-    if type(container) is OrderedDict and (told := metadata_in(found.node)) is not None:
-        metadata = matcher.values.request((*path, "_metadata"), told)
+    if type(container) is OrderedDict and (notes := metadata_in(found.node)) is not None:
+        metadata = matcher.values.request((*path, "_metadata"), notes)
         matcher.later(lambda: set_metadata(container, metadata()))
     order = list(members_of(found.node))
     matcher.values.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
@@ -139,7 +139,7 @@ def open_target(
     with collector_paused():  # it would walk all of a big process several times, and finds nothing here
         _load_parts(state, (), Index(state), matcher)
         if matcher.optimizers and judge_unexpected and only is None:
-            tell_left(matcher)
+            note_unused(matcher)
         return matcher.finish()
 
 
@@ -195,7 +195,7 @@ def _load_container(outer: Any, key: Any, path: Path, index: Index, matcher: Mat
     if isinstance(container, MutableMapping):
         gone = keys_only_here(container, path, matcher)
         _load_parts(container, path, index, matcher, gone)
-        settle_dict(container, gone, path, matcher)
+        fill_dict(container, gone, path, matcher)
     elif isinstance(container, tuple):
         items = list(container)
         _load_parts(items, path, index, matcher)
@@ -265,11 +265,11 @@ def read_tree(stored: Stored) -> Any:
     Raises:
         ManifestError: the tree is damaged.
     """
-    decoder = Decoder(None, _Onlooker(stored))
+    decoder = Decoder(None, _Untouched(stored))
     return decoder.decode(stored.values, ())
 
 
-class _Onlooker:
+class _Untouched:
     """Reads what objects and frameworks wrote without making tensors."""
 
     def __init__(self, stored: Stored) -> None:

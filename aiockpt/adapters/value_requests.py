@@ -69,10 +69,10 @@ class Load(Protocol):
     def stored_name(self, path: Path) -> str: ...
     def fill(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor: ...
     def enter(self, path: Path, name: str, tensor: torch.Tensor) -> bool: ...
-    def leave(self, name: str) -> None: ...
+    def skip(self, name: str) -> None: ...
     def rewrites(self, path: Path) -> None: ...
     def mismatch(self, path: Path, problem: str) -> None: ...
-    def tell(self, what: str) -> None: ...
+    def note(self, what: str) -> None: ...
     def later(self, step: Callable[[], object]) -> None: ...
 
 
@@ -89,7 +89,7 @@ class ValueRequests:
         self._load = load
         self._stored = load.stored
         self._codecs = codecs
-        self.filling = Filling(load.stored, codecs, load.tell)
+        self.filling = Filling(load.stored, codecs, load.note)
         self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Thunk], object]]] = []
         self._to_make: list[tuple[Need, LeafReader]] = []
         self.decodes: list[Callable[[], object]] = []
@@ -107,16 +107,16 @@ class ValueRequests:
             ManifestError, UsageError: as `Decoder.decode`.
         """
         match = ValueMatch(self.filling)
-        match.meet(here, node, path, by_key=by_key)
+        match.match(here, node, path, by_key=by_key)
         if (problem := match.problem()) is not None:
             self._load.mismatch(path, problem)
             return None
-        for told in match.told:
-            self._load.tell(told)
+        for notes in match.notes:
+            self._load.note(notes)
         reader = LeafReader()
 
         def ask(need: Need) -> None:
-            self._load.leave(need.name)
+            self._load.skip(need.name)
             own = match.tensors.get(need.path)
             if own is None or not self._load.enter(need.path, need.name, own):
                 self._to_make.append((need, reader))
@@ -156,7 +156,7 @@ class ValueRequests:
                 if name not in made:
                     made[name] = self._make(need)
                 reader.put(need.name, need.path, made[name])
-                self._load.leave(need.name)
+                self._load.skip(need.name)
 
         return self._decoded(path, node, ask, reader)
 
@@ -168,7 +168,7 @@ class ValueRequests:
             if self._stored.facts(need.name) is None:
                 raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
             ask(need)
-        self._load.leave(self._load.stored_name(path))
+        self._load.skip(self._load.stored_name(path))
         self._load.rewrites(path)
         decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
         if probe.needs:
@@ -208,7 +208,7 @@ class ValueRequests:
                 if key in here or has_named_parts(inner) or known.reach(name := name_within(root, key)):
                     continue
                 value = self.request((*path, key), inner)
-                self._load.leave(name)
+                self._load.skip(name)
                 self._load.later(partial(add, key, value))
 
     def make_tensors(self) -> None:

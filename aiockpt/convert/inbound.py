@@ -30,7 +30,7 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, join_name, step_id
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
-from aiockpt.pipeline.discover import look_at
+from aiockpt.pipeline.discover import list_step
 from aiockpt.pipeline.upload import BlockSums
 from aiockpt.planning.write_plan import HEADER, WEIGHTS, Copy, FilePlan, Window
 from aiockpt.redaction import HIDDEN, redact
@@ -82,7 +82,7 @@ async def convert_folder(
             "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
         )
     path = parse_prefix(request.prefix)
-    entry = await look_at(place.backend, step_id(request.step))
+    entry = await list_step(place.backend, step_id(request.step))
     if entry.committed and not request.replace:
         raise StepExistsError(
             f"{place.backend.url} has step {request.step} already: give another number, or replace it (--force)"

@@ -66,7 +66,7 @@ class Slices:
             async with open_tasks() as tasks:
                 for index, some in landings.items():
                     tasks.start_soon(self._fill_from, index, some, places.memories)
-        await run_blocking(self._engine.state_work, places.settle)
+        await run_blocking(self._engine.state_work, places.finish)
 
     async def _fill_from(self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview]) -> None:
         header_bytes = await self._files.header_bytes(index)

@@ -80,11 +80,11 @@ async def write_file(
                 tasks.start_soon(move, await windows.acquire(), offset)
         await upload.finish()
     except BaseException:
-        await _give_up(upload)
+        await _abandon(upload)
         raise
 
 
-async def _give_up(upload: Upload) -> None:
+async def _abandon(upload: Upload) -> None:
     with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
         await upload.abort()
 

@@ -142,8 +142,8 @@ def open_weights(checkpointer: Checkpointer, step: int | None = None, *, prefix:
         UsageError: the prefix does not fit the step.
     """
 
-    async def look(steps: Destination) -> tuple[Found, Chosen]:
+    async def choose(steps: Destination) -> tuple[Found, Chosen]:
         found = await find_manifest(steps, step)
         return found, await run_blocking(steps.engine.state_work, choose_weights, found.manifest, prefix, None)
 
-    return Weights(checkpointer, *checkpointer.run_on_destination("look at the weights", look).result())
+    return Weights(checkpointer, *checkpointer.run_on_destination("look at the weights", choose).result())

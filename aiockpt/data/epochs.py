@@ -111,7 +111,7 @@ class Untrained:
             if not numbers:
                 del self._numbers[id(held)]
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Release all batches: another state was loaded. The numbers continue."""
         self._waiting.clear()
         self._numbers.clear()

@@ -236,7 +236,7 @@ class Loader(Generic[Batch]):
         may_be_over = self._goes_on and self._reader is None
         iteration, batches = self._begin()
         try:
-            for taken in self._take_ahead(iteration, batches):
+            for taken in self._prefetch(iteration, batches):
                 may_be_over = False
                 with self._lock:
                     number = self._note(taken, by_number=by_number)
@@ -260,7 +260,7 @@ class Loader(Generic[Batch]):
                 self._after = self._read()
             return iteration, batches
 
-    def _take_ahead(self, iteration: object, batches: Iterator[Batch]) -> Iterator[_TakenBatch]:
+    def _prefetch(self, iteration: object, batches: Iterator[Batch]) -> Iterator[_TakenBatch]:
         """Yield each batch once `ahead_count` batches were read after it, or the source has ended."""
         taken: deque[_TakenBatch] = deque()
         keeps = bool(self._ahead_count) or self._untrained is not None
@@ -418,7 +418,7 @@ class Loader(Generic[Batch]):
             self._after = self._iteration = None
             self._goes_on = any(own.get("iterating", False) for own in owns)
             if self._untrained is not None:
-                self._untrained.forget()
+                self._untrained.invalidate()
             if not self._goes_on:
                 self.is_over = False
             elif isinstance(self._reader, ShardedSampler) and self._reader.even:

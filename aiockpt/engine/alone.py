@@ -91,7 +91,7 @@ class RoundAlone:
         return None
 
     def abort(self, error: BaseException) -> None: ...
-    def leave(self) -> None: ...
+    def release(self) -> None: ...
     async def announce(self) -> None: ...
 
     def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
@@ -115,17 +115,17 @@ class OnePlace:
         self.engine = place.engine
         self.places = (place,)
         self._tier = tier
-        self._hastened: int | None = None
+        self._expedited: int | None = None
         self._one_at_a_time = OneAtATime()
 
     def takes(self, step: int) -> bool:
-        return self._tier.takes(step) or step == self._hastened
+        return self._tier.takes(step) or step == self._expedited
 
     def places_for(self, step: int) -> Sequence[Place]:
         return self.places
 
-    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        self._hastened = step
+    def expedite(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._expedited = step
 
     def prepare(self, promise: SavePromise) -> None: ...
 
@@ -144,17 +144,17 @@ class OnePlace:
     async def clean_up(self, result: SaveResult) -> None:
         await clean_up(self.places[0], result)
 
-    def give_up(self, promise: SavePromise) -> None:
+    def abandon(self, promise: SavePromise) -> None:
         promise.cancel()
 
-    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None: ...
+    async def notify_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None: ...
 
     async def close(self, patience_s: float) -> None:
         await self.places[0].backend.close()
 
-    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
         (place,) = self.places
-        return [ListedStep(place.backend, entry, place) for entry in await look(place)]
+        return [ListedStep(place.backend, entry, place) for entry in await list_entries(place)]
 
 
 class NeverInterrupted:
@@ -164,7 +164,7 @@ class NeverInterrupted:
     observers: Sequence[Observer] = ()
 
     def reach(self, request: SaveRequest, start: Callable[[SaveRequest], SaveFuture], *, asked: bool) -> None: ...
-    def leave(self, *, failing: bool) -> None: ...
+    def on_exit(self, *, failing: bool) -> None: ...
     def watch(self, save: SaveFuture) -> None: ...
     def stop(self) -> None: ...
     def release(self) -> None: ...

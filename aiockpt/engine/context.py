@@ -91,7 +91,7 @@ class Failures:
         if policy == "raise":
             self.raise_all(just_started)
             return
-        for failure in self.take(just_started):
+        for failure in self.pop(just_started):
             if callable(policy):
                 policy(failure)
             else:
@@ -105,11 +105,11 @@ class Failures:
         Raises:
             BackgroundSaveError: there are some.
         """
-        failed = self.take(just_started)
+        failed = self.pop(just_started)
         if failed:
             raise BackgroundSaveError(failed, just_started) from failed[0].exception()
 
-    def take(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
+    def pop(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
         """Return the failed saves whose error was not retrieved from their future, each once.
 
         One that this very call has started may have failed already: the next call reports it.
@@ -190,7 +190,7 @@ class Engine:
         self.differing_buffers: tuple[str, ...] = ()
         self.not_finite: frozenset[str] = frozenset()
         self.failures = Failures()
-        self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
+        self.notify_given_up: Callable[[int, BaseException], object] = self._note_given_up
         self.state_work = Limiter("state", 2)
         self.last_saves = LastSaves()
         self._observers = [*observers, self.last_saves]
@@ -349,7 +349,7 @@ class Place:
         self.heads = Heads()
         self.thin_steps: set[tuple[str, int]] = set()
         self.other_copies: Callable[[Manifest], Awaitable[Sequence[StepCopy]]] = no_other_copies
-        self._looked_for_uploads_ns: int | None = None
+        self._listed_uploads_ns: int | None = None
         self._reading: dict[str, int] = {}
         engine.lineage.places.append(backend)
         if isinstance(backend, Retrying):
@@ -435,8 +435,8 @@ class Place:
 
     def uploads_are_due(self) -> bool:
         """Return whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
-        last_ns, now_ns = self._looked_for_uploads_ns, self.engine.now_ns()
+        last_ns, now_ns = self._listed_uploads_ns, self.engine.now_ns()
         if last_ns is not None and now_ns - last_ns < UPLOADS_EVERY_S * 1e9:
             return False
-        self._looked_for_uploads_ns = now_ns
+        self._listed_uploads_ns = now_ns
         return True

@@ -27,7 +27,7 @@ class Destination(StepPlaces, Protocol):
         """Return the places that a save of *step* may be written to, the nearest first."""
         ...
 
-    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+    def expedite(self, step: int, seconds: Mapping[str, float]) -> None:
         """Send *step*, which is saved next, to the durable place that finishes it soonest, whatever the rules of that place.
 
         Args:
@@ -57,10 +57,10 @@ class Destination(StepPlaces, Protocol):
     async def clean_up(self, result: SaveResult) -> None:
         """Clean up where a save was committed."""
 
-    def give_up(self, promise: SavePromise) -> None:
+    def abandon(self, promise: SavePromise) -> None:
         """End a save that is not waited for any more. Any thread."""
 
-    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+    async def notify_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Notify the other ranks that the copies of a save to the places of these numbers ended with its writer."""
 
     async def close(self, patience_s: float) -> None:

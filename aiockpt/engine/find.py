@@ -36,10 +36,10 @@ from aiockpt.pipeline.discover import (
     Listed,
     StepEntry,
     Unfinished,
+    find_hints,
     is_news,
+    list_step,
     log_newer,
-    look_at,
-    look_for_hints,
     newest_first,
     newness,
     refuse_step,
@@ -79,7 +79,7 @@ class StepPlaces(Protocol):
     @property
     def places(self) -> Sequence[Place]: ...
 
-    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
         """Return what *look* finds in each place; of one step the nearest copy comes first.
 
         Raises:
@@ -149,7 +149,7 @@ async def _log_hints(places: StepPlaces) -> None:
     """Log what another place may have been meant by: a load of nothing is no error, unless the place is a step's folder."""
     for place in places.places:
         await refuse_step(place.backend)
-        for hint in (await look_for_hints(place.backend)).hints(place.backend.url):
+        for hint in (await find_hints(place.backend)).hints(place.backend.url):
             logger.warning("nothing is loaded, and %s", hint)
 
 
@@ -169,7 +169,7 @@ async def committed_steps(places: StepPlaces, unfinished: list[Unfinished] | Non
         unfinished: gets the steps that were begun and not committed.
     """
 
-    async def look(place: Place) -> list[StepEntry]:
+    async def list_entries(place: Place) -> list[StepEntry]:
         entries = await _scan_finishing(place)
         if unfinished is not None:
             busy = place.engine.busy_attempts
@@ -177,7 +177,7 @@ async def committed_steps(places: StepPlaces, unfinished: list[Unfinished] | Non
             unfinished.extend(Unfinished(place.backend, entry, busy) for entry in begun)
         return [entry for entry in entries if entry.committed]
 
-    return sorted(await places.list_steps(look), key=newness)  # stable: the nearest stays first
+    return sorted(await places.list_steps(list_entries), key=newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(place: Place) -> list[StepEntry]:
@@ -212,13 +212,13 @@ async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
         StepNotFoundError: there is none; the message lists those that are there.
     """
 
-    async def look(place: Place) -> list[StepEntry]:
-        entry = await look_at(place.backend, step_id(step))
+    async def list_entries(place: Place) -> list[StepEntry]:
+        entry = await list_step(place.backend, step_id(step))
         if not entry.committed and await finish_commits(place, entry):
-            entry = await look_at(place.backend, step_id(step))
+            entry = await list_step(place.backend, step_id(step))
         return [entry] if entry.committed else []
 
-    listed = sorted(await places.list_steps(look), key=newness)
+    listed = sorted(await places.list_steps(list_entries), key=newness)
     if not listed:
         have = sorted({one.entry.step for one in await committed_steps(places)}, reverse=True)
         shown = ", ".join(map(str, have[:10])) or "none"

@@ -67,7 +67,7 @@ class RoundName(msgspec.Struct, frozen=True):
 
 
 class Round(Protocol):
-    """One save, or ``warm_up``, of all ranks. It ends on each of them by `save`, `abort` or `leave`."""
+    """One save, or ``warm_up``, of all ranks. It ends on each of them by `save`, `abort` or `release`."""
 
     @property
     def name(self) -> RoundName: ...
@@ -89,7 +89,7 @@ class Round(Protocol):
     def abort(self, error: BaseException) -> None:
         """Notify the others, in the background, why this process takes no part."""
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Notify the others, in the background, that this process is done."""
 
     # ------------------------------------------------------------------ on the loop
@@ -152,12 +152,12 @@ class SaveGuard(CopyGuard, Protocol):
     """What guards the state of one save until it is copied."""
 
     @property
-    def is_unsure(self) -> bool:
+    def needs_check(self) -> bool:
         """Whether it may still turn out that the state changed while it is, or was, copied."""
         ...
 
     @property
-    def took_whole(self) -> bool:
+    def needs_all_slabs(self) -> bool:
         """Whether the copy wanted slabs for all of the state."""
         ...
 
@@ -171,7 +171,7 @@ class SaveGuard(CopyGuard, Protocol):
         """Compare once more, if the copy is over and not yet compared; return why it is torn, if it is. Any thread."""
         ...
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Expedite the copy: it is waited for, or not wanted any more. Any thread; idempotent."""
 
     def stopped(self, error: BaseException) -> None:
@@ -183,14 +183,14 @@ class Unguarded:
 
     throttle = None
     compares_bytes = False
-    is_unsure = False
-    took_whole = True
+    needs_check = False
+    needs_all_slabs = True
 
     def begin(self, job: SaveJob) -> None: ...
     def check_addresses(self) -> None: ...
     def compare(self) -> None: ...
     def recheck(self) -> None: ...
-    def hurry(self) -> None: ...
+    def expedite(self) -> None: ...
     def stopped(self, error: BaseException) -> None: ...
 
 
@@ -330,7 +330,7 @@ class SaveJob:
         finally:
             self.state = self.state.without_tensors()  # not ours to keep alive any longer
         if self._stopped_by is None:
-            self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+            self._engine.loop.call_soon(self._engine.emit, self._snapshot_taken(copied_from_ns))
             self.promise.snapshotted.resolve(None)
             self.copied.resolve(None)  # last: what is written waits for it, so that all is reported in order
 
@@ -368,12 +368,12 @@ class SaveJob:
         if error is not None:
             raise error
 
-    def leave_to_guard(self) -> None:
+    def hand_to_guard(self) -> None:
         """Note that the call returns now, before the copy, and make each change of the state wait for that."""
         self._pause_s = self._engine.since_s(self.begun_ns)
         self.guard.begin(self)
 
-    def _taken(self, copied_from_ns: int) -> SnapshotTaken:
+    def _snapshot_taken(self, copied_from_ns: int) -> SnapshotTaken:
         now_ns = self._engine.now_ns()
         since_call_s = (now_ns - self.begun_ns) / 1e9
         return SnapshotTaken(
@@ -411,7 +411,7 @@ class SaveJob:
         if self._stopped_by is None:
             self._stopped_by = error
         self.guard.stopped(error)
-        self.guard.hurry()
+        self.guard.expedite()
         self._engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
 
     @property
@@ -456,7 +456,7 @@ class SaveJob:
             return
         error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
         self._stopped_by = error
-        self.guard.hurry()
+        self.guard.expedite()
         engine = self._engine
         seconds = engine.since_s(self.begun_ns)
         if not isinstance(error, SaveCancelledError):

@@ -90,7 +90,7 @@ class Filled(msgspec.Struct, frozen=True):
     def apply(self) -> LoadResult:
         """Fill the objects; return the result, with what refused to be filled."""
         self.target.apply()
-        return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.told))
+        return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.notes))
 
 
 async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
@@ -139,7 +139,7 @@ class LoadAlone:
 
 
 @contextmanager
-def telling_failures(engine: Engine, step: int | None) -> Iterator[None]:
+def reporting_failures(engine: Engine, step: int | None) -> Iterator[None]:
     """Notify observers where a load of *step*, or of the newest one for None, raises."""
     begun_ns = engine.now_ns()
     try:
@@ -314,7 +314,7 @@ def emit_loaded(
         seconds=engine.since_s(begun_ns),
         missing=target.missing,
         unexpected=target.unexpected,
-        differences=(*target.problems, *target.told),
+        differences=(*target.problems, *target.notes),
         left_out=target.left_out,
         renamed=target.renamed,
     )
@@ -362,7 +362,7 @@ async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[Tensor
     for number, landings in enumerate(places.plan.passes):
         await fetcher.fetch(landings)
         with stages.time("scatter"):
-            await run_blocking(place.engine.state_work, places.settle, number)
+            await run_blocking(place.engine.state_work, places.finish, number)
     return Traffic(tally.bytes)
 
 
@@ -437,10 +437,10 @@ def _stored_name(manifest: Manifest, name: str) -> str:
             return stored
         advice = _advise_loading(manifest, name) or "Load it: load() into a state that has it."
         raise StateMismatchError(manifest.id, [f"{name}: {count:,} plain numbers, and read() is for tensors"], advice)
-    raise StateMismatchError(manifest.id, *_tell_what_it_is(manifest, name))
+    raise StateMismatchError(manifest.id, *_describe_name(manifest, name))
 
 
-def _tell_what_it_is(manifest: Manifest, name: str) -> tuple[list[str], str]:
+def _describe_name(manifest: Manifest, name: str) -> tuple[list[str], str]:
     """Return what is stored under *name*, which is no tensor, and how to get it."""
     if name in (manifest.left_out or {}):
         return [
@@ -575,7 +575,7 @@ class Places:
             start += box.volume
 
     @torch.no_grad()
-    def settle(self, pass_number: int | None = None) -> None:
+    def finish(self, pass_number: int | None = None) -> None:
         """Copy what is not where it is wanted yet. Runs on a worker thread, after all blocks were verified.
 
         Args:

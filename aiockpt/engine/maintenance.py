@@ -42,7 +42,7 @@ from aiockpt.pipeline.discover import (
     first_in_full,
     info_of,
     is_news,
-    look_at,
+    list_step,
     newest_first,
     read_generation,
     read_info,
@@ -176,7 +176,7 @@ async def describe(places: StepPlaces, step: int | None) -> Description:
     """Return what a step holds (the newest valid one for None), without reading data."""
     found = await find_manifest(places, step)
     place, manifest = found.place, found.manifest
-    entry = await look_at(place.backend, manifest.id)
+    entry = await list_step(place.backend, manifest.id)
     tensors = []
     for name, stored in manifest.tensors.items():
         files = sorted({piece.file for piece in stored.pieces})
@@ -292,7 +292,7 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                 if pruned.note is not None:
                     logger.info("%s: %s", place.backend.url, pruned.note)
             elif saved.generation > 1:
-                entry = await look_at(place.backend, saved.id)
+                entry = await list_step(place.backend, saved.id)
                 await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
@@ -430,7 +430,7 @@ class _Pruning:
         whole_count, verified = 0, False
         for fact in steps:
             with self._leaving(fact.id):
-                entry = await look_at(self._backend, fact.id)
+                entry = await list_step(self._backend, fact.id)
                 highest = max(entry.generations, default=0)
                 if not highest or (fact.id, highest) in known:
                     continue

@@ -25,7 +25,7 @@ from aiockpt.format.names import data_path, list_names, step_id
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, refuse_step
+from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest, refuse_step
 from aiockpt.pipeline.upload import FileScreen
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.limits import open_tasks
@@ -92,15 +92,15 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
             seconds=(now_ns - job.begun_ns) / 1e9,
         )
     )
-    job.stages.tell()
+    job.stages.flush()
 
 
 async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
     await refuse_step(place.backend)
-    entry = await look_at(place.backend, step_id(job.step))
+    entry = await list_step(place.backend, step_id(job.step))
     if entry.committed and (existing := await existing_save(place, entry)) is not None:
-        return left_alone(place.engine, job, existing)
+        return skip_existing(place.engine, job, existing)
     await check_space(place, job)
     return await place.engine.begin_attempt(entry, nonce, job.number)
 
@@ -123,7 +123,7 @@ async def existing_save(place: Place, entry: StepEntry) -> SaveResult | None:
     return SaveResult(found.step, found.id, found.generation, size, seconds=0.0, existed=True)
 
 
-def left_alone(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult:
+def skip_existing(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult:
     """Return the result of a save that found its step committed, and notify observers."""
     engine.emit(SaveSkipped(at_ns=engine.now_ns(), step=job.step, reason="committed already"))
     return msgspec.structs.replace(existing, seconds=engine.since_s(job.begun_ns))
@@ -167,7 +167,7 @@ async def attempting(place: Place, job: SaveJob, attempt: Attempt) -> AsyncItera
         yield
     except BaseException:
         if not job.promise.written.is_settled:
-            await _forget(place, attempt)
+            await _drop_attempt(place, attempt)
         raise
     finally:
         place.engine.busy_attempts.discard(attempt.attempt)
@@ -197,7 +197,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     """
     await job.confirm()
     if place.engine.options.screen is not None:
-        _tell_not_finite(place.engine, job.step, files)
+        _report_not_finite(place.engine, job.step, files)
     receipt = _receipt(place, job, attempt, files)
     job.voting = True
     with job.stages.time("vote"):
@@ -209,7 +209,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     return receipt
 
 
-def _tell_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
+def _report_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
     """Notify observers of what was found in *files*, and the log whenever it is found in other tensors than before."""
     found: Counter[str] = Counter()
     for file in files:
@@ -248,7 +248,7 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
     )
 
 
-async def _forget(place: Place, attempt: Attempt) -> None:
+async def _drop_attempt(place: Place, attempt: Attempt) -> None:
     """Remove what an attempt left that has not voted: it cannot be committed. Garbage collection is the net below."""
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:

@@ -167,7 +167,7 @@ class Submitter:
         try:
             self._saves.append(job.promise)
             self._last_copy = job.copied
-            job.leave_to_guard()
+            job.hand_to_guard()
             if before:
                 self._engine.loop.submit(self._copy_later, before, job)
             else:
@@ -228,7 +228,7 @@ class Submitter:
                 if not result.existed:
                     await self._destination.clean_up(result)
         if not self._engine.pool.is_settled:
-            await run_blocking(self._engine.state_work, self._engine.pool.settle)
+            await run_blocking(self._engine.state_work, self._engine.pool.make_huge)
 
     async def _fill_pool(self, job: SaveJob) -> None:
         """Make the slabs that the next snapshot of this state will need.
@@ -237,7 +237,7 @@ class Submitter:
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
         await job.copied.settled()
-        if job.guard.took_whole:
+        if job.guard.needs_all_slabs:
             try:
                 await run_blocking(self._engine.state_work, self._engine.pool.warm_up, job.plan.window_count)
             except Exception as error:  # noqa: BLE001  the save itself needs none of it
@@ -287,12 +287,12 @@ class Submitter:
         except BaseException as error:
             warm_up_round.abort(error)
             raise
-        warm_up_round.leave()
+        warm_up_round.release()
         plan, pool = self._engine.plan(share), self._engine.pool
         self._engine.pin(share)
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
-        pool.settle()
+        pool.make_huge()
 
     def release(self) -> None:
         """Release the last states, and all that is known of them."""

@@ -197,8 +197,8 @@ def _merge_pieces(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
             raise
         merging.add(vote)
     if (table := merging.merge(MAX_PIECES)) is None:
-        return described.settle(_put_together(votes, described.entries))
-    return described.settle(lay_out(described.entries, table, made=len(table) <= min(_MEMO_PIECES, MAX_PIECES)))
+        return described.finish(_put_together(votes, described.entries))
+    return described.finish(lay_out(described.entries, table, made=len(table) <= min(_MEMO_PIECES, MAX_PIECES)))
 
 
 def _put_together(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -255,7 +255,7 @@ class _Described:
             if first.axes != entry.axes:
                 self._disputed.add(name)
 
-    def settle(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    def finish(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Return *tensors* without the orders of axes that votes disagreed about; all of them were checked."""
         return tensors | {name: replace(tensors[name], axes=UNSET) for name in self._disputed}
 

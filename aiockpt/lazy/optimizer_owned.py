@@ -55,7 +55,7 @@ class OptimizerFinder:
         self._counts: list[tuple[int, int]] = []
         self._found: list[weakref.ref[object]] = []
 
-    def take(self) -> list[object]:
+    def collect(self) -> list[object]:
         """Return the living optimizers, and the modules of torch that may change parameters in forward."""
         kinds = (Optimizer, nn.Embedding, nn.EmbeddingBag, *_learned_ranges())
         classes = list(_with_subclasses(kinds))
@@ -185,7 +185,7 @@ class OptimizerOwned:
         """
         modules = [module for _, module in find_objects(state, nn.Module)]
         self._limited = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
-        living = self._finder.take()
+        living = self._finder.collect()
         named = [optimizer for _, optimizer in find_objects(state, Optimizer)]
         optimizers = [one for one in living if isinstance(one, Optimizer)]
         # What the walker watches needs no second check: the same walk shows that it is as it was.
@@ -204,7 +204,7 @@ class OptimizerOwned:
         """Return whether what was found last is still so; of what the walker watches it is known."""
         return (
             self._facts is not None
-            and self._facts_of(self._finder.take()) == self._facts
+            and self._facts_of(self._finder.collect()) == self._facts
             and list(map(torch.Tensor.data_ptr, self._trusted_locals)) == self._pointers
         )
 

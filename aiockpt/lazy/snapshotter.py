@@ -59,7 +59,7 @@ def _before_step(*_: Any) -> None:
 
 def _order_step(copies: PendingCopies) -> None:
     """Let no step that the calling thread begins now overtake a copy; block only for what the host has left to copy."""
-    copies.tell_change()
+    copies.note_change()
     for copy in copies.copying:
         refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")
         copies.wait_for(copy, copy.host_copied)
@@ -232,11 +232,11 @@ class StateGuard:
         self._rechecking = Mutex()
 
     @property
-    def is_unsure(self) -> bool:
+    def needs_check(self) -> bool:
         return self._versions is not None
 
     @property
-    def took_whole(self) -> bool:
+    def needs_all_slabs(self) -> bool:
         return self.throttle is None or self.throttle.whole
 
     def begin(self, job: SaveJob) -> None:
@@ -279,7 +279,7 @@ class StateGuard:
                 self._compare_last()
         return self._torn
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         if self.throttle is not None:
             self.throttle.end()
 

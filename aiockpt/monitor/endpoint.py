@@ -88,7 +88,7 @@ class Endpoint:
 
     def on_event(self, event: Event) -> None:
         """Record *event*."""
-        self._under_way.hear(event)
+        self._under_way.receive(event)
         match event:
             case Opened():
                 self._opened = event

@@ -95,7 +95,7 @@ def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[F
     hosts: dict[int, str] = {}
     for process in last_start:
         rank = process.opened.rank
-        last[rank], hosts[rank] = max(process.last_told_s, last.get(rank, 0.0)), process.opened.host
+        last[rank], hosts[rank] = max(process.last_event_s, last.get(rank, 0.0)), process.opened.host
     world_size = max(process.opened.world_size for process in last_start)
     missing = [rank for rank in range(world_size) if rank not in last]
     if missing:
@@ -259,9 +259,9 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
 
 def failed_loads(run: RunLog) -> Iterator[Finding]:
     """Report each error that loads failed with once; it is bad where nothing was loaded or saved since."""
-    later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.told(kind)]
+    later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.events_of(kind)]
     by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for one, event in run.told(LoadFailed):
+    for one, event in run.events_of(LoadFailed):
         by_error[event.which, event.error].append((one.wall_s(event.at_ns), one.opened.rank))
     for (which, error), times in by_error.items():
         since_s, rank = min(times)
@@ -280,7 +280,7 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
 
 def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
-    told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.told(NotFiniteFound)))}
+    told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.events_of(NotFiniteFound)))}
     durable = [one for one in points if one.durable_s is not None]
     bad = [one for one in durable if one.step in told]
     if not bad:
@@ -307,8 +307,8 @@ def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 def damaged(run: RunLog) -> Iterator[Finding]:
     """Report steps in storage that are not what was saved, as a scrub found, and those that it repaired from a copy."""
-    told = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepDamaged)]
-    mended = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepRepaired)]
+    told = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepDamaged)]
+    mended = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepRepaired)]
     mended_s = {(event.step, event.url): at_s for at_s, event in mended}
     bad: dict[tuple[int, str], tuple[float, StepDamaged]] = {}
     for at_s, event in told:
@@ -422,7 +422,7 @@ def _restarts(summary: Summary) -> Iterator[Finding]:
 
 
 def _retries(run: RunLog) -> Iterator[Finding]:
-    calls = [(one.wall_s(event.at_ns), one.opened.rank, event) for one, event in run.told(StorageRetried)]
+    calls = [(one.wall_s(event.at_ns), one.opened.rank, event) for one, event in run.events_of(StorageRetried)]
     if calls:
         (verb, _), *_ = Counter(event.verb for _, _, event in calls).most_common(1)
         (rank, many), *_ = Counter(rank for _, rank, _ in calls).most_common(1)

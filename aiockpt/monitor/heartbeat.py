@@ -107,8 +107,8 @@ class Heartbeat:
 
     def on_event(self, event: Event) -> None:
         """Record *event*."""
-        self._under_way.hear(event)
-        self._peers.hear(event)
+        self._under_way.receive(event)
+        self._peers.receive(event)
         match event:
             case Opened():
                 self._opened = event

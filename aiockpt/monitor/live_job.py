@@ -89,7 +89,7 @@ class JobWatch:
         self._doubled: set[int] = set()
         self._damaged: set[str] = set()
 
-    async def look(self) -> JobNow | None:
+    async def poll(self) -> JobNow | None:
         """Read what has changed, and return the state of the job; None where there is no heartbeat."""
         listing = await self._backend.list(FOLDER)
         there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
@@ -99,10 +99,10 @@ class JobWatch:
         beats = await get_many(self._backend, [stat.key for stat in changed], MAX_BYTES)
         for stat, data in zip(changed, beats, strict=True):
             if data is not None:  # else gone meanwhile
-                self._take(stat, data)
+                self._accept(stat, data)
         return self._sum_up()
 
-    def _take(self, stat: Stat, data: bytes) -> None:
+    def _accept(self, stat: Stat, data: bytes) -> None:
         try:
             beat = _decoder.decode(data)
         except msgspec.MsgspecError:

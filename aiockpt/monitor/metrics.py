@@ -62,7 +62,7 @@ class RunTime:
         self._resumed = False
         self._durable_from_ns: int | None = None
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Record *event*."""
         match event:
             case Opened():
@@ -210,7 +210,7 @@ class Metrics:
 
     def on_event(self, event: Event) -> None:
         """Count *event*."""
-        self._time.hear(event)
+        self._time.receive(event)
         handle = self._handlers.get(type(event))
         if handle is not None:
             handle(event)

@@ -50,7 +50,7 @@ class ProcessLog(msgspec.Struct, frozen=True):
         return self.wall_s(max([event.at_ns for event in self.events], default=self.opened.at_ns))
 
     @property
-    def last_told_s(self) -> float:
+    def last_event_s(self) -> float:
         """The last time that something happened there: for comparing ranks, as the first alone writes signs of life."""
         told = [event.at_ns for event in self.events if type(event) is not Alive]
         return self.wall_s(max(told, default=self.opened.at_ns))
@@ -75,7 +75,7 @@ class RunLog(msgspec.Struct, frozen=True):
     unread: int = 0
     missing: tuple[UnreadFile, ...] = ()
 
-    def told(self, kind: type[E]) -> Iterator[tuple[ProcessLog, E]]:
+    def events_of(self, kind: type[E]) -> Iterator[tuple[ProcessLog, E]]:
         """Yield the events of a kind, each with the process that emitted it."""
         for process in self.processes:
             for event in process.events:

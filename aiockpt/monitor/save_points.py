@@ -58,7 +58,7 @@ class _Gathered:
         self.ended: set[int] = set()
         self.last_s = 0.0
 
-    def take(self, event: Event, rank: int, process: ProcessLog) -> None:
+    def receive(self, event: Event, rank: int, process: ProcessLog) -> None:
         at_s = process.wall_s(event.at_ns)
         self.last_s = max(self.last_s, at_s)
         match event:
@@ -115,7 +115,7 @@ def save_points(run: RunLog) -> list[SavePoint]:
                 told = gathered.get(key)
                 if told is None:
                     told = gathered[key] = _Gathered()
-                told.take(event, rank, process)
+                told.receive(event, rank, process)
     points = [told.point(step, start) for (start, step, _), told in gathered.items() if told.begun]
     return sorted(points, key=lambda one: one.begun_s)
 

@@ -291,7 +291,7 @@ class PeerTimes:
         self._steps: dict[int, dict[StageKey, float]] = {}
         self._news = False
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Record what a stage took."""
         match event:
             case StageEnded(failed=False):

@@ -105,7 +105,7 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
     committed = [span for span in whole if not span.failed]
     begun_s = min(process.wall_s(process.opened.at_ns) for process in run.processes)
     ended_s = max(process.last_s for process in run.processes)
-    pauses = [event.pause_s for _, event in run.told(SnapshotTaken)]
+    pauses = [event.pause_s for _, event in run.events_of(SnapshotTaken)]
     restarts = _restarts(leading_logs(run), committed)
     wasted_s = _covered_s(
         [(one.at_s - one.down_s - one.lost_s, one.at_s) for one in restarts]
@@ -122,12 +122,12 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
         pauses_s=_median_and_most(pauses),
         durable_s=_median_and_most([span.seconds for span in committed]),
         effective=max(0.0, 1 - wasted_s / (ended_s - begun_s)) if ended_s > begun_s else 1.0,
-        retries=sum(1 for _ in run.told(StorageRetried)),
+        retries=sum(1 for _ in run.events_of(StorageRetried)),
         stages=_figures(found),
         restarts=restarts,
         stragglers=stragglers(stage_times(run, found)),
         failures=_failures(run),
-        forked_from=next((event.forked_from for _, event in run.told(Loaded) if event.forked_from), ""),
+        forked_from=next((event.forked_from for _, event in run.events_of(Loaded) if event.forked_from), ""),
     )
 
 

@@ -73,7 +73,7 @@ class UnderWay:
         self._work: dict[tuple[Operation, int], _Work] = {}
         self._durable: tuple[int, int] | None = None
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Record *event*."""
         match event:
             case SaveStarted():
@@ -87,7 +87,7 @@ class UnderWay:
             case StageEnded(operation="save", stage="vote"):
                 self._enter("save", event, "commit")
             case StageEnded(operation="load"):
-                self._hear_of_load(event)
+                self._receive_of_load(event)
             case Committed() | SaveFailed() | SaveSkipped() | Loaded():
                 self._end(event)
 
@@ -115,7 +115,7 @@ class UnderWay:
             work.done_bytes += event.bytes
             work.heard_ns = event.at_ns
 
-    def _hear_of_load(self, event: StageEnded) -> None:
+    def _receive_of_load(self, event: StageEnded) -> None:
         if event.failed:
             self._work.pop(("load", event.step), None)
         elif event.stage in _AFTER:

@@ -40,8 +40,8 @@ from aiockpt.format.names import (
     receipt_key,
     verified_key,
 )
-from aiockpt.pipeline.commit import check_sizes, claim, publish, take_name_of_record
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan, votes_to_finish
+from aiockpt.pipeline.commit import check_sizes, claim, claim_name_of_record, publish
+from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest, scan, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted, read_manifest
 from aiockpt.planning.weights import thin_manifest
 from aiockpt.policies.retention import StepFacts, lineage
@@ -236,7 +236,7 @@ async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
     try:
         await backend.put(key, data)
     except StorageFullError:  # where nothing can be renamed its vote goes all the same, before its manifest
-        await take_name_of_record(backend, step_id, attempt, new=False)
+        await claim_name_of_record(backend, step_id, attempt, new=False)
     except StorageError as error:
         if not error.damaged:
             raise
@@ -309,7 +309,7 @@ async def _read_sound(backend: Backend, entry: StepEntry, doubted: Collection[st
 async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
     """Remove one piece of garbage; return False when it is being committed."""
     if garbage.generation is not None and garbage.shares:
-        entry = await look_at(backend, garbage.step_id)
+        entry = await list_step(backend, garbage.step_id)
         newest = await read_manifest(backend, garbage.step_id, entry.generations[0])
         await remove_overtaken(backend, await read_manifest(backend, garbage.step_id, garbage.generation), newest)
         return True

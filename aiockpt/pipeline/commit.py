@@ -54,9 +54,9 @@ logger = logging.getLogger("aiockpt")
 WRITER = "aiockpt 0.1.0"
 DECISION_LIMIT_BYTES = 4096
 """No decision record is longer."""
-LAST_LOOK_S = 30.0
+LAST_POLL_S = 30.0
 """For the receipts to be read once more when the deadline for them has passed."""
-LOOK_PAUSE_S = 0.2
+POLL_PAUSE_S = 0.2
 """Before the next poll, when one found no new vote."""
 
 
@@ -115,12 +115,12 @@ async def wait_votes(
         while reader.missing:
             await until_likely()
             known = len(reader.votes)
-            await reader.look()
+            await reader.poll()
             if len(reader.votes) == known:  # what made it likely may stay so, whatever the storage says
-                await anyio.sleep(LOOK_PAUSE_S)
-    with anyio.move_on_after(LAST_LOOK_S):
+                await anyio.sleep(POLL_PAUSE_S)
+    with anyio.move_on_after(LAST_POLL_S):
         if reader.missing:
-            await reader.look_at_all()
+            await reader.poll_all()
     missing = sorted(reader.missing)
     if missing:
         raise CommitTimeoutError(
@@ -158,7 +158,7 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
     try:
         await backend.put_new(key, data)
     except ObjectExistsError:
-        return await _settle(backend, manifest)
+        return await _resolve_conflict(backend, manifest)
     return manifest
 
 
@@ -209,14 +209,14 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
             await backend.put_new(key, msgspec.json.encode(decision))
             return wish
         except StorageFullError:
-            if wish == "commit" or not await take_name_of_record(backend, step_id, attempt, new=True):
+            if wish == "commit" or not await claim_name_of_record(backend, step_id, attempt, new=True):
                 raise
             return wish
     except ObjectExistsError:
         return await _decided(backend, key)
 
 
-async def take_name_of_record(backend: Backend, step_id: str, attempt: str, *, new: bool) -> bool:
+async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, new: bool) -> bool:
     """Have a receipt of an attempt, or a data file of it, bear the name of its decision record, which decides *collect*.
 
     That takes no room. Return False where nothing of it can.
@@ -258,7 +258,7 @@ async def _decided(backend: Backend, key: str) -> Verdict:
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 
 
-async def _settle(backend: Backend, ours: Manifest) -> Manifest:
+async def _resolve_conflict(backend: Backend, ours: Manifest) -> Manifest:
     """Our manifest's name is taken: the same attempt means success (theirs, or our own lost answer)."""
     try:
         theirs = await read_manifest(backend, ours.id, ours.generation)

@@ -26,7 +26,7 @@ from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB, Content
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.discover import StepCopy, find_copy, find_copy_in, look_at
+from aiockpt.pipeline.discover import StepCopy, find_copy, find_copy_in, list_step
 from aiockpt.pipeline.fetch import StepFiles
 from aiockpt.pipeline.upload import BlockSums
 from aiockpt.planning.read_plan import Landing
@@ -58,14 +58,14 @@ class Windows:
         """Wait for a free window."""
         await self._free.__aenter__()
         try:
-            return await run_blocking(self._allocating, self._pool.take, 0.0)
+            return await run_blocking(self._allocating, self._pool.acquire, 0.0)
         except BaseException:
             await self._free.__aexit__()
             raise
 
     async def release(self, window: Slab) -> None:
         """Take *window* back."""
-        self._pool.give(window)
+        self._pool.release(window)
         await self._free.__aexit__()
 
 
@@ -186,7 +186,7 @@ async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: B
 
     Two generations of one attempt must not be: the clean-up after one of them removes the files of the other.
     """
-    entry = await look_at(target, source.id)
+    entry = await list_step(target, source.id)
     if (there := await find_copy_in(target, entry, source.attempt)) is not None:
         await remove_strays(target, there, marks=True)
         return there
@@ -282,7 +282,7 @@ class _FileMover:
         try:
             view = window.memory[:size]
             await self._source.read(self._blocks, self._index, offset, view)
-            await self._pace.let_through(size)
+            await self._pace.throttle(size)
             await upload.write(offset, [view], None if self._file.digest else self._sums.seen_from(offset))
         finally:
             with anyio.CancelScope(shield=True):

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiockpt")
 
-LOOKS = 3
+LIST_TRIES = 3
 """How often a step with something bad in it is listed, at most: what is being deleted meanwhile is not damaged."""
 
 
@@ -112,7 +112,7 @@ class StepEntry(msgspec.Struct, frozen=True):
         return isinstance(self.trouble, StorageError) and self.trouble.lasting
 
     @property
-    def unheard(self) -> str | None:
+    def unread_reason(self) -> str | None:
         """Why it, or a generation of it, does not say now how new it is, and may later; None when all of it was read."""
         if self.trouble is not None:
             return str(self.trouble)
@@ -172,15 +172,15 @@ class Heads:
         self._known = {key: known for key, known in self._known.items() if key.partition("/")[0] in step_ids}
 
 
-told: set[tuple[str, str]] = set()
+logged: set[tuple[str, str]] = set()
 """(place, text) of what this process has logged once."""
 
 
 def is_news(backend: Backend, text: str) -> bool:
     """Say whether this process has not logged *text* of a place yet, which does not change from call to call; now it has."""
     news = (backend.url, text)
-    is_new = news not in told
-    told.add(news)
+    is_new = news not in logged
+    logged.add(news)
     return is_new
 
 
@@ -194,15 +194,15 @@ async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
     listing = await backend.list("")
     found: dict[str, StepEntry] = {}
 
-    async def look(folder: str) -> None:
+    async def list_entry(folder: str) -> None:
         try:
-            found[folder] = await look_at(backend, folder, heads)
+            found[folder] = await list_step(backend, folder, heads)
         except StorageError as error:
             unlisted = _entry(folder, Listing((), ()))
             bad = {"passed": (PassedOver(0, str(error), unread=True),)} if error.damaged else {"trouble": error}
             found[folder] = msgspec.structs.replace(unlisted, **bad)
 
-    await do_all(look, [folder for folder in listing.folders if _is_step_id(folder)])
+    await do_all(list_entry, [folder for folder in listing.folders if _is_step_id(folder)])
     for name in (*listing.others, *(stat.key for stat in listing.objects)):
         step = parse_step(name)
         if step is not None and name not in found:
@@ -227,7 +227,7 @@ async def _what_is_no_folder(backend: Backend, name: str) -> PassedOver:
     return PassedOver(0, f"{name!r} is a file, where a step's folder should be: move it away")
 
 
-async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
+async def list_step(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
     """Return what the listing and the heads say of one step; *heads* as for `scan`.
 
     Raises:
@@ -235,7 +235,7 @@ async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) ->
     """
     heads = Heads() if heads is None else heads
     entry = StepEntry(step_id, -1, ())
-    for _ in range(LOOKS):
+    for _ in range(LIST_TRIES):
         before, listing = entry.passed, await backend.list(step_id)
         entry = _entry(step_id, listing)
         if entry.generations:
@@ -472,7 +472,7 @@ async def dated_ns(backend: Backend, step_id: str, generation: int) -> int:
 
 async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
     """Return the manifest of the generation at *target* that holds *attempt*; None when there is none."""
-    return await find_copy_in(target, await look_at(target, step_id), attempt)
+    return await find_copy_in(target, await list_step(target, step_id), attempt)
 
 
 async def find_copy_in(target: Backend, entry: StepEntry, attempt: str) -> Manifest | None:
@@ -528,7 +528,7 @@ async def newest_vote(backend: Backend, entry: StepEntry) -> int:
 # that is not complete) is not seen.
 
 
-LOOK_S = 3.0
+LISTING_S = 3.0
 """How long a load may be held up by that."""
 LIVELY_S = 60.0
 """A writer that wrote something so recently may still be at work: worth a warning."""
@@ -553,7 +553,7 @@ async def log_newer(unfinished: Sequence[Unfinished], newest: int | None, clock:
         return
     top = max(newer, key=lambda one: one.entry.step)
     step_id, url = top.entry.id, top.backend.url
-    with anyio.move_on_after(LOOK_S):
+    with anyio.move_on_after(LISTING_S):
         for attempt in top.entry.attempts:
             if attempt in top.busy:
                 continue
@@ -642,7 +642,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     finite: bool | None = None
     forked_from: tuple[str, str, str] | None = None
 
-    def tell_origin(self) -> str:
+    def describe_origin(self) -> str:
         """Return in words what the run began from, where that was a step of another place; else nothing."""
         return "" if self.forked_from is None else f"forked from {origin_in_words(self.forked_from)}"
 
@@ -697,7 +697,7 @@ def info_of(manifest: Manifest, entry: StepEntry) -> StepInfo:
 # Training would begin from nothing there. The folder of a step is refused, by its name alone where that is free of doubt.
 
 
-FOLDERS_LOOKED_INTO, RUNS_SHOWN = 20, 5
+FOLDERS_LISTED, RUNS_SHOWN = 20, 5
 WEIGHTS = ".safetensors"
 
 
@@ -799,18 +799,18 @@ class Hints(msgspec.Struct, frozen=True):
         return hints
 
 
-async def look_for_hints(backend: Backend) -> Hints:
+async def find_hints(backend: Backend) -> Hints:
     """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
     runs: list[str] = []
     weights = hint = ""
-    with anyio.move_on_after(LOOK_S), suppress(CheckpointError):
+    with anyio.move_on_after(LISTING_S), suppress(CheckpointError):
         listing = await backend.list("")
         names = [stat.key for stat in listing.objects]
         weights = next((name for name in names if name.endswith(WEIGHTS)), "")
         if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
             with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and says nothing
                 hint = check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
-        for folder in listing.folders[:FOLDERS_LOOKED_INTO]:
+        for folder in listing.folders[:FOLDERS_LISTED]:
             with suppress(CheckpointError):  # one that may not be read was not meant
                 inside = await backend.list(folder)
                 if any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders):

@@ -441,13 +441,13 @@ class Fetcher:
         Raises:
             CorruptionError: the file is missing, has another size or header, or a block is not what was saved.
         """
-        with self._stages.time("read", self._manifest.files[index].p) as told:
+        with self._stages.time("read", self._manifest.files[index].p) as tally:
             try:
-                await self._fetch_file(index, landings, told)
+                await self._fetch_file(index, landings, tally)
             finally:
                 await self._files.release(index)
 
-    async def _fetch_file(self, index: int, landings: Sequence[Landing], told: StageTally) -> None:
+    async def _fetch_file(self, index: int, landings: Sequence[Landing], tally: StageTally) -> None:
         file, header_bytes = self._manifest.files[index], await self._files.header_bytes(index)
         if self._verify and not (landings and landings[0].start < header_bytes):
             landings = [Landing(0, header_bytes, GAP, 0), *landings]  # its blocks are verified like all others
@@ -462,7 +462,7 @@ class Fetcher:
             for read in reads:
                 await self._reading.__aenter__()
                 into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
-                tasks.start_soon(self._read, index, read.offset, into, told)
+                tasks.start_soon(self._read, index, read.offset, into, tally)
 
     async def fetch_span(self, index: int, offset: int, into: memoryview, *, header: bool = False) -> None:
         """Fill *into* with consecutive whole blocks of file number *index*, which stays open until `close`.
@@ -497,13 +497,13 @@ class Fetcher:
         block = self._manifest.files[index].block
         return max(self._read_bytes // block, 1) * block
 
-    async def _read(self, index: int, offset: int, into: Sequence[memoryview], told: StageTally) -> None:
+    async def _read(self, index: int, offset: int, into: Sequence[memoryview], tally: StageTally) -> None:
         try:
-            told.hash_ns += await self._files.read(index, offset, into)
+            tally.hash_ns += await self._files.read(index, offset, into)
         finally:
             await self._reading.__aexit__()
         size = sum(map(len, into))
-        told.bytes += size
+        tally.bytes += size
         self._on_read(size)
 
     def _memory(self, target: int, offset: int, size: int) -> memoryview:

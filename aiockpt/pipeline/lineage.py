@@ -77,7 +77,7 @@ class Lineage:
         self._seen = 0
         self._listed: set[str] = set()
         self._passed_by: set[str] = set()
-        self._told_of_others = False
+        self._logged_others = False
         self._clock: int | None = None
         self._first_clock: int | None = None
         self._older: Older = ()
@@ -136,20 +136,20 @@ class Lineage:
         silent: list[StepEntry] = []
         present: list[StepEntry] = []
 
-        async def look(place: Backend) -> None:
+        async def list_place(place: Backend) -> None:
             entries = await scan(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
             present.extend(entry for entry in entries if entry.generations or entry.is_refused)
-            silent.extend(entry for entry in entries if entry.unheard)
-            self._tell_of_others(place, entries, step)
+            silent.extend(entry for entry in entries if entry.unread_reason)
+            self._log_others(place, entries, step)
 
-        async def look_if_there(place: Backend) -> None:
+        async def list_in_time(place: Backend) -> None:
             wait = QueryTimeout()
             wait.limit(PATIENCE_S)
             try:
                 with wait.waiting():
-                    await look(place)
+                    await list_place(place)
                 why = wait.reason()
             except StorageError as error:
                 why = str(error)
@@ -159,16 +159,16 @@ class Lineage:
         nearest, *farther = self.places
         async with open_tasks() as tasks:
             for place in farther:
-                tasks.start_soon(look_if_there, place)
-        await look(nearest)
+                tasks.start_soon(list_in_time, place)
+        await list_place(nearest)
         for entry in silent:
             logger.warning(
-                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.unheard
+                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.unread_reason
             )
         self._older = _older(present)
         return max(clocks) + (ROOM if silent else 0)
 
-    def _tell_of_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
+    def _log_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
         """Warn of newer steps that another run has saved, which this one has not loaded: it goes on without them."""
         known = self._family(entries)
         others = [
@@ -179,9 +179,9 @@ class Lineage:
             and entry.head.attempt not in self._passed_by
             and entry.head.run not in known
         ]
-        if not others or self._told_of_others or self._rank != 0:
+        if not others or self._logged_others or self._rank != 0:
             return
-        self._told_of_others = True
+        self._logged_others = True
         newest = max(others, key=lambda entry: entry.age_order)
         logger.warning(
             "%s holds %d step(s) of another run that were not loaded, the newest of them %d. Step %d is the newest from now"
@@ -228,7 +228,7 @@ class Lineage:
         """Return where the next save stands."""
         return Position(self._run, self._parent, self._seen)
 
-    def take_position(self, position: Position) -> None:
+    def adopt_position(self, position: Position) -> None:
         """Stand where the lineage of another process stands, for which this one saves."""
         self._enter(position.run)
         self._parent = position.parent

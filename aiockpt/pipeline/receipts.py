@@ -101,7 +101,7 @@ class ReceiptReader:
         """The ranks whose votes were not found yet."""
         return set(range(self._world_size)) - self.votes.keys()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Read what is new: in a large world what groups have gathered, and receipts only of a group that does not."""
         if not self._groups:
             self.votes |= await read_receipts(*self._place, known=self.votes)
@@ -111,7 +111,7 @@ class ReceiptReader:
             self._count_at_s = anyio.current_time() + PATIENCE_S
             self.votes |= await _read_each(*self._place, await self._ungathered())
 
-    async def look_at_all(self) -> None:
+    async def poll_all(self) -> None:
         """Read every receipt that is there and was not found yet."""
         self.votes |= await read_receipts(*self._place, known=self.votes)
 

@@ -98,7 +98,7 @@ class ReplicaSamples:
         sampling = Sampling(self._rows, self._is_buffer, timeout_s)
         for of_device, reader in self._readers:
             if of_device is None:
-                sampling.take(reader, reader.read())
+                sampling.add(reader, reader.read())
             else:
                 assert isinstance(reader, _TorchReader)
                 sampling.begin(of_device, streams[of_device], reader)
@@ -126,7 +126,7 @@ class Sampling:
         self._read: list[tuple[Sequence[tuple[int, int]], bytes]] = []
         self._unread: list[tuple[DeviceStream, torch.Tensor, Sequence[tuple[int, int]]]] = []
 
-    def take(self, reader: _HostReader | _TorchReader, raw: bytes) -> None:
+    def add(self, reader: _HostReader | _TorchReader, raw: bytes) -> None:
         """Accept what *reader* has read."""
         self._read.append((reader.sizes, raw))
 

@@ -92,12 +92,12 @@ class InFlightSlabs:
         """Return a free slab to fill for *window*. While there is none, wait for those under way, and deliver them."""
         while self._filling:
             try:
-                slab = self._pool.take(0)
+                slab = self._pool.acquire(0)
                 break
             except StorageTimeoutError:
                 self._wait_for_first()
         else:
-            slab = self._pool.take(self._timeout_s)
+            slab = self._pool.acquire(self._timeout_s)
         filling = InFlightSlab(window, slab)
         self._filling.append(filling)
         return filling
@@ -152,7 +152,7 @@ class InFlightSlabs:
         except RuntimeError:  # the device is broken, and what it still writes is unknown
             copied = False
         if copied:
-            self._pool.give(left.slab)
+            self._pool.release(left.slab)
         else:
             self._pool.lose(left.slab)
 

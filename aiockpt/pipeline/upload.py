@@ -44,7 +44,7 @@ class FileScreen:
         self._ends = [span.end for span in spans]
         self._found: dict[int, Counter[str]] = {}
 
-    def look_at(self, offset: int, run: memoryview) -> None:
+    def screen(self, offset: int, run: memoryview) -> None:
         """Screen the bytes of the file from *offset* on; whole elements, as every run of whole pages is. Any thread."""
         found: Counter[str] = Counter()
         end = offset + run.nbytes
@@ -103,7 +103,7 @@ class BlockSums:
             begun_ns = self._now_ns()
             found = _hash_blocks(run, self._block_bytes)
             if self._screen is not None:
-                self._screen.look_at(place // SUM_BYTES * self._block_bytes, run)
+                self._screen.screen(place // SUM_BYTES * self._block_bytes, run)
             self.hash_ns += self._now_ns() - begun_ns  # two threads at once may lose one of both, which is no matter
             self._sums[place : place + len(found)] = found
             place += len(found)
@@ -156,7 +156,7 @@ class Handover:
     def arrive(self, window: Window, slab: Slab) -> None:
         """Take in a full slab."""
         if self._closed:
-            self._pool.give(slab)
+            self._pool.release(slab)
             return
         self._waiting.append((window, slab))
         self._changed.set()
@@ -169,7 +169,7 @@ class Handover:
                 await self._changed.wait()
             return self._to_take > 0
 
-    def take(self, most: int) -> list[tuple[Window, Slab]]:
+    def next_batch(self, most: int) -> list[tuple[Window, Slab]]:
         """Return up to *most* full windows, adjacent and in order; the caller returns their slabs."""
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._to_take -= len(taken)
@@ -181,7 +181,7 @@ class Handover:
         """Return what was not taken. Idempotent."""
         self._closed = True
         while self._waiting:
-            self._pool.give(self._waiting.popleft()[1])
+            self._pool.release(self._waiting.popleft()[1])
 
 
 class Uploader:
@@ -218,7 +218,7 @@ class Uploader:
         The file and its name are durable when this returns; *written* has its manifest entry then, by its path.
         """
         sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
-        with stages.time("write", path, file.size) as told:
+        with stages.time("write", path, file.size) as tally:
             upload = await self._backend.create(f"{folder}/{path}", file.size)
             try:
                 async with open_tasks() as tasks:
@@ -230,7 +230,7 @@ class Uploader:
                 with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
                     await upload.abort()
                 raise
-            told.hash_ns = sums.hash_ns
+            tally.hash_ns = sums.hash_ns
         written[path] = sums.file_entry(path, rank, file.kind)
 
     @property
@@ -249,15 +249,15 @@ class Uploader:
         """
         while await slabs.wait():
             async with self._writing:
-                batch, begun_ns = slabs.take(WINDOWS_PER_WRITE), stages.now_ns()
+                batch, begun_ns = slabs.next_batch(WINDOWS_PER_WRITE), stages.now_ns()
                 if not batch:
                     continue
                 runs = [slab.memory[: window.size] for window, slab in batch]
                 size, offset = sum(run.nbytes for run in runs), batch[0][0].offset
                 try:
-                    await self._pace.let_through(size)
+                    await self._pace.throttle(size)
                     await upload.write(offset, runs, sums.seen_from(offset))
                 finally:
                     for _, slab in batch:
-                        self._pool.give(slab)
+                        self._pool.release(slab)
                 stages.wrote(path, size, begun_ns)

@@ -97,7 +97,7 @@ def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *
     """
     alone: list[list[FileSpan]] = [[] for _ in wanted]
     shared: dict[tuple[int, ...], list[FileSpan]] = {}
-    for takers, span in _meet(wanted):
+    for takers, span in _intersect(wanted):
         (alone[takers[0]] if len(takers) == 1 else shared.setdefault(takers, [])).append(span)
     loads = [sum(span.end - span.start for span in spans) for spans in alone]
     reads: list[list[SharedRange]] = [[] for _ in wanted]
@@ -110,7 +110,7 @@ def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *
     return Exchange(tuple(map(tuple, alone)), tuple(_rounds(reads)))
 
 
-def _meet(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int, ...], FileSpan]]:
+def _intersect(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int, ...], FileSpan]]:
     """Yield the spans that the same ranks want, with these ranks, in the order of files and bytes."""
     edges = sorted(
         (span.file, edge, rank)

@@ -159,13 +159,13 @@ def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
     is a guess that proves itself: pieces are disjoint, so elements as many as wanted are all of them.
     """
     if len(entry.pieces) > _FEW_PIECES:
-        likely = _meet(_likely(entry.pieces, wanted), wanted)
+        likely = _intersect(_likely(entry.pieces, wanted), wanted)
         if sum(overlap.volume for _, _, overlap in likely) == wanted.volume:
             return likely
-    return _meet(entry.pieces, wanted)
+    return _intersect(entry.pieces, wanted)
 
 
-def _meet(pieces: Iterable[Piece], wanted: Box) -> list[_Overlap]:
+def _intersect(pieces: Iterable[Piece], wanted: Box) -> list[_Overlap]:
     met = []
     for piece in pieces:
         stored = Box(piece.offsets, piece.sizes)

@@ -107,12 +107,12 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
     alone = [0] * len(holdings)
     for group in holders.groups:
         if len(group.ranks) == 1:
-            _give_all(holders, group, parts[group.ranks[0]])
+            _assign_all(holders, group, parts[group.ranks[0]])
             alone[group.ranks[0]] = len(group.boxes)
             loads[group.ranks[0]] += holders.nbytes[group.boxes].sum()
         else:
             shared += _pools(holders, group, block_bytes)
-    _give_units(holders, _units(holders), loads, parts)
+    _assign_units(holders, _units(holders), loads, parts)
     _level(shared, loads)
     excess = np.zeros(len(holdings), np.int64)
     for pool in shared:
@@ -128,7 +128,7 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
     return [tuple(some if done else sorted(some, key=by_place)) for some, done in zip(parts, in_order, strict=True)]
 
 
-def _give_all(holders: ShardMap, group: Group, into: list[Part]) -> None:
+def _assign_all(holders: ShardMap, group: Group, into: list[Part]) -> None:
     rows, boxes = holders.first[group.boxes], map(holders.boxes.__getitem__, group.boxes.tolist())
     into.extend(map(Part, holders.holding[rows].tolist(), boxes, holders.start[rows].tolist()))
 
@@ -182,7 +182,7 @@ def _units(holders: ShardMap) -> list[_Unit]:
     return units
 
 
-def _give_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
+def _assign_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
     """Give each unit to one of its holders: few bytes to the lowest, more to the one with the least, the largest first."""
     few = sum(unit.nbytes for unit in units) <= LOWEST_RANK_BYTES
     for unit in units if few else sorted(units, key=lambda unit: -unit.nbytes):
@@ -190,7 +190,7 @@ def _give_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: l
         holder = 0 if few else int(np.argmin(loads[ranks]))
         for box in unit.boxes.tolist():
             axis, row_count = _cutting_axis(holders.boxes[box])
-            _give_rows(holders, unit.group, box, holder, axis, (0, row_count), parts)
+            _assign_rows(holders, unit.group, box, holder, axis, (0, row_count), parts)
         loads[ranks[holder]] += unit.nbytes
 
 
@@ -240,7 +240,7 @@ def _cut(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Part]]) 
             stop = row_count
             if holder < len(ends) - 1:
                 stop = min(stop, max(row + 1, (ends[holder] - line + row_bytes // 2) // row_bytes))
-            _give_rows(holders, pool.group, box, holder, axis, (row, stop), parts)
+            _assign_rows(holders, pool.group, box, holder, axis, (row, stop), parts)
             taken[holder] += (stop - row) * row_bytes
             row = stop
             if row < row_count:  # what rounding left of this quota is less than half a row: not worth a second part
@@ -254,7 +254,7 @@ def _cutting_axis(box: Box) -> tuple[int, int]:
     return next(((axis, size) for axis, size in enumerate(box.sizes) if size > 1), (0, 1))
 
 
-def _give_rows(
+def _assign_rows(
     holders: ShardMap, group: Group, box: int, holder: int, axis: int, rows: tuple[int, int], parts: list[list[Part]]
 ) -> None:
     incidence = holders.first[box] + group.places[holder]
@@ -281,7 +281,7 @@ def _hand_out(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Par
         amount, holder = queue[0]
         box = int(pool.boxes[index])
         axis, row_count = _cutting_axis(holders.boxes[box])
-        _give_rows(holders, group, box, holder, axis, (0, row_count), parts)
+        _assign_rows(holders, group, box, holder, axis, (0, row_count), parts)
         heapreplace(queue, (amount + int(sizes[index]), holder))
     for amount, holder in queue:
         excess[group.ranks[holder]] = amount

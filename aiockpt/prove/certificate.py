@@ -98,7 +98,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     def _lines(self) -> Iterator[str]:
         yield f"{self.verdict}: {self.reason}"
         if self.first is not None:
-            yield from tell_difference(self.first)
+            yield from describe_difference(self.first)
 
     def check(self) -> None:
         """Raise AssertionError, with all that is known, unless it is certified."""
@@ -110,7 +110,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
 
-def tell_difference(found: Difference) -> Iterator[str]:
+def describe_difference(found: Difference) -> Iterator[str]:
     """Yield lines that describe what differs first."""
     rank = f", rank {found.rank}" if found.rank else ""
     yield f"first difference: {found.row}: {found.what}, {found.at} ({found.start}{rank})"
@@ -267,7 +267,7 @@ def _name_kill(start: Start, calendar: Calendar) -> str | None:
     if start.died is None or kill is None or kill.kind != "step" or start.died != kill.explain():
         return start.died
     on = f" (rank {kill.rank})" if kill.rank else ""
-    return f"after the optimizer step of {calendar.tell((kill.label, kill.count))}{on}"
+    return f"after the optimizer step of {calendar.describe((kill.label, kill.count))}{on}"
 
 
 def _versions() -> dict[str, str]:

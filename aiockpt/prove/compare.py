@@ -173,10 +173,10 @@ class Comparison:
             self._order += 1
             if not self._at:
                 self._at = "after the load" if self._loaded else "at the start"
-            self._judge(STEPS, "number of steps", "no such step", _tell(record), 0, equal=False)
+            self._judge(STEPS, "number of steps", "no such step", _describe(record), 0, equal=False)
             return
         self._order = self._reference.order[key]
-        self._at = f"at {self._reference.calendar.tell(record.place)}"
+        self._at = f"at {self._reference.calendar.describe(record.place)}"
         match twin, record:
             case Stepped(), Stepped():
                 self._compare_steps(twin, record)
@@ -187,7 +187,7 @@ class Comparison:
                 self._compare_random(twin.state.random, record.state.random, 3)
                 self._compare_texts("metric ", twin.metrics, record.metrics, 4)
             case Told(), Told():
-                self._at = f"after {self._reference.calendar.tell(record.place)}"
+                self._at = f"after {self._reference.calendar.describe(record.place)}"
                 self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, near=True)
             case Ended(), Ended() if record.weights:  # a start that made no step has seen no weights
                 self._at = "at the end"
@@ -198,7 +198,7 @@ class Comparison:
         expected, found = (self._reference.by_key.get(key) for key in (self._reference.last, last))
         self._order = len(self._reference.order)
         self._at = "at the end"
-        self._judge(STEPS, "where it ends", _tell(expected), _tell(found), 0, equal=False)
+        self._judge(STEPS, "where it ends", _describe(expected), _describe(found), 0, equal=False)
 
     # ------------------------------------------------------------------ what
 
@@ -244,7 +244,7 @@ class Comparison:
         place = self._reference.inputs.get(met)
         if place is None:
             return "the straight run was never given that"
-        return f"the straight run was given that at {self._reference.calendar.tell(place)}"
+        return f"the straight run was given that at {self._reference.calendar.describe(place)}"
 
     def _compare_losses(self, twin: Stepped, record: Stepped, first: bool) -> None:
         expected, found = _tails(twin.losses, record.losses) if first else (twin.losses, record.losses)
@@ -382,7 +382,7 @@ def _is_label(record: AnyRecord, step: int | None) -> bool:
     return isinstance(record, Labelled) and record.step == step
 
 
-def _tell(record: AnyRecord | None) -> str:
+def _describe(record: AnyRecord | None) -> str:
     match record:
         case None:
             return "nothing"
@@ -485,7 +485,7 @@ def _compare_training(straight: Start, start: Start, judge: _Judge, closeness: f
     calendar = Calendar(straight.ranks[0])
     expected, found = _steps(straight), _steps(start)
     for number, (place, records) in enumerate(found.items()):
-        at = f"at {calendar.tell(place)}"
+        at = f"at {calendar.describe(place)}"
         twins = expected.get(place)
         if twins is None:
             judge(STEPS, "a step", "no such step", "a step", at=at, order=(number, 0))
@@ -497,7 +497,7 @@ def _compare_training(straight: Start, start: Start, judge: _Judge, closeness: f
             near = _near(one, other, closeness)
             judge(TRAINING + LOSS, "mean loss", repr(one), repr(other), at=at, order=(number, 2), equal=near)
     if to_the_end and found and list(found)[-1] != list(expected)[-1]:
-        ends = (calendar.tell(list(steps)[-1]) for steps in (expected, found))
+        ends = (calendar.describe(list(steps)[-1]) for steps in (expected, found))
         judge(STEPS, "where it ends", *ends, at="at the end", order=(1 << 30, 0), equal=False)
 
 

@@ -120,7 +120,7 @@ def random_states() -> dict[str, str]:
     return {name: digest_bytes(msgspec.msgpack.encode(state)) for name, state in found if name != "cuda" or state}
 
 
-def look_at(state: Mapping[str, Any], rank: int, *, spread: bool = False) -> View:
+def view_of(state: Mapping[str, Any], rank: int, *, spread: bool = False) -> View:
     """Return *state* as this rank holds it, by the names that a checkpoint gives to its leaves."""
     walked = StateWalker(rank=rank).walk(state)
     leaves: dict[str, str] = {}

@@ -116,10 +116,10 @@ def certify(
         InlineRunner(script) if callable(script) else ProcessRunner(script, how.timeout_s, _compile(how.loss), tick)
     )
     with _work_folder(folder, fast=callable(script)) as work:
-        return _Story(runner, how, work, told).tell()
+        return _Proof(runner, how, work, told).run()
 
 
-class _Story:
+class _Proof:
     """One proof under way."""
 
     def __init__(self, runner: Runner, how: Proof, folder: Path, told: Callable[[Start], object]) -> None:
@@ -127,7 +127,7 @@ class _Story:
         self._starts: list[Start] = []
         self._early = folder / "place-of-the-control"
 
-    def tell(self) -> Certificate:
+    def run(self) -> Certificate:
         """Run everything and return the certificate."""
         straight = self._run("straight", self._folder / "place-straight")
         _check_straight(straight)

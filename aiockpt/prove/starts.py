@@ -125,7 +125,7 @@ class Calendar:
         label, count = place
         return (self._first if label is None else label) + count if self._by_step else None
 
-    def tell(self, place: Place) -> str:
+    def describe(self, place: Place) -> str:
         """Return *place* in words."""
         step = self.step(place)
         if step is not None:

@@ -38,7 +38,7 @@ class Training:
         self._clear()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -89,7 +89,7 @@ class Training:
         if self._depth == 1 and torch.is_grad_enabled():
             self._random = random_states()
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth -= 1

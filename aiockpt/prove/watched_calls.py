@@ -20,7 +20,7 @@ from aiockpt.format.names import parse_step
 from aiockpt.futures import LoadResult
 from aiockpt.options import Tier
 from aiockpt.prove import records
-from aiockpt.prove.digests import look_at, text_of
+from aiockpt.prove.digests import text_of, view_of
 from aiockpt.prove.recorder import Recorder
 from aiockpt.prove.training import Training
 from aiockpt.redaction import redact
@@ -140,7 +140,7 @@ class WatchedCalls:
         step = None if result is None else result.step
         fits = whole and (result is None or not (result.missing or result.differences))
         self._recorder.loaded(step)
-        view = look_at(state, self._rank, spread=self._recorder.job.spread)
+        view = view_of(state, self._rank, spread=self._recorder.job.spread)
         withheld = self._recorder.job.withhold
         self._recorder.write(records.Loaded, url=self._url, step=step, fits=fits, withheld=withheld, state=view)
 
@@ -148,7 +148,7 @@ class WatchedCalls:
         """Called when the script has come to *step*, and is about to save it or not."""
         self._recorder.check()
         self._training.learn_names(state)
-        view = look_at(state, self._rank, spread=self._recorder.job.spread)
+        view = view_of(state, self._rank, spread=self._recorder.job.spread)
         told = {name: text_of(value) for name, value in (metrics or {}).items()}
         self._recorder.write(records.Labelled, url=self._url, step=step, saved=saved, state=view, metrics=told)
         self._recorder.reach(step, saving=saved)

@@ -38,7 +38,7 @@ from aiockpt.runtime.stages import UNTOLD, Stages
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
 """For the notes of a rank that leaves, whatever happened to it."""
-_LOOKS = 4
+_REMOVALS = 4
 """At loads that this rank has left and others may not have, whenever it leaves one."""
 
 
@@ -71,16 +71,16 @@ class Notes:
         names = {rank: self._key(key) for rank, key in keys.items()}
         return await self._board.gather(names, kind, deadline_s, what, self._waiting)
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """Note that this rank needs these notes no more."""
         if await self._board.arrive(self._key("past")) == self.world_size:
-            await self._board.forget([self._key("past")])
+            await self._board.delete([self._key("past")])
 
     async def remove(self) -> bool:
         """Remove what this rank wrote, if every rank has left; return whether it did."""
         if await self._board.is_there(self._key("past")):
             return False
-        await self._board.forget(self._written)
+        await self._board.delete(self._written)
         return True
 
     def _key(self, key: str) -> str:
@@ -114,13 +114,13 @@ class LoadNotes:
                 yield notes
         finally:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
-                await notes.leave()
+                await notes.release()
                 self._left.append(notes)
                 await self._remove_old()
 
     async def _remove_old(self) -> None:
         """Remove the notes of loads that all ranks have left; a load that one rank never leaves delays no other."""
-        for _ in range(_LOOKS):
+        for _ in range(_REMOVALS):
             if not self._left:
                 return
             notes = self._left[0]
@@ -194,7 +194,7 @@ class Agreement:
             return await self._on(what, work, report)
         except (anyio.get_cancelled_exc_class(), RankTimeoutError, RankFailedError) as error:
             if not isinstance(error, RankFailedError) or error.seen_here:
-                await self._leave(what, error)
+                await self._abandon(what, error)
             raise
 
     async def _on(self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report]) -> T:
@@ -202,17 +202,17 @@ class Agreement:
         try:
             result = await work()
         except Exception as error:
-            shared = _error(await self._tell(key, what, _report(error)), error)
+            shared = _error(await self._exchange(key, what, _report(error)), error)
             if shared is error:
                 raise
             raise shared from error
-        verdict = await self._tell(key, what, report(result))
+        verdict = await self._exchange(key, what, report(result))
         self.may_refuse = self.may_refuse or verdict.may_refuse
         if verdict.outcome != "fits":
             raise _error(verdict, None)
         return result
 
-    async def _leave(self, what: str, error: BaseException) -> None:
+    async def _abandon(self, what: str, error: BaseException) -> None:
         """Fail this step and those after it: the other ranks may have judged this one already, and wait in the next."""
         report, notes = _report(error), self._notes
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
@@ -222,7 +222,7 @@ class Agreement:
                     verdict = Verdict(report.outcome, report.message, ranks=report.ranks)
                     await notes.post(f"{self._key}/{later}/verdict", verdict)
 
-    async def _tell(self, key: str, what: str, report: Report) -> Verdict:
+    async def _exchange(self, key: str, what: str, report: Report) -> Verdict:
         await self._notes.post(f"{key}/{self._notes.rank}", report)
         with self._stages.time("wait", what):
             return await self._judge(key, what)

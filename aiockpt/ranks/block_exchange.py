@@ -166,7 +166,7 @@ class Exchanger:
                 await self._trade(number, read, received)
                 self._may_trade[number + 1].set()
                 for parcel, message in (*read, *received):
-                    await self._settle(number, parcel, message)
+                    await self._resolve(number, parcel, message)
         finally:
             self._ahead.release()
 
@@ -201,7 +201,7 @@ class Exchanger:
         if sends or receives:
             await self._peers.trade(sends, receives, number, self._deadline_s)
 
-    async def _settle(self, number: int, parcel: SharedRange, message: Bytes) -> None:
+    async def _resolve(self, number: int, parcel: SharedRange, message: Bytes) -> None:
         """Put what arrived in place, or note what is wrong with it; then the buffer is free."""
         if message[-1] != _VOUCHED:
             self._unserved_by = self._peers.ranks[parcel.reader]

@@ -130,7 +130,7 @@ class RankCoordinator:
         with suppress(StoreLostError):
             await self.board.post(key, note)
             if outdated:
-                await self.board.forget(outdated)
+                await self.board.delete(outdated)
 
     async def receive(
         self,
@@ -148,10 +148,10 @@ class RankCoordinator:
         async def wait(seconds: float) -> N | F:
             return await self.board.wait(key, kind, seconds, what)
 
-        async def look(lost: bool) -> F | None:
+        async def search(lost: bool) -> F | None:
             return await find()
 
-        return await receive_or_find(engine, self.rounds, what, wait, look, patience_s=pause_s, deadline_s=deadline_s)
+        return await receive_or_find(engine, self.rounds, what, wait, search, patience_s=pause_s, deadline_s=deadline_s)
 
 
 class RankRound:
@@ -175,9 +175,9 @@ class RankRound:
         """Notify the other ranks, in the background, why this one takes no part."""
         self._loop.submit(self._notes.abort, error)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Notify the other ranks, in the background, that this one is done."""
-        self._loop.submit(self._notes.leave)
+        self._loop.submit(self._notes.release)
 
     @asynccontextmanager
     async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
@@ -191,7 +191,7 @@ class RankRound:
                 notes.rounds.joint.invalidate()
                 if not await notes.post_failure(why) and job.nonce is not None:
                     await abort_attempt(places, job, job.nonce, why, unreported=notes)
-                await notes.leave()
+                await notes.release()
             raise
 
     async def choose_place(
@@ -252,7 +252,7 @@ class RankRound:
                 await abort_attempt(places, job, job.nonce, death, unreported=self._notes)
             raise
         finally:
-            await self._notes.leave()
+            await self._notes.release()
 
 
 def _fallback(place: Place, job: SaveJob) -> StorageFallback | None:

@@ -87,7 +87,7 @@ class JointPlan:
         plan = self._plan
         if plan is None or self._doubted or plan.structure != state.structure:
             return None
-        return self._take(plan, state)
+        return self._adopt(plan, state)
 
     async def announce(self, name: RoundName) -> None:
         """Post that this rank knows what to write."""
@@ -119,7 +119,7 @@ class JointPlan:
         replicas = share.replicas if len(lost) == board.world_size else self._maybe_replicas(holdings, kept)
         plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{name.prefix}", replicas)
         self._plan, self._doubted = plan, False
-        return self._take(plan, state)
+        return self._adopt(plan, state)
 
     async def _lost_ranks(self, name: RoundName, waiting: Waiting) -> list[int]:
         """Wait for the notes of all ranks; return the ranks that must receive a plan."""
@@ -216,7 +216,7 @@ class JointPlan:
                 parts = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
             await board.post(name.key("share", rank), Share(parts, tuple(numbers[number] for number in replicas)))
 
-    def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
+    def _adopt(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
         taken = self._taken
         if taken is None or taken[0] is not plan or not are_same(taken[1], state.tensors):

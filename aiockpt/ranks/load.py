@@ -168,7 +168,7 @@ class RankLoad:
         try:
             return await fill(place, manifest, target, read_once)
         except BaseException as error:
-            await read_once.give_up(error)
+            await read_once.abandon(error)
             raise
 
 
@@ -211,7 +211,7 @@ class _Chooser:
     async def choose(self, trial: int) -> Choice | None:
         """Return the manifest to try next, the same on all ranks; None when there is nothing to load."""
         key = f"{trial}/choice"
-        choice = await (self._hear(key) if self._notes.rank else self._find(key, first=not trial))
+        choice = await (self._receive(key) if self._notes.rank else self._find(key, first=not trial))
         self._told += choice.skipped
         self._skipped[:] = self._told
         return choice if choice.id else None
@@ -243,7 +243,7 @@ class _Chooser:
         await self._notes.post(key, choice)
         return choice
 
-    async def _hear(self, key: str) -> Choice:
+    async def _receive(self, key: str) -> Choice:
         # Rank 0 knows which ranks are late, and names them when it gives up.
         deadline_s = self._engine.options.deadlines.ranks_s + TELL_DEADLINE_S
         choice = await self._notes.wait(key, Choice, deadline_s, "the choice of a step to load")

@@ -109,16 +109,16 @@ class Membership:
             await self.register(self._board.place)
         await self._board.post(_calls_key(self._board.rank), calls)
 
-    async def leave(self, reason: str, part: Iterable[str]) -> None:
+    async def leave_group(self, reason: str, part: Iterable[str]) -> None:
         """Post that this rank takes part in nothing but *part* any more, and why. The last to do so removes all of it."""
         board = self._board
-        await self._tell(Departure(board.rank, reason, tuple(part), writes=self._writes))
+        await self._announce(Departure(board.rank, reason, tuple(part), writes=self._writes))
         if await board.arrive(_CLOSED) == board.world_size:
             told = await board.count(_LEFT)
-            await board.forget([_LEFT, _CLOSED, *map(_left_key, range(1, told + 1))])
-            await board.forget(map(_calls_key, range(board.world_size)))
+            await board.delete([_LEFT, _CLOSED, *map(_left_key, range(1, told + 1))])
+            await board.delete(map(_calls_key, range(board.world_size)))
 
-    async def leave_early(self, reason: str) -> None:
+    async def leave_group_early(self, reason: str) -> None:
         """Post that this rank leaves before it has begun its board, whose name it does not even know.
 
         Its next checkpointer takes that back.
@@ -131,7 +131,7 @@ class Membership:
         """Find which of *ranks*, which are waited for, have left before they came."""
         board = self._board
         some = [rank for rank in ranks if rank not in self._departures][:DESCRIBED]
-        members = await board.look_all(list(map(_member_key, some)), Member)
+        members = await board.find_all(list(map(_member_key, some)), Member)
         for rank, member in zip(some, members, strict=True):
             if member is not None and member.left and member.place == board.place:
                 self._departures[rank] = Departure(rank, member.left, writes=member.writes)
@@ -140,14 +140,14 @@ class Membership:
         """Find which ranks have left, and whether a rank of this host has ended."""
         count = min(await self._board.count(_LEFT), self._heard + READ_AT_ONCE)
         keys = list(map(_left_key, range(self._heard + 1, count + 1)))
-        for departure in await self._board.look_all(keys, Departure):
+        for departure in await self._board.find_all(keys, Departure):
             if departure is None:  # counted, and not written yet
                 break
             self._heard += 1
             self._departures.setdefault(departure.rank, departure)
         for rank, member in await self._ended_neighbours():
             why = f"its process {member.process.pid} has ended, killed perhaps, without closing its Checkpointer"
-            await self._tell(Departure(rank, why, killed=True, writes=member.writes))
+            await self._announce(Departure(rank, why, killed=True, writes=member.writes))
 
     def departure(self, rank: int, operation: str, *, voting: bool = False) -> Departure | None:
         """Return why *rank* will do nothing more for an operation; None while it may, as far as is known.
@@ -163,7 +163,7 @@ class Membership:
     async def find_passed(self, ranks: Iterable[int], operation: str, step: int) -> dict[int, Calls]:
         """Return those of *ranks* that have called a save of a later step, and not *operation*, the save of *step*."""
         board, some = self._board, list(ranks)[:DESCRIBED]
-        calls = await board.look_all(list(map(_calls_key, some)), Calls)
+        calls = await board.find_all(list(map(_calls_key, some)), Calls)
         ahead = {rank: made for rank, made in zip(some, calls, strict=True) if made is not None and made.step > step}
         return {rank: made for rank, made in ahead.items() if not await board.is_there(f"{operation}/intent/{rank}")}
 
@@ -175,10 +175,10 @@ class Membership:
     async def describe(self, ranks: Collection[int], call: str) -> str:
         """Return what is known of *ranks*, which are waited for in *call*, in words."""
         some = sorted(ranks)[:DESCRIBED]
-        calls = await self._board.look_all([_calls_key(rank) for rank in some], Calls)
+        calls = await self._board.find_all([_calls_key(rank) for rank in some], Calls)
         silent = [rank for rank, made in zip(some, calls, strict=True) if made is None]
         members = dict(
-            zip(silent, await self._board.look_all([_member_key(rank) for rank in silent], Member), strict=True)
+            zip(silent, await self._board.find_all([_member_key(rank) for rank in silent], Member), strict=True)
         )
         words: dict[str, list[int]] = {}
         for rank, made in zip(some, calls, strict=True):
@@ -193,7 +193,7 @@ class Membership:
             return f"saved to {member.place}, not to {self._board.place}"
         return "called neither save, load nor warm_up so far"
 
-    async def _tell(self, departure: Departure) -> None:
+    async def _announce(self, departure: Departure) -> None:
         self._departures.setdefault(departure.rank, departure)
         await self._board.post(_left_key(await self._board.arrive(_LEFT)), departure)
 
@@ -206,7 +206,7 @@ class Membership:
         here, rank = await self._locate(), self._board.rank
         next_ranks = range(max(0, rank - NEXT_RANKS), min(self._board.world_size, rank + NEXT_RANKS + 1))
         unknown = [other for other in next_ranks if other != rank and other not in self._others]
-        found = await self._board.look_all(list(map(_member_key, unknown)), Member)
+        found = await self._board.find_all(list(map(_member_key, unknown)), Member)
         self._others |= {other: member for other, member in zip(unknown, found, strict=True) if member is not None}
         near = [
             (other, member)
@@ -262,7 +262,7 @@ logger = logging.getLogger("aiockpt")
 Missing = Callable[[], Awaitable[Iterable[int]]]
 """Asks which ranks are missing."""
 WARN_AFTER_S, WARN_AGAIN_S = 10.0, 60.0
-FIRST_LOOK_S, LOOK_S = 0.2, 1.0
+FIRST_POLL_S, POLL_S = 0.2, 1.0
 """Between two looks at who has left."""
 
 
@@ -295,10 +295,10 @@ class Waiting:
         self._for_whom = for_whom
         self.warns = True
         self._begun_s = anyio.current_time()
-        self._look_at_s = self._begun_s + FIRST_LOOK_S
+        self._poll_at_s = self._begun_s + FIRST_POLL_S
         self._warn_at_s = self._begun_s + WARN_AFTER_S
 
-    async def look(self, ranks: Iterable[int], *, voting: bool = False) -> RankError | None:
+    async def check_ranks(self, ranks: Iterable[int], *, voting: bool = False) -> RankError | None:
         """Log which ranks it waits for, when it is time; return why one of *ranks* will not come, None while all may.
 
         A caller that gets an error here reads once more what those ranks had left before.
@@ -314,7 +314,7 @@ class Waiting:
                 return await self._judge(needed, voting=voting)
         return None
 
-    async def look_for_votes(self, missing: Missing) -> RankError | None:
+    async def check_votes(self, missing: Missing) -> RankError | None:
         """The same for ranks whose votes are wanted; *missing* lists them from the storage, when that is worth it."""
         with suppress(CheckpointError):
             if await self._is_time() and (self._members.anyone_gone or self._is_late):
@@ -364,9 +364,9 @@ class Waiting:
 
     async def _is_time(self) -> bool:
         now_s = anyio.current_time()
-        if now_s < self._look_at_s:
+        if now_s < self._poll_at_s:
             return False
-        self._look_at_s = now_s + LOOK_S
+        self._poll_at_s = now_s + POLL_S
         await self._members.refresh()
         return True
 

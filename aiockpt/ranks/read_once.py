@@ -118,40 +118,40 @@ class ReadOnce:
                     await fetcher.fetch(landings)
         finally:
             await fetcher.close()
-        await run_blocking(engine.state_work, places.settle)
+        await run_blocking(engine.state_work, places.finish)
         return Traffic(tally.bytes, received_bytes)
 
-    async def give_up(self, error: BaseException) -> None:
+    async def abandon(self, error: BaseException) -> None:
         """Release the other ranks from waiting for this one, whose load has failed. Call it in any state; never raises."""
         failure = f"{type(error).__name__}: {error}"
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
             if not self._told:
-                await self._tell(Wants(failure=failure))
+                await self._post_wants(Wants(failure=failure))
             if self._leads and not self._settled:
-                await self._settle(Terms(failed_rank=self._peers.rank))
+                await self._set_terms(Terms(failed_rank=self._peers.rank))
             elif self._promised:
                 await self._peers.hang_up(failure)
 
     async def _agree(self, wants: Wants, deadline_s: float) -> Terms:
         """Post what this rank wants; return the terms, the same on every rank of the group."""
-        await self._tell(wants)
+        await self._post_wants(wants)
         self._promised = True
         ranks, what = self._peers.ranks, "the load (every rank of its load_group must be given it)"
         if self._leads:
             keys = {rank: self._wants_key(rank) for rank in ranks}
             found = await self._notes.gather(keys, Wants, deadline_s, what)
             terms = Terms.of([(rank, found[rank]) for rank in ranks])
-            await self._settle(terms)
+            await self._set_terms(terms)
         else:  # the first rank knows best which ranks are late, and reports them
             terms = await self._notes.wait(self._terms_key(), Terms, deadline_s + TELL_DEADLINE_S, what, ranks[:1])
         self._promised = terms.failed_rank < 0 and terms.broken is None
         return terms
 
-    async def _tell(self, wants: Wants) -> None:
+    async def _post_wants(self, wants: Wants) -> None:
         self._told = True
         await self._notes.post(self._wants_key(self._peers.rank), wants)
 
-    async def _settle(self, terms: Terms) -> None:
+    async def _set_terms(self, terms: Terms) -> None:
         self._settled = True
         await self._notes.post(self._terms_key(), terms)
 

@@ -36,7 +36,7 @@ SESSION = "session"
 TELL_DEADLINE_S = 10.0
 """For the word of a rank that leaves."""
 _TENSORS_TOLD = 1000
-_LOOKS = 4
+_REMOVALS = 4
 """At rounds that this rank has left and others may not have, whenever it leaves one."""
 
 
@@ -160,8 +160,8 @@ class Rounds:
 
     # ------------------------------------------------------------------ leaving
 
-    async def leave(self, save_round: RoundNotes) -> None:
-        """See `RoundNotes.leave`. A rank may be many rounds behind: only the last to leave removes what all of them read."""
+    async def release(self, save_round: RoundNotes) -> None:
+        """See `RoundNotes.release`. A rank may be many rounds behind: the last one removes what all of them read."""
         if save_round not in self._open:
             return
         del self._open[save_round]
@@ -170,20 +170,20 @@ class Rounds:
         with anyio.move_on_after(self.deadline_s, shield=True), suppress(StoreLostError):
             if await self.board.arrive(name.key("past")) == world_size:
                 shared = [*shared_plan_notes(world_size), "entry", "begun", "end", "past"]
-                await self.board.forget([*vote_keys(name.key("votes"), world_size), *map(name.key, shared)])
+                await self.board.delete([*vote_keys(name.key("votes"), world_size), *map(name.key, shared)])
             self._left.append(name)
             await self._remove_own()
 
     async def _remove_own(self) -> None:
         """Remove this rank's notes of rounds that all ranks have left; one that a rank never leaves delays no other."""
-        for _ in range(_LOOKS):
+        for _ in range(_REMOVALS):
             if not self._left:
                 return
             name = self._left[0]
             self._left.rotate(-1)  # that of another one is checked next
             if not await self.board.is_there(name.key("past")) and name in self._left:
                 self._left.remove(name)  # still there: another round may have been left meanwhile
-                await self.board.forget([name.key(note, self.board.rank) for note in PLAN_NOTES])
+                await self.board.delete([name.key(note, self.board.rank) for note in PLAN_NOTES])
 
     @contextmanager
     def loading(self, operation: str) -> Iterator[None]:
@@ -205,7 +205,9 @@ class Rounds:
         self._departed = True
         part = [*(save_round.name.prefix for save_round in list(self._open)), *self._loading]
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
-            await (self.members.leave(reason, part) if self.board.name else self.members.leave_early(reason))
+            await (
+                self.members.leave_group(reason, part) if self.board.name else self.members.leave_group_early(reason)
+            )
 
 
 class RoundNotes:
@@ -328,11 +330,11 @@ class RoundNotes:
         """Report that this rank takes no part, and have the next save planned anew."""
         self.rounds.joint.invalidate()
         await self.post_failure(error)
-        await self.leave()
+        await self.release()
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """Post that this rank needs no note of it any more, and remove what no rank needs. Idempotent."""
-        await self.rounds.leave(self)
+        await self.rounds.release(self)
 
 
 def _nonce(secret: str, name: RoundName) -> str:

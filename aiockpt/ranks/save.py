@@ -31,7 +31,7 @@ from aiockpt.engine.save import (
     committed,
     emit_start,
     existing_save,
-    left_alone,
+    skip_existing,
     vote,
     write_files,
 )
@@ -46,7 +46,7 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
-from aiockpt.pipeline.discover import look_at, votes_to_finish
+from aiockpt.pipeline.discover import list_step, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
 from aiockpt.ranks.rounds import RoundNotes
@@ -87,11 +87,11 @@ async def save_with_ranks(place: Place, notes: RoundNotes, job: SaveJob) -> Save
         place.engine.busy_attempts.add(nonce)
         return await (_follow if notes.board.rank else _lead)(place, job, notes, nonce)
     except BaseException as error:
-        await _give_up(place, job, notes, nonce, job.why(error))
+        await _abandon(place, job, notes, nonce, job.why(error))
         raise
     finally:
         place.engine.busy_attempts.discard(nonce)
-        await notes.leave()
+        await notes.release()
 
 
 async def _lead(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> SaveResult:
@@ -114,7 +114,7 @@ async def _lead(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> Sa
                 await wait_likely(board, votes_key, RELIST_S)
             except StoreLostError:
                 await anyio.sleep(next(pauses))
-            gone = await waiting.look_for_votes(partial(_missing_votes, place, begun))
+            gone = await waiting.check_votes(partial(_missing_votes, place, begun))
             if gone is not None:
                 raise gone
 
@@ -145,7 +145,7 @@ async def _follow(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> 
                 begun = begun or await _read_begun(place, notes, fallback)
         if begun.attempt is None:
             assert begun.existing is not None
-            return left_alone(place.engine, job, begun.existing)
+            return skip_existing(place.engine, job, begun.existing)
         attempt = msgspec.structs.replace(begun.attempt, rank=notes.board.rank)
         own = await vote(place, job, attempt, files)
         await count_vote(notes.board, notes.key("votes"), place.backend, own)
@@ -165,7 +165,7 @@ async def _read_begun(place: Place, notes: RoundNotes, fallback: StorageFallback
         attempt = await fallback.begun()
         if attempt is not None:
             return BegunAttempt(attempt)
-        entry = await look_at(place.backend, step_id(step)) if lost else None
+        entry = await list_step(place.backend, step_id(step)) if lost else None
         existing = await existing_save(place, entry) if entry and entry.committed else None
         return None if existing is None else BegunAttempt(existing=existing)
 
@@ -223,7 +223,7 @@ async def _await_commit(place: Place, notes: RoundNotes, attempt: Attempt, fallb
 
 async def _take_over(place: Place, attempt: Attempt) -> int | None:
     """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
-    entry = await look_at(place.backend, attempt.id)
+    entry = await list_step(place.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
     if not takes_over(place.engine.rank, place.engine.world_size):
@@ -232,7 +232,7 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
     return None if votes is None else (await commit_votes(place, attempt, votes)).generation
 
 
-async def _give_up(place: Place, job: SaveJob, notes: RoundNotes, nonce: str, error: BaseException) -> None:
+async def _abandon(place: Place, job: SaveJob, notes: RoundNotes, nonce: str, error: BaseException) -> None:
     """Notify the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
     Without this rank's vote no rank can commit, nor once another attempt has the generation. Once the vote may be there, the
@@ -266,12 +266,12 @@ async def abort_attempt(
             if unreported is not None:
                 await unreported.post_failure(error)
             for place in places:
-                await _forget(place, job, nonce, error)
+                await _drop_own_part(place, job, nonce, error)
         except CheckpointError as trouble:
             logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, trouble)
 
 
-async def _forget(place: Place, job: SaveJob, nonce: str, error: BaseException) -> None:
+async def _drop_own_part(place: Place, job: SaveJob, nonce: str, error: BaseException) -> None:
     """Record the reason, and remove this rank's part of an attempt that is never committed; others remove the rest."""
     folder = step_id(job.step)
     rank = place.engine.rank

@@ -43,9 +43,9 @@ from aiockpt.storage.transfer import read_record
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
-LOOK_S, LOOK_OF_A_RANK_S = 2.0, 0.01
+POLL_S, POLL_OF_A_RANK_S = 2.0, 0.01
 """Between two looks at the storage."""
-FIRST_LOOK_S = 0.1
+FIRST_POLL_S = 0.1
 """The first pause once the store is lost; it grows to the usual one."""
 _READ = 8
 """Records of failures: those of ranks that gave up because another one failed say less than that one's."""
@@ -69,7 +69,7 @@ class StorageFallback:
         self._backend: Backend = place.backend
         self._id = step_id(step)
         self._nonce = nonce
-        self._pause_s = look_pause_s(place.engine)
+        self._pause_s = poll_pause_s(place.engine)
 
     async def begun(self) -> Attempt | None:
         """Return the attempt as rank 0 began it; None before rank 0 has voted.
@@ -170,7 +170,7 @@ async def receive_or_find(
         RankTimeoutError: neither came in time.
         StoreLostError: the store is lost, and this process is one that ends with it.
     """
-    deadlines, begun_ns, pause_s = engine.options.deadlines, engine.now_ns(), look_pause_s(engine)
+    deadlines, begun_ns, pause_s = engine.options.deadlines, engine.now_ns(), poll_pause_s(engine)
     usual_s, pauses = deadlines.ranks_s if deadline_s is None else deadline_s, pauses_without_store(engine, pause_s)
     while True:
         lost, left_s = False, usual_s
@@ -183,7 +183,7 @@ async def receive_or_find(
                 raise
             lost, left_s = True, deadlines.commit_s
             await anyio.sleep(min(next(pauses), left_s))
-        gone = None if waiting is None else await waiting.look([0], voting=True)
+        gone = None if waiting is None else await waiting.check_ranks([0], voting=True)
         found = await find(lost)
         if found is not None:
             return found
@@ -195,12 +195,12 @@ async def receive_or_find(
 
 def pauses_without_store(engine: Engine, last_s: float) -> Iterator[float]:
     """Yield the pauses between polls once the store is lost, and storage is all there is to read."""
-    return growing_pauses(FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.world_size, last_s)
+    return growing_pauses(FIRST_POLL_S + POLL_OF_A_RANK_S * engine.world_size, last_s)
 
 
-def look_pause_s(engine: Engine) -> float:
+def poll_pause_s(engine: Engine) -> float:
     """Return how long a rank waits before it reads the storage again."""
-    return LOOK_S + LOOK_OF_A_RANK_S * engine.world_size
+    return POLL_S + POLL_OF_A_RANK_S * engine.world_size
 
 
 # Visibility: whether all ranks see the place where they are about to save. Checked once a tier, before its first save.
@@ -211,7 +211,7 @@ def look_pause_s(engine: Engine) -> float:
 # not show (two containers of one host, a folder that one of them did not mount).
 
 
-LOOK_FOR_S = 10.0
+PROBE_S = 10.0
 """A network file system may take a moment to show a new name."""
 PAUSE_S = 0.05
 _REASONS = {
@@ -259,16 +259,16 @@ class Visibility:
         async with self._asking:
             if not self._seen:
                 async with notes.watching_failures():
-                    self._seen = await self._look(notes, fallback)
+                    self._seen = await self._run_probe(notes, fallback)
 
-    async def _look(self, notes: RoundNotes, fallback: StorageFallback | None) -> bool:
+    async def _run_probe(self, notes: RoundNotes, fallback: StorageFallback | None) -> bool:
         """Check; return False when it is unknown what to read: then the votes show it, or their absence."""
         board, backend = notes.board, self._place.backend
         with notes.rounds.surviving_store():
-            probe = await (self._receive_probe(notes, fallback) if board.rank else self._leave_probe(notes))
+            probe = await (self._receive_probe(notes, fallback) if board.rank else self._write_probe(notes))
             if isinstance(probe, Probe):
                 try:
-                    await self._look_for(probe, board.rank)
+                    await self._wait_visible(probe, board.rank)
                 finally:
                     if await board.arrive(f"{self._note}/{probe.key}") == board.world_size:
                         with suppress(CheckpointError):  # an empty object that stays does no harm
@@ -276,7 +276,7 @@ class Visibility:
             return True
         return False
 
-    async def _leave_probe(self, notes: RoundNotes) -> Probe:
+    async def _write_probe(self, notes: RoundNotes) -> Probe:
         probe = Probe(f".seen-{self._place.engine.token(6)}", platform.node())
         await self._place.backend.put(probe.key, b"")
         await notes.board.post(self._note, probe)
@@ -296,9 +296,9 @@ class Visibility:
         what, waiting = f"rank 0's object in {self._place.backend.url}", notes.waiting()
         return await receive_or_find(self._place.engine, notes.rounds, what, receive, find, waiting=waiting)
 
-    async def _look_for(self, probe: Probe, rank: int) -> None:
+    async def _wait_visible(self, probe: Probe, rank: int) -> None:
         backend = self._place.backend
-        with anyio.move_on_after(LOOK_FOR_S):
+        with anyio.move_on_after(PROBE_S):
             while True:
                 with suppress(ObjectNotFoundError):
                     await backend.stat(probe.key)

@@ -25,7 +25,7 @@ def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event],
         observer.tell_through(emit)
     running = loop.submit(observer.run)
 
-    def tell(_: object) -> None:
+    def log_error(_: object) -> None:
         if not running.cancelled() and (error := running.exception()) is not None:
             if isinstance(error, CheckpointError):  # its message is enough
                 logger.error("observer %r stopped working: %s", observer, error)
@@ -41,5 +41,5 @@ def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event],
         finally:
             running.cancel()
 
-    running.add_done_callback(tell)
+    running.add_done_callback(log_error)
     return end

@@ -43,7 +43,7 @@ def note_progress(unseen_s: float = 0.0) -> None:
 
 
 @contextmanager
-def told_of_progress(on_progress: OnProgress) -> Iterator[None]:
+def reporting_progress(on_progress: OnProgress) -> Iterator[None]:
     """Call *on_progress* for what moves inside the block, and in tasks begun there."""
     token = _on_progress.set(on_progress)
     try:
@@ -156,7 +156,7 @@ class Pace:
         self._clock = clock
         self._free_at_ns = 0
 
-    async def let_through(self, size_bytes: int) -> None:
+    async def throttle(self, size_bytes: int) -> None:
         """Wait until *size_bytes* may go."""
         if self._bytes_per_s is None:
             return

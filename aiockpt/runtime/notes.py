@@ -48,7 +48,7 @@ class Store(Protocol):
 class Lookout(Protocol):
     """Accompanies a wait for other ranks; see `aiockpt.ranks.membership`."""
 
-    async def look(self, ranks: Iterable[int]) -> Exception | None:
+    async def check_ranks(self, ranks: Iterable[int]) -> Exception | None:
         """Return why one of *ranks* will not come; None while all may."""
         ...
 
@@ -102,12 +102,12 @@ class NoteBoard:
         data = msgspec.msgpack.encode(note)
         await self._call(lambda: self._store.set(self._key(key), data))
 
-    async def look(self, key: str, kind: type[T]) -> T | None:
+    async def find(self, key: str, kind: type[T]) -> T | None:
         """Return the note under *key*; None while there is none."""
         found = await self._call(lambda: self._read([self._key(key)]))
         return msgspec.msgpack.decode(found[0], type=kind) if found else None
 
-    async def look_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    async def find_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
         """Return the note under each of *keys*; None where there is none."""
         names = list(map(self._key, keys))
         found = await self._call(lambda: self._read_any(names))
@@ -132,7 +132,7 @@ class NoteBoard:
             RankTimeoutError: it is not there after *deadline_s* seconds; names *what* was waited for, and *ranks*.
             Exception: what *lookout* has returned of *ranks*.
         """
-        return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks, lookout)
+        return await self._poll(lambda: self.find(key, kind), deadline_s, what, lambda: ranks, lookout)
 
     async def gather(
         self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str, lookout: Lookout | None = None
@@ -146,7 +146,7 @@ class NoteBoard:
         missing = dict(keys)
         found: dict[int, T] = {}
 
-        async def look_again() -> dict[int, T] | None:
+        async def poll_missing() -> dict[int, T] | None:
             ranks = list(missing)
             notes = await self._call(lambda: self._read_any([self._key(missing[rank]) for rank in ranks]))
             for rank, note in zip(ranks, notes, strict=True):
@@ -155,7 +155,7 @@ class NoteBoard:
                     del missing[rank]
             return None if missing else found
 
-        return await self._poll(look_again, deadline_s, what, lambda: missing, lookout)
+        return await self._poll(poll_missing, deadline_s, what, lambda: missing, lookout)
 
     async def arrive(self, key: str) -> int:
         """Add one to the count under *key*; return it."""
@@ -170,23 +170,23 @@ class NoteBoard:
     async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
         """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have."""
 
-        async def look() -> bool | None:
+        async def find() -> bool | None:
             arrived = await self._call(lambda: self._store.add(self._key(key), 0))
             return True if arrived >= self.world_size else None
 
         try:
-            return await self._poll(look, patience_s, key, tuple)
+            return await self._poll(find, patience_s, key, tuple)
         except RankTimeoutError:
             return False
 
-    async def forget(self, keys: Iterable[str]) -> None:
+    async def delete(self, keys: Iterable[str]) -> None:
         """Remove notes that no rank needs any more; absent ones are fine."""
         names = [self._key(key) for key in keys]
         await self._call(lambda: [self._store.delete_key(name) for name in names])
 
     async def _poll(
         self,
-        look: Callable[[], Awaitable[T | None]],
+        find: Callable[[], Awaitable[T | None]],
         deadline_s: float,
         what: str,
         ranks: Callable[[], Iterable[int]],
@@ -198,14 +198,14 @@ class NoteBoard:
         """
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
-                end = None if lookout is None else await lookout.look(ranks())
-                found = await look()
+                end = None if lookout is None else await lookout.check_ranks(ranks())
+                found = await find()
                 if found is not None:
                     return found
                 if end is not None:
                     raise end
                 await anyio.sleep(pause_s)
-        found = await look()
+        found = await find()
         if found is not None:
             return found
         late = sorted(ranks())

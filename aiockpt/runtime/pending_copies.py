@@ -48,7 +48,7 @@ class PendingCopy(msgspec.Struct, eq=False):
     """
 
     save: SavePromise
-    give_up: Callable[[BaseException], object]
+    abandon: Callable[[BaseException], object]
     host_copied: Promise[Sequence[DeviceEvent]]
     recheck: Callable[[], object]
 
@@ -139,7 +139,7 @@ class PendingCopies:
 
     def _end_wait(self, copy: PendingCopy, awaited: Promise[Any], seconds: float) -> None:
         if not awaited.is_settled:
-            copy.give_up(
+            copy.abandon(
                 StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
             )
         if seconds >= 0.001:
@@ -152,7 +152,7 @@ class PendingCopies:
                 copy.recheck()
                 self._unchecked.pop(snapshotted, None)  # now: another thread that comes here must not go on before that
 
-    def tell_change(self) -> None:
+    def note_change(self) -> None:
         """Note that the state is about to change."""
         if self._on_change:
             with self._lock:
@@ -162,7 +162,7 @@ class PendingCopies:
 
     def close(self) -> None:
         """Block no thread any more. Idempotent."""
-        _forget(self)
+        _release(self)
 
     def __repr__(self) -> str:
         return f"<PendingCopies: {len(self._copying)} snapshots being copied>"
@@ -176,10 +176,10 @@ _known: tuple[weakref.ref[PendingCopies], ...] = ()
 def _register(copies: PendingCopies) -> None:
     global _known
     with _registering:
-        _known = (*_known, weakref.ref(copies, _forget))
+        _known = (*_known, weakref.ref(copies, _release))
 
 
-def _forget(gone: object) -> None:
+def _release(gone: object) -> None:
     """Remove one, or a reference to one that is no more, from the list."""
     global _known
     with _registering:
@@ -198,7 +198,7 @@ def _all_copying() -> Iterator[tuple[PendingCopies, PendingCopy]]:
     """Yield what is being copied in this process; note first that the state is about to change."""
     ours = list(pending_copies())
     for copies in ours:
-        copies.tell_change()
+        copies.note_change()
     for copies in ours:
         for copy in copies.copying:
             yield copies, copy

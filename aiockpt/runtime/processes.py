@@ -29,18 +29,18 @@ def this_process() -> Process:
         host = f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:
         return Process("", os.getpid(), "")
-    return Process(host, os.getpid(), _look(os.getpid())[1])
+    return Process(host, os.getpid(), _list_process(os.getpid())[1])
 
 
 def has_ended(process: Process, here: Process) -> bool:
     """Return whether *process* is known to have ended, as seen from the process *here*. Reads files of the kernel."""
     if not process.host or process.host != here.host:
         return False
-    state, started = _look(process.pid)
+    state, started = _list_process(process.pid)
     return state in "ZX" or started != process.started
 
 
-def _look(pid: int) -> tuple[str, str]:
+def _list_process(pid: int) -> tuple[str, str]:
     """Return the state of a process and when it began; its name may hold anything, brackets included."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

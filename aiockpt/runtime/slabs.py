@@ -4,7 +4,7 @@ The first touch of new memory is up to twenty times slower than a copy into warm
 are touched when they are made and never freed before ``close``. Guarantees:
 
 - The pool never holds more than its ceiling, and every slab it handed out comes back exactly once, in any order.
-- ``take`` waits, oldest first; a save acquires one slab at a time and passes it on, so one slab is enough for any tensor.
+- ``acquire`` waits, oldest first; a save acquires one slab at a time and passes it on, so one slab is enough for any tensor.
 - Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.host_memory`): O_DIRECT accepts
   them.
 """
@@ -84,7 +84,7 @@ class Slab:
 class Lender(Protocol):
     """Where slabs go back to once they are written."""
 
-    def give(self, slab: Slab, /) -> None:
+    def release(self, slab: Slab, /) -> None:
         """Accept *slab* back; once for each time it was lent."""
 
 
@@ -151,7 +151,7 @@ class SlabPool:
         """Return whether so many slabs are made and free."""
         return len(self._free) >= slab_count
 
-    def settle(self) -> None:
+    def make_huge(self) -> None:
         """Move new slabs, in use or not, into huge pages, where they are not there yet. It needs milliseconds for each."""
         with self._changed:
             new, self._new = self._new, []
@@ -160,7 +160,7 @@ class SlabPool:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `settle` has nothing to do."""
+        """Whether `make_huge` has nothing to do."""
         return not self._new
 
     def pin_with(self, pins: Pins) -> None:
@@ -179,23 +179,23 @@ class SlabPool:
             self._free.append(slab)
             self._changed.notify_all()
 
-    def take(self, timeout_s: float) -> Slab:
+    def acquire(self, timeout_s: float) -> Slab:
         """Return a free slab, a new one while the ceiling allows; wait up to *timeout_s* seconds, first come first served.
 
         Raises:
             StorageTimeoutError: none came free in time.
             ClosedError: the pool was closed meanwhile.
         """
-        slab = self._take(timeout_s)
+        slab = self._acquire(timeout_s)
         self._pinning.pin(slab.address, self._slab_bytes)
         return slab
 
-    def _take(self, timeout_s: float) -> Slab:
+    def _acquire(self, timeout_s: float) -> Slab:
         with self._changed:
             waiter = object()
             self._waiters.append(waiter)
             try:
-                if not self._changed.wait_for(lambda: self._may_take(waiter), timeout_s):
+                if not self._changed.wait_for(lambda: self._may_acquire(waiter), timeout_s):
                     raise StorageTimeoutError(
                         f"no staging slab came free within {timeout_s:g} s ({self._used} in use): "
                         "the storage is slower than the saves. Save less often or give a larger IO(pool_bytes=…)."
@@ -232,7 +232,7 @@ class SlabPool:
             self._new.append(slab)
         return slab
 
-    def _may_take(self, waiter: object) -> bool:
+    def _may_acquire(self, waiter: object) -> bool:
         mine = self._waiters[0] is waiter
         return self._closed or (mine and (bool(self._free) or self._allocated < self._ceiling))
 
@@ -246,7 +246,7 @@ class SlabPool:
         with self._changed:
             self._changed.notify_all()
 
-    def give(self, slab: Slab) -> None:
+    def release(self, slab: Slab) -> None:
         with self._changed:
             self._used -= 1
             if not self._closed:

@@ -44,7 +44,7 @@ class Stages:
         self._emit = emit
         self._operation: Operation = operation
         self._step = step
-        self._untold: list[StageEnded] = []
+        self._noted: list[StageEnded] = []
 
     @contextmanager
     def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[StageTally]:
@@ -54,17 +54,17 @@ class Stages:
             key: the data file or the place; empty for all of the step.
             size: the bytes that it moves, where they are known before.
         """
-        begun_ns, told = self.now_ns(), StageTally(size)
+        begun_ns, tally = self.now_ns(), StageTally(size)
         try:
-            yield told
+            yield tally
         except BaseException as error:
-            self._emit(self._ended(stage, begun_ns, key, told, error=error))
+            self._emit(self._ended(stage, begun_ns, key, tally, error=error))
             raise
-        self._emit(self._ended(stage, begun_ns, key, told))
+        self._emit(self._ended(stage, begun_ns, key, tally))
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
-        """Note, on any thread, that a stage has ended, now for None; observers receive it with the next `tell`."""
-        self._untold.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
+        """Note, on any thread, that a stage has ended, now for None; observers receive it with the next `flush`."""
+        self._noted.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
     def ended(self, stage: str, begun_ns: int) -> None:
         """Emit a stage that ends now. On the loop thread."""
@@ -76,10 +76,10 @@ class Stages:
         seconds = (now_ns - begun_ns) / 1e9
         self._emit(BytesWritten(at_ns=now_ns, step=self._step, bytes=size, key=key, seconds=seconds))
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Emit what was noted. On the loop thread."""
-        untold, self._untold = self._untold, []
-        for ended in untold:
+        noted, self._noted = self._noted, []
+        for ended in noted:
             self._emit(ended)
 
     def _ended(
@@ -87,7 +87,7 @@ class Stages:
         stage: str,
         begun_ns: int,
         key: str,
-        told: StageTally,
+        tally: StageTally,
         *,
         error: BaseException | None = None,
         now_ns: int | None = None,
@@ -100,8 +100,8 @@ class Stages:
             stage=stage,
             seconds=(now_ns - begun_ns) / 1e9,
             key=key,
-            bytes=told.bytes,
-            hash_s=told.hash_ns / 1e9,
+            bytes=tally.bytes,
+            hash_s=tally.hash_ns / 1e9,
             failed=error is not None,
             error=_in_words(error),
         )

@@ -31,7 +31,7 @@ from aiockpt.runtime.loop import join_wholly
 
 logger = logging.getLogger("aiockpt")
 
-SETTLE_S = 2.0
+FLUSH_S = 2.0
 """For the thread that tells of signals to have told those that came."""
 _MARK = 0
 """The number of no signal."""
@@ -58,7 +58,7 @@ def children_end_quietly() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, earlier)
 
 
-def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
+def watch_signals(numbers: Iterable[int], notified: Told) -> SignalWatch:
     """Have *told* called for each signal of these *numbers*, until the watch is closed.
 
     Raises:
@@ -69,7 +69,7 @@ def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
         raise UsageError("signals can be watched from the main thread only: make the Checkpointer there")
     with _changing:
         _slot = _slot or _WakeupSlot()
-        watch = SignalWatch(_slot, frozenset(numbers), told)
+        watch = SignalWatch(_slot, frozenset(numbers), notified)
         _slot.add(watch)
     return watch
 
@@ -77,18 +77,18 @@ def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
 class SignalWatch:
     """One subscription to signals."""
 
-    def __init__(self, slot: _WakeupSlot, numbers: Collection[int], told: Told) -> None:
+    def __init__(self, slot: _WakeupSlot, numbers: Collection[int], notified: Told) -> None:
         self.numbers = numbers
-        self.told = told
+        self.notified = notified
         self._slot = slot
 
     def renew(self) -> None:
         """Stay subscribed where another has replaced the descriptor or a handler: it is chained. Main thread; 10 µs."""
         self._slot.renew()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return when the signals that came before this call have been reported, or the thread that reports them is gone."""
-        self._slot.settle()
+        self._slot.flush()
 
     def close(self) -> None:
         """End the subscription. Any thread; idempotent. What was there before is restored from the main thread only."""
@@ -158,29 +158,29 @@ class _WakeupSlot:
         elif self._earlier is not None and _is_still_there(self._earlier):
             signal.set_wakeup_fd(self._earlier[0])
 
-    def tell(self, number: int) -> bool:
+    def notify(self, number: int) -> bool:
         """Notify all that watch a signal; return whether any does."""
         watches = [watch for watch in self.watches if number in watch.numbers]
         for watch in watches:
             try:
-                watch.told(number)
+                watch.notified(number)
             except Exception:
                 logger.exception("signal %d was not told", number)
         return bool(watches)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the thread has reported what is in the pipe by now."""
         mark = threading.Event()
         self._marks.append(mark)
         with suppress(OSError):  # full, or closed
             self._sender.send(bytes([_MARK]))
-            mark.wait(SETTLE_S)
+            mark.wait(FLUSH_S)
 
     def _listen(self) -> None:
         while received := self._receiver.recv(4096):
             numbers = bytes(number for number in received if number != _MARK)
             for number in numbers:
-                self.tell(number)
+                self.notify(number)
             for _ in range(len(received) - len(numbers)):
                 self._marks.popleft().set()
             if (earlier := self._earlier) is not None and _is_still_there(earlier):
@@ -196,7 +196,7 @@ class _Handler:
         self._slot = slot
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        watched = self._slot.tell(number)
+        watched = self._slot.notify(number)
         if callable(self.earlier):
             self.earlier(number, frame)
         elif self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
@@ -228,7 +228,7 @@ def _register_fork_hooks() -> None:
     global _hooked
     if not _hooked:
         _hooked = True
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget_in_child)
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset_in_child)
 
 
 def _block() -> None:
@@ -241,7 +241,7 @@ def _unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _forget_in_child() -> None:
+def _reset_in_child() -> None:
     global _slot, _changing
     slot, _slot = _slot, None
     _changing = threading.RLock()  # another thread may have held it

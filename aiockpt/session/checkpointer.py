@@ -27,7 +27,7 @@ from aiockpt.engine.coordinator import LoadRound
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.job import WARM_UP, SaveRequest
-from aiockpt.engine.load import Filled, LoadRequest, log_loaded, read, telling_failures
+from aiockpt.engine.load import Filled, LoadRequest, log_loaded, read, reporting_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.submit import check_step, plain_json
 from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
@@ -428,7 +428,7 @@ class Checkpointer:
             for earlier in refused:
                 await earlier.settled()
             load, forked = own, False
-            with telling_failures(self._engine, step):
+            with reporting_failures(self._engine, step):
                 first = request if fork is None else msgspec.structs.replace(request, step=None)
                 filled = await own.load(self._destination, first)
                 if fork is not None and filled is None:
@@ -713,7 +713,7 @@ class Checkpointer:
         self._engine.failures.raise_all()
 
     def _end_run(self) -> None:
-        self._interruption.leave(failing=False)
+        self._interruption.on_exit(failing=False)
         self._probe.closing()
 
     def _drain_at_exit(self) -> None:
@@ -721,7 +721,7 @@ class Checkpointer:
             self._end_run()
             self._parts.shutdown.close()
         finally:
-            for future in self._engine.failures.take():
+            for future in self._engine.failures.pop():
                 logger.error("%r: failed, and its error was never retrieved before the program ended", future)
 
     def __enter__(self) -> Self:
@@ -751,7 +751,7 @@ class Checkpointer:
         """
         ended: BaseException | None = None
         if error is not None:
-            ended = self._interruption.leave(failing=True)
+            ended = self._interruption.on_exit(failing=True)
             self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
         try:
             yield

@@ -40,7 +40,7 @@ class Interruption(Protocol):
             Preempted: the run ends here; what is worth keeping was made durable, with a save of the state or without.
         """
 
-    def leave(self, *, failing: bool) -> BaseException | None:
+    def on_exit(self, *, failing: bool) -> BaseException | None:
         """Save the state of the last call where the run must end after it and the program is leaving.
 
         Args:

@@ -369,7 +369,7 @@ class Shutdown:
             self.wait()
             patience_s = self._engine.options.deadlines.close_s
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
         finally:
             self._release(patience_s)
@@ -390,11 +390,11 @@ class Shutdown:
         async with self._destination.places[0].cleaning:
             pass
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """End the saves in flight, and wait until they have."""
         waiting = self._submitter.in_flight
         for promise in waiting:
-            self._destination.give_up(promise)
+            self._destination.abandon(promise)
         if waiting:
             logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
         self._is_idle_within(GIVE_UP_S)

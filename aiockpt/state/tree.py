@@ -325,7 +325,7 @@ class Decoder:
         return self._dry
 
     @property
-    def looks_only(self) -> bool:
+    def describes_only(self) -> bool:
         """Whether the values are only shown: what a codec wrote, or what is stored beside the tree, is a stand-in."""
         return self._codecs is None
 
@@ -397,7 +397,7 @@ class Decoder:
 def _read_items(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[Any]:
     if type(node["items"]) is dict:
         found = decoder.decode(node["items"], path)
-        if type(found) is not list and not decoder.looks_only:
+        if type(found) is not list and not decoder.describes_only:
             raise TypeError("the stored items are not a list")
         return found if type(found) is list else [found]
     return [decoder.decode(item, (*path, index)) for index, item in enumerate(field(node, "items", list))]
@@ -418,7 +418,7 @@ def _read_bytes(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
     if "stored" not in node:
         return decode_base64(field(node, "value", str))
     data = decoder.decode(node["stored"], path)
-    if type(data) is not bytes and not decoder.looks_only:
+    if type(data) is not bytes and not decoder.describes_only:
         raise TypeError("the stored bytes are not bytes")
     return data
 

@@ -243,7 +243,7 @@ class WorksWhenFull(Protocol):
         """Return when a name in the folder *key* was last made, by that clock; also where the folder cannot be listed."""
         ...
 
-    async def settle(self) -> None:
+    async def sync(self) -> None:
         """Have `Backend.space` count what was deleted, which a file system may do with its next commit only (btrfs)."""
 
 

@@ -103,8 +103,8 @@ class Forwarding:
         )
         return dated
 
-    async def settle(self) -> None:
-        await self.forward(BackendCall("settle", "", cast("WorksWhenFull", self.inner).settle))
+    async def sync(self) -> None:
+        await self.forward(BackendCall("sync", "", cast("WorksWhenFull", self.inner).sync))
 
     async def close(self) -> None:
         await self.forward(BackendCall("close", "", self.inner.close))

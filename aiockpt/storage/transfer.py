@@ -124,7 +124,7 @@ async def space_for(backend: Backend, size: int) -> Space:
     space = await backend.space()
     full = space.free_bytes is not None and space.free_bytes < size
     if full and (files := works_when_full(backend)) is not None:
-        await files.settle()
+        await files.sync()
         space = await backend.space()
     return space
 

@@ -85,7 +85,7 @@ LASTING: frozenset[Trouble] = frozenset({"denied", "hang", "no_such_upload"})
 CRASHES: frozenset[Trouble] = frozenset({"crash", "crash_after_effect"})
 
 
-def can_meet(trouble: Trouble, verb: RequestVerb) -> bool:
+def applies_to(trouble: Trouble, verb: RequestVerb) -> bool:
     """Return whether that trouble can happen to a request of that kind."""
     return verb in _ONLY.get(trouble, EVERYWHERE)
 
@@ -101,7 +101,7 @@ class Request(msgspec.Struct, frozen=True):
 class Troubles(Protocol):
     """Decides what happens to requests."""
 
-    def meet(self, request: Request) -> Trouble | None:
+    def next_trouble(self, request: Request) -> Trouble | None:
         """Return what happens to *request*; None: nothing. Called once for each, in order."""
         ...
 
@@ -109,7 +109,7 @@ class Troubles(Protocol):
 class NoTroubles:
     """Troubles that never happen."""
 
-    def meet(self, request: Request) -> None:
+    def next_trouble(self, request: Request) -> None:
         del request
 
 
@@ -126,10 +126,10 @@ class DrawnTroubles:
         self._kinds: list[Trouble] = sorted(kinds)  # a set has no order to draw from
         self.met: list[tuple[Trouble, Request]] = []
 
-    def meet(self, request: Request) -> Trouble | None:
+    def next_trouble(self, request: Request) -> Trouble | None:
         if self._dice.random() >= self._fraction:
             return None
-        fitting: list[Trouble] = [kind for kind in self._kinds if can_meet(kind, request.verb)]
+        fitting: list[Trouble] = [kind for kind in self._kinds if applies_to(kind, request.verb)]
         if not fitting:
             return None
         trouble = self._dice.choice(fitting)
@@ -159,7 +159,7 @@ class PlannedTroubles:
         self._counts = [0] * len(plan)
         self.met: list[tuple[Trouble, Request]] = []
 
-    def meet(self, request: Request) -> Trouble | None:
+    def next_trouble(self, request: Request) -> Trouble | None:
         due: Trouble | None = None
         for index, planned in enumerate(self._plan):
             if not (fnmatchcase(request.verb, planned.verb) and fnmatchcase(request.key, planned.match)):

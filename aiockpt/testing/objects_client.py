@@ -73,7 +73,7 @@ class ObjectsBackend:
         await self._wire.ask("PUT-NEW", check_key(key), lambda: self.store.put(key, data, only_new=True))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        trouble = self._wire.meet("GET", check_key(key))
+        trouble = self._wire.next_trouble("GET", check_key(key))
         found = await self._wire.act(None if trouble in _OF_BODIES else trouble, key, lambda: self.store.get(key))
         body = bytearray(found.body[:max_bytes])
         _damage(trouble, memoryview(body))
@@ -166,7 +166,7 @@ class ObjectUpload:
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         self._progress.check_open()
         size = self._progress.check_block(offset, runs)
-        trouble = self._wire.meet("PART", self._key) if size else None
+        trouble = self._wire.next_trouble("PART", self._key) if size else None
         sent = runs[: len(runs) // 2] if trouble == "reset" else runs
         if seen is not None:
             for run in sent:
@@ -187,7 +187,7 @@ class ObjectUpload:
         else:
             upload_id = self._upload_id
             parts = [(number, etag) for number, (_, etag) in sorted(self._parts.items())]
-            trouble = self._wire.meet("COMPLETE", self._key)
+            trouble = self._wire.next_trouble("COMPLETE", self._key)
             self._drop_if(trouble)
             await self._wire.act(trouble, self._key, lambda: self._store.complete_upload(upload_id, parts))
         self._close()
@@ -231,7 +231,7 @@ class ObjectReader:
             raise UsageError(f"{self._key!r} was closed; open it again")
         wanted = sum(view.nbytes for view in into)
         check_range(self._key, offset, wanted, self._size)
-        trouble = self._wire.meet("GET", self._key)
+        trouble = self._wire.next_trouble("GET", self._key)
         in_the_middle = trouble in ("reset", "partial_body")
         on_the_way = None if in_the_middle or trouble in _OF_BODIES else trouble
         found = await self._wire.act(on_the_way, self._key, lambda: self._store.get(self._key))

@@ -40,13 +40,13 @@ class Wire:
 
     async def ask(self, verb: RequestVerb, key: str, effect: Callable[[], T]) -> T:
         """Make a request; return the answer to it."""
-        return await self.act(self.meet(verb, key), key, effect)
+        return await self.act(self.next_trouble(verb, key), key, effect)
 
-    def meet(self, verb: RequestVerb, key: str) -> Trouble | None:
+    def next_trouble(self, verb: RequestVerb, key: str) -> Trouble | None:
         """Return what is going to happen to the request that is made now."""
         self._check_alive()
         self.request_count = next(self._numbers)
-        return self._troubles.meet(Request(verb, key, self.request_count))
+        return self._troubles.next_trouble(Request(verb, key, self.request_count))
 
     async def act(self, trouble: Trouble | None, key: str, effect: Callable[[], T]) -> T:
         """Make a request with *trouble* injected; return the answer to it."""

@@ -102,7 +102,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.verb} {self.path}" + (f" → {self.target}" if self.target else "")
 
 
-_LOOKS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs", "utime"})
+_READ_CALLS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs", "utime"})
 
 
 class RecordingFiles(ForwardingFiles):
@@ -114,7 +114,7 @@ class RecordingFiles(ForwardingFiles):
 
     def forward(self, call: FilesCall) -> Any:
         """Make *call*, and record it when it has returned or raised, unless it only reads."""
-        if call.verb in _LOOKS:
+        if call.verb in _READ_CALLS:
             return call()
         sent: Any = b""
         facts: dict[str, Any] = {"verb": call.verb, "path": call.path}

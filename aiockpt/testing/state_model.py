@@ -25,21 +25,21 @@ Facts = Any
 
 def facts_of(value: Any) -> Facts:
     """Return the facts of an object of a state, or of a whole state."""
-    for kinds, tell in _TELL:
+    for kinds, describe in _TELL:
         if isinstance(value, kinds):
-            return tell(value)
+            return describe(value)
     if hasattr(value, "state_dict"):  # a scheduler; functions in its state are the program's
-        return _tell_items(
+        return _describe_items(
             type(value).__name__, {key: one for key, one in value.state_dict().items() if not callable(one)}
         )
     return (type(value).__name__, repr(value))
 
 
-def _tell_items(name: str, mapping: Mapping[Any, Any]) -> Facts:
+def _describe_items(name: str, mapping: Mapping[Any, Any]) -> Facts:
     return (name, tuple((facts_of(key), facts_of(one)) for key, one in mapping.items()))
 
 
-def _tell_sequence(value: Sequence[Any]) -> Facts:
+def _describe_sequence(value: Sequence[Any]) -> Facts:
     return (type(value).__name__, tuple(map(facts_of, value)))
 
 
@@ -50,12 +50,12 @@ _TELL: list[tuple[type | UnionType, Callable[[Any], Facts]]] = [
     (np.generic, lambda one: (type(one).__name__, one.tobytes())),
     (float, lambda one: ("float", struct.pack("<d", one))),
     (complex, lambda one: ("complex", struct.pack("<dd", one.real, one.imag))),
-    (collections.defaultdict, lambda one: _tell_items(f"defaultdict of {one.default_factory}", one)),
-    (collections.OrderedDict, lambda one: (_tell_items("OrderedDict", one), facts_of(vars(one).get("_metadata")))),
-    (Mapping, lambda one: _tell_items(type(one).__name__, one)),
+    (collections.defaultdict, lambda one: _describe_items(f"defaultdict of {one.default_factory}", one)),
+    (collections.OrderedDict, lambda one: (_describe_items("OrderedDict", one), facts_of(vars(one).get("_metadata")))),
+    (Mapping, lambda one: _describe_items(type(one).__name__, one)),
     (collections.deque, lambda one: ("deque", one.maxlen, tuple(map(facts_of, one)))),
     (set | frozenset, lambda one: (type(one).__name__, frozenset(map(facts_of, one)))),
-    (torch.Size | list | tuple, _tell_sequence),
+    (torch.Size | list | tuple, _describe_sequence),
     (bytearray | array.array, lambda one: (type(one).__name__, bytes(one))),
 ]
 """The function for the facts of each kind; the first that fits is used."""

@@ -41,7 +41,7 @@ class TwinEvent:
         self.reached = False
 
     def done(self) -> bool:
-        return self._twin.look(self)
+        return self._twin.query(self)
 
     def wait(self, timeout_s: float) -> bool:
         return self._twin.wait_for(self, timeout_s)
@@ -273,7 +273,7 @@ class TwinAccelerator:
                 self._demand(blocking)
             stream.step()
 
-    def look(self, event: TwinEvent) -> bool:
+    def query(self, event: TwinEvent) -> bool:
         with self._changed:
             self._play()
             return event.reached

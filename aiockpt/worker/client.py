@@ -110,22 +110,22 @@ class WriterClient:
         # Which places there are, and what lies there, this process knows itself.
         self.places, self.takes, self.places_for = here.places, here.takes, here.places_for
         self.prepare, self.stages = here.prepare, here.stages
-        self.list_steps, self.tell_lost = here.list_steps, here.tell_lost
+        self.list_steps, self.notify_lost = here.list_steps, here.notify_lost
         self._tiers = tiers
         self._memory = memory
         self.engine = here.engine
         self._ranks = ranks
         self._calls = Limiter("writer", 2)
         self._setup = compose_setup(tiers, self.engine.options, ranks)
-        self._hastened: tuple[int, dict[str, float]] = (-1, {})
+        self._expedited: tuple[int, dict[str, float]] = (-1, {})
         self._replacing = anyio.Lock()
         self._pending: dict[int, PendingSave] = {}
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
         self._connection = self._start()
 
-    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
-        self._hastened = step, dict(seconds)
-        self._here.hasten(step, seconds)
+    def expedite(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._expedited = step, dict(seconds)
+        self._here.expedite(step, seconds)
 
     # ------------------------------------------------------------------ saves
 
@@ -148,7 +148,7 @@ class WriterClient:
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
         self._pending[job.number] = self._begun[job.number] = pending
-        job.hand_over = connection.takes_windows(job, self.engine.pool)
+        job.hand_over = connection.window_sender(job, self.engine.pool)
         job.hand_samples = lambda sampling: connection.send(Sampled(job.number, sampling.tables()))
         connection.begin(save, job.plan)
 
@@ -167,9 +167,9 @@ class WriterClient:
             position=self.engine.lineage.position(),
             save_round=job.round.name,
             board=self._coordinator.board_name,
-            unsure=job.guard.is_unsure,
+            needs_check=job.guard.needs_check,
             compares=bool(job.state.replicas) and self.engine.options.replicas == "check",
-            hastened=self._hastened[1] if job.step == self._hastened[0] else None,
+            expedited=self._expedited[1] if job.step == self._expedited[0] else None,
         )
 
     async def save(self, job: SaveJob) -> SaveResult:
@@ -203,7 +203,7 @@ class WriterClient:
                 if pending.is_committed and pending.answer.value is result:
                     await pending.tidied.settled()
 
-    def give_up(self, promise: SavePromise) -> None:
+    def abandon(self, promise: SavePromise) -> None:
         if not promise.snapshotted.is_settled:
             promise.cancel()
 
@@ -259,34 +259,34 @@ class WriterClient:
         process = connection.process
         process.hang_up()
         if connection.detached:
-            process.leave()
+            process.detach()
         else:
             await run_blocking(self._calls, process.end, END_S)
         connection.lose()
         for number in list(connection.lent):
-            connection.take_back(number, self.engine.pool)
+            connection.reclaim(number, self.engine.pool)
         copies = []
         for number, pending in list(self._pending.items()):
             if pending.connection is connection:
-                copies.append((pending, pending.unsettled))
+                copies.append((pending, pending.unresolved))
                 pending.fail(connection.death())
                 del self._pending[number]
         process.close()
         connection.buried.resolve(None)
         for pending, tiers in copies:
-            await self.tell_lost(pending.step, pending.nonce, tiers, connection.death())
+            await self.notify_lost(pending.step, pending.nonce, tiers, connection.death())
 
     def _handle(self, connection: Connection, answer: Answer) -> None:
         match answer:
             case Freed():
-                connection.take_back(answer.slab, self.engine.pool)
+                connection.reclaim(answer.slab, self.engine.pool)
             case Happened():
                 self.engine.emit(answer.event)
             case Reached() | Settled() | Tidied():
                 pending = self._pending.get(answer.number)
                 if pending is None:  # of one that was given up
                     return
-                pending.settle(answer)
+                pending.resolve(answer)
                 if pending.ended:
                     del self._pending[answer.number]
             case Written():
@@ -318,7 +318,7 @@ class WriterClient:
         error = unpack(gave_up.failure)
         on_error = None if gave_up.tier is None else self._tiers[gave_up.tier].on_error
         if not callable(on_error):
-            self.engine.tell_given_up(gave_up.step, error)
+            self.engine.notify_given_up(gave_up.step, error)
             return
         try:
             on_error(error)

@@ -83,7 +83,7 @@ class Connection:
         except OSError as error:
             raise self.death() from error
 
-    def takes_windows(self, job: SaveJob, pool: SlabPool) -> Callable[[Window, Slab], None]:
+    def window_sender(self, job: SaveJob, pool: SlabPool) -> Callable[[Window, Slab], None]:
         """Return what hands the windows of *job* to the writer, and their slabs with them; on the thread that copies."""
         firsts, count = [], 0
         for file in job.plan.files:
@@ -93,23 +93,23 @@ class Connection:
         def hand_over(window: Window, slab: Slab) -> None:
             # Given up by the barrier, perhaps, and torn: without this window it is never committed.
             if job.stopped:
-                pool.give(slab)
+                pool.release(slab)
                 return
             self.lent[slab.number] = slab
             # `lose` came before, and may have missed this slab.
             if self._lost:
-                self.take_back(slab.number, pool)
+                self.reclaim(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes
             self.send(SlabFilled(job.number, place, slab.number))
 
         return hand_over
 
-    def take_back(self, number: int, pool: SlabPool) -> None:
+    def reclaim(self, number: int, pool: SlabPool) -> None:
         """Return slab *number* to its pool, once."""
         slab = self.lent.pop(number, None)
         if slab is not None:
-            pool.give(slab)
+            pool.release(slab)
 
     def lose(self) -> None:
         """Note that the writer is gone; what it is handed from now on comes back at once."""
@@ -159,7 +159,7 @@ class PendingSave:
         return self.answer.is_settled and self.answer.error is None
 
     @property
-    def unsettled(self) -> list[int]:
+    def unresolved(self) -> list[int]:
         """The farther tiers whose outcome is not known."""
         return [number for number, stage in enumerate(self.stages) if number and not stage.is_settled]
 
@@ -172,7 +172,7 @@ class PendingSave:
         """Return how its writer died, if it did, and the save does not go on without it."""
         return self.connection.death() if self._orphaned else None
 
-    def settle(self, answer: Reached | Settled | Tidied) -> None:
+    def resolve(self, answer: Reached | Settled | Tidied) -> None:
         """Resolve or fail what the writer reports."""
         match answer:
             case Reached(stage="written"):

@@ -101,9 +101,9 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     position: Position
     board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
-    unsure: bool = False
+    needs_check: bool = False
     compares: bool = False
-    hastened: dict[str, float] | None = None
+    expedited: dict[str, float] | None = None
 
     @property
     def step(self) -> int:

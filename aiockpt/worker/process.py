@@ -74,7 +74,7 @@ class WriterProcess:
             self._process.kill()
             self._process.wait()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let it go on although its outcome will not be asked for."""
         _left[:] = [process for process in (*_left, self._process) if process.poll() is None]
 

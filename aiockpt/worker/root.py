@@ -107,7 +107,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
     engine.failures = Failures(limit=0)  # a save reports its own failure
-    engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
+    engine.notify_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
     return Service(_make_destination(engine, tiers, backends, coordinator), coordinator, store, slabs, post)
 

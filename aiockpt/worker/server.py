@@ -121,7 +121,7 @@ class Service:
             case SlabFilled():
                 slab = self._slabs.borrow(order.slab)
                 if (writing := self._saves.get(order.number)) is None:  # the save has failed meanwhile
-                    self._slabs.give(slab)
+                    self._slabs.release(slab)
                 else:
                     writing.arrive(order.window, slab)
             case Sampled() | Cancel() | Confirmed():
@@ -131,8 +131,8 @@ class Service:
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
         save_round = self._coordinator.join(order.board, order.save_round)
-        if order.hastened is not None:
-            self._destination.hasten(order.step, order.hastened)
+        if order.expedited is not None:
+            self._destination.expedite(order.step, order.expedited)
         writing = self._saves[order.number] = Writing(
             self._engine, self._slabs, order, save_round, self._plan, self._post
         )
@@ -187,7 +187,7 @@ class Writing:
     def __init__(
         self, engine: Engine, slabs: LentSlabs, order: Save, save_round: Round, plan: SavePlan, post: Post
     ) -> None:
-        engine.lineage.take_position(order.position)
+        engine.lineage.adopt_position(order.position)
         state = ShardedState(
             tensors=(),
             alias=order.alias,
@@ -207,7 +207,7 @@ class Writing:
         self.job.number = order.number
         self.job.nonce = order.nonce
         self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
-        if order.unsure:
+        if order.needs_check:
             self.job.confirm = self._ask
         self._post = post
         self.job.plan = plan
@@ -274,5 +274,5 @@ class LentSlabs:
             self._known[number] = Slab(map_shared(self._memory_fd, number, self._slab_bytes), number)
         return self._known[number]
 
-    def give(self, slab: Slab) -> None:
+    def release(self, slab: Slab) -> None:
         self._post(Freed(slab.number))

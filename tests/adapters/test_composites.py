@@ -306,7 +306,7 @@ def per_channel(dtype: torch.dtype) -> torch.Tensor:
 def test_sparse_and_quantised_tensors_come_back_in_the_object_that_was_here(
     through: Through, make: Callable[[], torch.Tensor]
 ) -> None:
-    from aiockpt.adapters.composites import take_apart
+    from aiockpt.adapters.composites import decompose
 
     module, other = nn.Module(), nn.Module()
     module.register_buffer("b", make())
@@ -318,7 +318,7 @@ def test_sparse_and_quantised_tensors_come_back_in_the_object_that_was_here(
     assert found["t"] is live
     pairs = ((state["t"], live), (module.b, other.b), (state["deep"][0], found["deep"][0]))
     for one, two in pairs:
-        mine, theirs = take_apart(one), take_apart(two)
+        mine, theirs = decompose(one), decompose(two)
         assert (one.dtype, one.layout, one.shape) == (two.dtype, two.layout, two.shape)
         assert all(torch.equal(mine.tensors[key], theirs.tensors[key]) for key in mine.tensors)
         assert mine.facts == theirs.facts

@@ -103,7 +103,7 @@ def test_what_was_learnt_of_a_parameter_follows_it_or_is_told_by_name(seed: int)
     if after is not before and dice.random() < 0.3:  # what is there is no part of what comes back
         train(found, *after.optimizers.values(), seed=2)
     target = saved.load({"model": found, "optimizers": after.optimizers}, optimizer_state="by_parameter")
-    told = target.told
+    told = target.notes
     assert (target.missing, target.unexpected) == ((), ())
     for name, kind in after.kinds.items():
         follows = name in before.kinds and FITS[before.kinds[name]] == FITS[kind]

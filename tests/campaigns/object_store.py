@@ -29,7 +29,7 @@ from aiockpt.testing.object_troubles import (
     Request,
     Trouble,
     Troubles,
-    can_meet,
+    applies_to,
 )
 from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
@@ -72,9 +72,9 @@ class OnTop:
         self._passing = passing
         self._worse = PlannedTroubles([Planned(trouble=worse, at=at)])
 
-    def meet(self, request: Request) -> Trouble | None:
-        worse = self._worse.meet(request)
-        return self._passing.meet(request) if worse is None or not can_meet(worse, request.verb) else worse
+    def next_trouble(self, request: Request) -> Trouble | None:
+        worse = self._worse.next_trouble(request)
+        return self._passing.next_trouble(request) if worse is None or not applies_to(worse, request.verb) else worse
 
     @property
     def met(self) -> list[tuple[Trouble, Request]]:

@@ -67,7 +67,7 @@ def test_a_run_begins_from_a_checkpoint_of_dcp_once_and_then_resumes_its_own(
         assert state["epoch"] == 5
         for step in ckpt.steps().result():
             assert step.forked_from == (url, "", "")
-            assert step.tell_origin() == f"forked from {url}"
+            assert step.describe_origin() == f"forked from {url}"
         assert ckpt.steps().result()[-1].parent is None
 
 

@@ -17,7 +17,7 @@ from aiockpt.testing.object_troubles import (
     Request,
     Trouble,
     Troubles,
-    can_meet,
+    applies_to,
 )
 from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
@@ -83,7 +83,7 @@ class Counting:
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    def meet(self, request: Request) -> None:
+    def next_trouble(self, request: Request) -> None:
         self.requests.append(request)
 
 
@@ -97,7 +97,7 @@ def requests_of_a_save() -> list[Request]:
 def test_what_passes_is_not_noticed_at_whichever_request_of_a_save_it_comes(trouble: Trouble) -> None:
     tried = 0
     for request in requests_of_a_save():
-        if can_meet(trouble, request.verb):
+        if applies_to(trouble, request.verb):
             store = store_with(1)
             troubles = PlannedTroubles([Planned(trouble=trouble, at=request.number)])
             failure = store.save(2, 2, troubles)
@@ -152,5 +152,5 @@ def test_what_passes_is_not_noticed_at_whichever_request_of_a_load_it_comes(trou
     counting = Counting()
     assert store.load(counting) == 2.0
     for request in counting.requests:
-        if can_meet(trouble, request.verb):
+        if applies_to(trouble, request.verb):
             assert store.load(PlannedTroubles([Planned(trouble=trouble, at=request.number)])) == 2.0, f"at {request}"

@@ -60,9 +60,9 @@ def test_memory_of_ours_is_pinned_and_unpinned() -> None:
     lane = Cuda().stream(torch.device("cuda:0"))
     pool = SlabPool(MIB, 2 * MIB)
     pool.pin_with(lane)
-    slab = pool.take(1)
+    slab = pool.acquire(1)
     assert torch.frombuffer(slab.memory, dtype=torch.uint8).is_pinned()
-    pool.give(slab)
+    pool.release(slab)
     pool.close()
     assert not torch.frombuffer(slab.memory, dtype=torch.uint8).is_pinned()
 
@@ -71,11 +71,11 @@ def test_a_refused_registration_does_not_fail_the_next_kernel() -> None:
     lane = Cuda().stream(torch.device("cuda:0"))
     pool = SlabPool(MIB, MIB)
     pool.pin_with(lane)
-    slab = pool.take(1)
+    slab = pool.acquire(1)
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
         lane.pin(slab.address, MIB)
     assert torch.ones(3, device="cuda:0").add_(1).sum().item() == 6
-    pool.give(slab)
+    pool.release(slab)
     pool.close()
 
 
@@ -84,7 +84,7 @@ def test_copies_into_pinned_slabs_return_before_they_are_done() -> None:
     lane = cuda.stream(device)
     pool = SlabPool(64 * MIB, 64 * MIB)
     pool.pin_with(lane)
-    slab = pool.take(1)
+    slab = pool.acquire(1)
     source = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
     keep_busy()
@@ -94,7 +94,7 @@ def test_copies_into_pinned_slabs_return_before_they_are_done() -> None:
     assert not mark.done()
     assert mark.wait(250)
     assert bool(host.eq(1).all())
-    pool.give(slab)
+    pool.release(slab)
     pool.close()
 
 

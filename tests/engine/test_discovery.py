@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Path:
 
 def load(place: Path | Backend, step: int | None = None) -> tuple[float | None, dict[str, str]]:
     """Return the value that is loaded, and what was skipped; the event and the log of a new process must say the same."""
-    discover.told.clear()
+    discover.logged.clear()
     loaded, watching, lines = state(-1), Watching(), Lines()
     logging.getLogger("aiockpt").addHandler(lines)
     try:
@@ -576,7 +576,7 @@ def test_a_refused_step_is_told_once_for_a_process_and_not_called_newer(
 ) -> None:
     days_back(manifest(run, 2), 0.5)
     caplog.set_level(logging.INFO, "aiockpt")
-    discover.told.clear()
+    discover.logged.clear()
     for _ in range(2):
         with aiockpt.Checkpointer(archive(run, 2), limits=aiockpt.Limits(io=SMALL)) as ckpt:
             ckpt.load(state(-1)).result()

@@ -84,7 +84,7 @@ def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
 
 def test_what_an_address_has_in_it_cannot_move_the_cursor() -> None:
     info = StepInfo(step=1, id="step-00000001", generation=1, forked_from=("s3://b/\x1b[2J\nrun", "", ""))
-    assert info.tell_origin() == "forked from s3://b/\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}run"
+    assert info.describe_origin() == "forked from s3://b/\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}run"
 
 
 def test_a_fork_that_holds_nothing_is_no_new_beginning(tmp_path: Path) -> None:

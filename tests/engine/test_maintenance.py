@@ -469,7 +469,7 @@ class LateDisk(LocalBackend):
 
     free_bytes = 0
 
-    async def settle(self) -> None:
+    async def sync(self) -> None:
         self.free_bytes = 1 << 30
 
     async def space(self) -> Space:

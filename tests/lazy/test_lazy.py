@@ -250,7 +250,7 @@ def test_to_find_the_optimizers_breaks_no_tuple_that_another_thread_is_making() 
     try:
         making.start()
         for _ in range(20):
-            assert any(one is optimizer for one in OptimizerFinder().take())
+            assert any(one is optimizer for one in OptimizerFinder().collect())
     finally:
         sys.setswitchinterval(often)
         found.set()
@@ -633,9 +633,9 @@ def test_a_lazy_save_of_an_ended_program_is_still_committed(tmp_path: Path) -> N
 def test_the_pool_says_when_it_is_full() -> None:
     pool = SlabPool(MIB, MIB)
     said = [pool.is_full]
-    slab = pool.take(1)
+    slab = pool.acquire(1)
     said.append(pool.is_full)
-    pool.give(slab)
+    pool.release(slab)
     assert [*said, pool.is_full] == [False, True, False]
 
 

@@ -166,7 +166,7 @@ class Batches:
 
     def fill(self, timeout_s: float = 30.0) -> None:
         self.throttle.wait(self.left_bytes, timeout_s)
-        self.used.append(self.pool.take(1))
+        self.used.append(self.pool.acquire(1))
         self.left_bytes -= 4 * KIB
 
     def fill_batch(self) -> list[bool]:
@@ -182,7 +182,7 @@ class Batches:
         self.fill_batch()
         self.clock.ns += round(seconds * 1e9)
         for slab in self.used:
-            self.pool.give(slab)
+            self.pool.release(slab)
         self.used.clear()
 
 
@@ -203,12 +203,12 @@ def test_a_turn_begins_when_the_one_before_is_written() -> None:
     batches.fill_batch()
     first, *others = batches.used
     for slab in others:
-        batches.pool.give(slab)
+        batches.pool.release(slab)
     waiting = threading.Thread(target=batches.throttle.wait, args=(batches.left_bytes, 30.0))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    batches.pool.give(first)
+    batches.pool.release(first)
     waiting.join(250)
     assert not waiting.is_alive()
     assert not batches.throttle.whole
@@ -262,7 +262,7 @@ def test_memory_that_cannot_be_had_is_not_counted() -> None:
     with pytest.raises(MemoryError):
         pool.warm_up(2)
     with pytest.raises(MemoryError):
-        pool.take(1)
+        pool.acquire(1)
     seen = pool.statistics()
     assert (seen.allocated_bytes, seen.used_slabs) == (0, 0)
 

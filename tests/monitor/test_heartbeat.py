@@ -70,7 +70,7 @@ def write(root: Path, *beats: Beat) -> None:
 
 
 def look(root: Path) -> JobNow:
-    job = anyio.run(JobWatch(LocalBackend(root)).look)
+    job = anyio.run(JobWatch(LocalBackend(root)).poll)
     assert job is not None
     return job
 
@@ -133,16 +133,16 @@ def test_a_save_goes_through_its_stages() -> None:
         DataWritten(bytes=100, seconds=1, **usual),
         StageEnded(operation="save", stage="vote", seconds=0.1, **usual),
     ):
-        heard.hear(event)
+        heard.receive(event)
         stages.append(heard.pending(3 * S)[0].stage)
         if isinstance(event, BytesWritten):
             work = heard.pending(3 * S)[0]
             assert (work.done_bytes, work.silent_s) == (60, 1.0)
     assert stages == ["snapshot", "write", "write", "vote", "commit"]
-    heard.hear(SaveFailed(error="no", seconds=1, **usual))
+    heard.receive(SaveFailed(error="no", seconds=1, **usual))
     assert heard.pending(3 * S) == []
     assert heard.durable(3 * S) is None
-    heard.hear(Committed(bytes=100, seconds=2, generation=1, step=6, at_ns=5 * S))
+    heard.receive(Committed(bytes=100, seconds=2, generation=1, step=6, at_ns=5 * S))
     assert heard.durable(9 * S) == (6, 6.0), "from the call on"
 
 
@@ -150,19 +150,19 @@ def test_a_load_is_under_way_until_it_ends_or_fails() -> None:
     heard = UnderWay()
     for failed in (False, True):
         for stage in ("find", "match", "plan"):
-            heard.hear(StageEnded(operation="load", stage=stage, seconds=1, at_ns=4 * S, step=5))
+            heard.receive(StageEnded(operation="load", stage=stage, seconds=1, at_ns=4 * S, step=5))
         (work,) = heard.pending(6 * S)
         assert (work.operation, work.stage, work.for_s) == ("load", "read", 3.0)
         if failed:
-            heard.hear(StageEnded(operation="load", stage="read", seconds=1, at_ns=4 * S, step=5, failed=True))
+            heard.receive(StageEnded(operation="load", stage="read", seconds=1, at_ns=4 * S, step=5, failed=True))
         else:
-            heard.hear(Loaded(bytes=1, read_bytes=1, seconds=1, at_ns=5 * S, step=5))
+            heard.receive(Loaded(bytes=1, read_bytes=1, seconds=1, at_ns=5 * S, step=5))
         assert heard.pending(6 * S) == []
 
 
 def test_what_is_overdue_is_told_again_only_when_it_has_doubled() -> None:
     heard = UnderWay()
-    heard.hear(SaveStarted(bytes=1, tensor_count=1, step=1, at_ns=0))
+    heard.receive(SaveStarted(bytes=1, tensor_count=1, step=1, at_ns=0))
     assert [heard.grew_overdue(second * S, 10) for second in (9, 11, 15, 21, 23, 40, 45)] == [
         False, True, False, False, True, False, False,
     ]  # fmt: skip
@@ -188,11 +188,11 @@ def test_a_rank_is_silent_by_the_clock_of_whoever_looks(tmp_path: Path, monkeypa
         watch = JobWatch(LocalBackend(tmp_path))
         for number in (1, 2):
             write(tmp_path, beat_of(0, world_size=1, time_s=ahead, every_s=1000.0, number=number))
-            job = await watch.look()
+            job = await watch.poll()
             assert job is not None
             assert 0 <= job.ranks[0].heard_s < 1000
         await anyio.sleep(0.01)
-        job = await watch.look()
+        job = await watch.poll()
         assert job is not None
         assert job.silent == []
         monkeypatch.setattr(live_job, "GRACE_S", 0.0)
@@ -215,10 +215,10 @@ def test_of_a_thousand_ranks_only_the_beats_that_are_new_are_read(tmp_path: Path
         backend = Counting(tmp_path)
         watch = JobWatch(backend)
         write(tmp_path, *(beat_of(rank, world_size=1000) for rank in range(1000)))
-        await watch.look()
+        await watch.poll()
         assert backend.reads == 1000
         write(tmp_path, beat_of(17, world_size=1000, number=2, pending=[pending(20, 400.0)]))
-        job = await watch.look()
+        job = await watch.poll()
         assert backend.reads == 1001
         assert job is not None
         assert job.in_flight == [20]
@@ -263,12 +263,12 @@ def test_two_jobs_that_speak_in_turns_are_told_and_a_start_that_follows_another_
         watch, seen = JobWatch(LocalBackend(tmp_path)), []
         for number, pid in enumerate((100, 200, 200, 100, 200), 1):
             write(tmp_path, beat_of(0, world_size=1, pid=pid, number=number))
-            job = await watch.look()
+            job = await watch.poll()
             assert job is not None
             seen.append(job.doubled)
         console = Console(width=160)
         with console.capture() as captured:
-            console.print(view(str(tmp_path), await watch.look(), height=40))
+            console.print(view(str(tmp_path), await watch.poll(), height=40))
         assert "two jobs have one place: rank 0" in captured.get()
         return seen
 
@@ -501,9 +501,9 @@ def test_a_heartbeat_that_was_damaged_is_well_again_with_the_next_one(tmp_path: 
     write(tmp_path, beat_of(0, world_size=1))
     (tmp_path / "monitor" / "beat-00000.json").write_bytes(b"[]")
     watch = JobWatch(LocalBackend(tmp_path))
-    first = anyio.run(watch.look)
+    first = anyio.run(watch.poll)
     write(tmp_path, beat_of(0, world_size=1, number=2))
-    then = anyio.run(watch.look)
+    then = anyio.run(watch.poll)
     assert first is not None
     assert then is not None
     assert (first.damaged, first.ended, then.damaged, len(then.ranks)) == (["monitor/beat-00000.json"], False, [], 1)

@@ -196,11 +196,11 @@ def test_a_step_of_an_earlier_start_that_is_loaded_after_a_save_is_no_restart(tm
 def test_time_that_training_was_held_is_not_trained() -> None:
     time_of = RunTime()
     told: dict[str, Any] = {"time_ns": 100 * 10**9, "pid": 1, "host": "h", "rank": 0, "world_size": 1, "urls": ()}
-    time_of.hear(events.Opened(at_ns=0, **told))
-    time_of.hear(events.Loaded(at_ns=0, step=1, bytes=1, read_bytes=1, seconds=2.0, saved_ns=90 * 10**9))
-    time_of.hear(events.SnapshotTaken(at_ns=0, step=2, bytes=1, pause_s=1.0, copy_s=1.0))
-    time_of.hear(events.BarrierWaited(at_ns=0, step=2, seconds=2.0))
-    time_of.hear(events.Committed(at_ns=15 * 10**9, step=2, bytes=1, seconds=3.0, generation=1))
+    time_of.receive(events.Opened(at_ns=0, **told))
+    time_of.receive(events.Loaded(at_ns=0, step=1, bytes=1, read_bytes=1, seconds=2.0, saved_ns=90 * 10**9))
+    time_of.receive(events.SnapshotTaken(at_ns=0, step=2, bytes=1, pause_s=1.0, copy_s=1.0))
+    time_of.receive(events.BarrierWaited(at_ns=0, step=2, seconds=2.0))
+    time_of.receive(events.Committed(at_ns=15 * 10**9, step=2, bytes=1, seconds=3.0, generation=1))
     assert time_of.lost_s(0) == 10
     assert time_of.effective(20 * 10**9) == pytest.approx((20 - 2 - 1 - 2) / (20 + 10))
     assert time_of.at_risk_s(20 * 10**9) == pytest.approx(8)

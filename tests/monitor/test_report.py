@@ -111,7 +111,7 @@ def test_the_pause_of_a_lazy_save_begins_with_its_call(tmp_path: Path) -> None:
         for step, state in states.items():
             ckpt.save(step, state).result()
     told = read_run(tmp_path)
-    called_s = {event.step: log.wall_s(event.at_ns) - event.seconds for log, event in told.told(SaveStarted)}
+    called_s = {event.step: log.wall_s(event.at_ns) - event.seconds for log, event in told.events_of(SaveStarted)}
     pauses = [span for span in spans(told) if span.stage == "pause"]
     assert [span.step for span in pauses] == list(states)
     assert all(span.begin_s == pytest.approx(called_s[span.step], abs=1e-6) for span in pauses)

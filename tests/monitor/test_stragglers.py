@@ -213,7 +213,7 @@ def test_ranks_tell_each_other_and_the_first_one_says_who_is_slow_once(
     assert (
         caplog.text.count("rank 2 (h2) is slow: write takes 4.0 × as long as on the others, 0.3 s more each save") == 1
     )
-    job = anyio.run(JobWatch(LocalBackend(tmp_path)).look)
+    job = anyio.run(JobWatch(LocalBackend(tmp_path)).poll)
     assert job is not None
     assert [one.rank for one in job.slow] == [2]
     console = Console(width=160)
@@ -262,7 +262,7 @@ async def test_who_recovered_and_is_slow_again_is_told_again() -> None:
     async def go_on(steps: range, slow: int) -> list[int]:
         for rank, times in enumerate(ranks):
             for event in saves(rank, steps, slow):
-                times.hear(event)
+                times.receive(event)
             await times.publish(backend, opened(rank))
         return await compared(backend, ranks[0])
 
@@ -277,7 +277,7 @@ async def test_what_an_earlier_start_or_a_larger_job_has_left_is_not_compared() 
     backend, ranks = MemoryBackend(), [PeerTimes() for _ in range(6)]
     for rank, times in enumerate(ranks):
         for event in saves(rank, range(10), slow=5):
-            times.hear(event)
+            times.receive(event)
         await times.publish(backend, opened(rank))
     assert await compared(backend, ranks[0], world_size=6) == [5]
     assert await compared(backend, PeerTimes(), world_size=5) == []
@@ -287,8 +287,8 @@ async def test_what_an_earlier_start_or_a_larger_job_has_left_is_not_compared() 
 async def test_what_cannot_be_read_is_no_rank_and_only_the_last_steps_are_told() -> None:
     backend, times = MemoryBackend(), PeerTimes()
     for event in saves(0, range(100), slow=-1):
-        times.hear(event)
-    times.hear(StageEnded(at_ns=0, step=99, operation="save", stage="write", seconds=9.0, failed=True))
+        times.receive(event)
+    times.receive(StageEnded(at_ns=0, step=99, operation="save", stage="write", seconds=9.0, failed=True))
     await times.publish(backend, opened(0))
     told = msgspec.json.decode(await backend.get("monitor/times-00000.json", 1 << 20), type=RankTimes)
     assert {row[2] for row in told.rows} == set(range(100 - KEPT_STEPS, 100))

@@ -26,7 +26,7 @@ class Writer:
         self.offsets.append((window.file, window.offset))
         self.files[window.file][window.offset : window.offset + window.size] = slab.memory[: window.size]
         slab.memory[:] = b"\xee" * len(slab.memory)
-        self._pool.give(slab)
+        self._pool.release(slab)
 
 
 def planned(state: Mapping[str, torch.Tensor]) -> tuple[ShardedState, SavePlan]:

@@ -16,7 +16,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import CopySource, Windows, copied_files, copy_files, copy_step, open_copy_source
-from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
+from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest
 from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.world import OsClock, World
 from aiockpt.storage.backend import Backend
@@ -48,7 +48,7 @@ async def load(place: Any) -> None:
 
 
 async def copy_of(place: Backend) -> StepCopy:
-    return StepCopy(place, await newest_manifest(place, await look_at(place, STEP)))
+    return StepCopy(place, await newest_manifest(place, await list_step(place, STEP)))
 
 
 async def open_source(*sources: Backend) -> CopySource:
@@ -83,7 +83,7 @@ async def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path: Path) -> 
     source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
     first = await copy([source], target)
     assert await copy([source], target) == first
-    assert (await look_at(target, STEP)).generations == (1,)
+    assert (await list_step(target, STEP)).generations == (1,)
 
 
 async def test_another_save_of_the_step_is_followed_by_the_next_generation(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
     damaged.write_bytes(data)
     with pytest.raises(CorruptionError, match=r"block 1 \(bytes 4096–8192\) is not what was saved; it holds w0"):
         await copy([a], c)
-    assert not (await look_at(c, STEP)).committed
+    assert not (await list_step(c, STEP)).committed
     await copy([a, b], c)
     await load(tmp_path / "c")
 
@@ -157,7 +157,7 @@ async def test_two_copiers_of_one_step_end_with_one_checkpoint(tmp_path: Path) -
             tasks.start_soon(once)
     assert len(done) == 3
     assert len({manifest.write_id for manifest in done}) == 1
-    assert (await look_at(target, STEP)).generations == (1,)
+    assert (await list_step(target, STEP)).generations == (1,)
     await load(tmp_path / "b")
 
 
@@ -189,7 +189,7 @@ async def test_a_copier_that_commits_before_another_one_has_cleaned_up_leaves_it
         tasks.start_soon(second)
         await noted.wait()
         await copy([source], Between(target, "put_new", committed, ended))
-    assert (await look_at(target, STEP)).generations == (1,)
+    assert (await list_step(target, STEP)).generations == (1,)
     assert len([key for key in await keys(target) if key.endswith(".safetensors")]) == len(
         (await copy_of(target)).manifest.files
     )
@@ -203,7 +203,7 @@ async def test_a_failed_copy_shows_nothing_and_the_next_one_succeeds(verb: str, 
     target = FaultyBackend(inner, [Fault(do="fail", verb=verb, match="*", times=1)])
     with pytest.raises(StorageError):
         await copy([source], target)
-    assert not (await look_at(inner, STEP)).committed
+    assert not (await list_step(inner, STEP)).committed
     await copy([source], target)
     await load(tmp_path / "b")
 
@@ -217,7 +217,7 @@ async def test_it_goes_no_faster_than_it_is_told() -> None:
             return 0
 
     pace = Pace(1e9, Clock())
-    await pace.let_through(10_000_000)
+    await pace.throttle(10_000_000)
     assert pace._free_at_ns == 10_000_000
     await save("memory://copy-source")
     target = MemoryBackend()

@@ -16,7 +16,7 @@ from aiockpt.format import merge
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Content
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step, open_copy_source
-from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
+from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.planning.weights import has_weights_only, weights_attempt
 from aiockpt.runtime.limits import Pace
@@ -52,7 +52,7 @@ def columns_in(root: Path) -> dict[str, bytes]:
 
 
 async def copy_of(place: Backend) -> StepCopy:
-    return StepCopy(place, await newest_manifest(place, await look_at(place, STEP)))
+    return StepCopy(place, await newest_manifest(place, await list_step(place, STEP)))
 
 
 async def copy(sources: list[Backend], target: Backend, content: Content) -> Manifest:
@@ -121,7 +121,7 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
     flipping = [Fault(do="flip", verb="reader.read", match="*", times=None)]
     with pytest.raises(CorruptionError, match="is not what was saved"):
         await copy([FaultyBackend(whole, flipping)], target, "weights")
-    assert not (await look_at(target, STEP)).committed
+    assert not (await list_step(target, STEP)).committed
     await copy([FaultyBackend(whole, flipping), whole], target, "weights")
     await check_model(target)
 

@@ -12,7 +12,7 @@ SLAB_BYTES = 4096
 
 
 def full(pool: SlabPool, count: int) -> list[tuple[Window, Slab]]:
-    return [(Window(0, index * SLAB_BYTES, SLAB_BYTES, ()), pool.take(1)) for index in range(count)]
+    return [(Window(0, index * SLAB_BYTES, SLAB_BYTES, ()), pool.acquire(1)) for index in range(count)]
 
 
 async def test_waiting_windows_are_taken_together_and_in_order() -> None:
@@ -21,9 +21,9 @@ async def test_waiting_windows_are_taken_together_and_in_order() -> None:
     for window, slab in windows:
         handover.arrive(window, slab)
     assert await handover.wait()
-    assert handover.take(3) == windows[:3]
+    assert handover.next_batch(3) == windows[:3]
     assert await handover.wait()
-    assert handover.take(3) == windows[3:]
+    assert handover.next_batch(3) == windows[3:]
     assert not await handover.wait()
 
 
@@ -34,7 +34,7 @@ async def test_writers_end_when_others_took_the_last_window() -> None:
 
     async def write() -> None:
         while await handover.wait():
-            taken.extend(handover.take(2))
+            taken.extend(handover.next_batch(2))
 
     writers = [asyncio.ensure_future(write()) for _ in range(4)]
     await asyncio.sleep(0)

@@ -17,7 +17,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import UsageError
 from aiockpt.pipeline import discover
-from aiockpt.pipeline.discover import Hints, look_for_hints
+from aiockpt.pipeline.discover import Hints, find_hints
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -28,7 +28,7 @@ STATE = {"x": torch.arange(100)}
 
 
 def look(backend: Backend) -> Hints:
-    return anyio.run(look_for_hints, backend)
+    return anyio.run(find_hints, backend)
 
 
 def make_run(root: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
 
 
 def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover, "LOOK_S", 0.1)
+    monkeypatch.setattr(discover, "LISTING_S", 0.1)
     (tmp_path / "model.safetensors").write_bytes(b"")
     make_run(tmp_path / "first")
     hanging = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="list", match="first", times=None)])

@@ -24,10 +24,10 @@ class WatchfulPool(SlabPool):
         super().__init__(SLAB_BYTES, slabs * SLAB_BYTES)
         self.given: list[int] = []
 
-    def give(self, slab: Slab) -> None:
+    def release(self, slab: Slab) -> None:
         self.given.append(slab.memory[0])
         slab.memory[0] = 0
-        super().give(slab)
+        super().release(slab)
 
 
 class Scene:
@@ -42,7 +42,7 @@ class Scene:
 
     def deliver(self, window: Window, slab: Slab) -> None:
         self.delivered.append((window.offset // SLAB_BYTES, slab.memory[0]))
-        self.pool.give(slab)
+        self.pool.release(slab)
 
     def fill(self, number: int, *, on_device: bool = True) -> None:
         filling = self.flights.begin(WINDOWS[number])
@@ -122,10 +122,10 @@ def test_slabs_of_a_broken_device_are_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_a_free_slab_in_time_the_snapshot_ends() -> None:
     scene = Scene(slabs=1, timeout_s=0.05)
-    held = scene.pool.take(1)
+    held = scene.pool.acquire(1)
     with pytest.raises(StorageTimeoutError, match="slab"):
         scene.fly(1)
-    scene.pool.give(held)
+    scene.pool.release(held)
 
 
 def test_a_pool_that_is_closed_meanwhile_ends_it_too() -> None:

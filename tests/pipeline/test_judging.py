@@ -17,7 +17,7 @@ from aiockpt.pipeline.discover import (
     fall_back,
     find_copy,
     is_news,
-    look_at,
+    list_step,
     newest_manifest,
     newest_vote,
     scan,
@@ -67,7 +67,7 @@ async def test_a_generation_that_is_being_deleted_is_not_told_as_damaged() -> No
             await backend.delete([manifest_key(STEP, 2)])
 
     await delete_below(backend, attempt_folder(STEP, SECOND))  # as of a deletion that is under way
-    assert told_of(await look_at(Around(backend, after=after), STEP)) == (1, [])
+    assert told_of(await list_step(Around(backend, after=after), STEP)) == (1, [])
 
 
 async def test_a_step_is_listed_once_and_a_damaged_one_twice() -> None:
@@ -77,22 +77,22 @@ async def test_a_step_is_listed_once_and_a_damaged_one_twice() -> None:
     async def before(verb: str, key: str) -> None:
         listings.extend([key] if verb == "list" else [])
 
-    await look_at(Around(backend, before=before), STEP)
+    await list_step(Around(backend, before=before), STEP)
     assert listings == [STEP]
     await backend.put(manifest_key(STEP, 2), b"nothing like it")
-    await look_at(Around(backend, before=before), STEP)
+    await list_step(Around(backend, before=before), STEP)
     assert listings == [STEP] * 3
 
 
 async def test_a_manifest_that_goes_after_it_was_listed_is_no_generation() -> None:
     gone = refusing(await saved_twice(), 2, ObjectNotFoundError("gone", key=manifest_key(STEP, 2)))
-    entry = await look_at(gone, STEP)
+    entry = await list_step(gone, STEP)
     assert (told_of(entry), entry.generations, entry.trouble) == ((1, []), (1,), None)
 
 
 async def test_of_a_step_that_does_not_say_no_older_generation_is_taken() -> None:
     away = StorageError("the store is away", key=STEP)
-    entry = await look_at(refusing(await saved_twice(), 2, away), STEP)
+    entry = await list_step(refusing(await saved_twice(), 2, away), STEP)
     assert (entry.head, entry.trouble) == (None, away)
     with pytest.raises(StorageError, match="is away"):
         await newest_manifest(MemoryBackend(), entry)
@@ -100,7 +100,7 @@ async def test_of_a_step_that_does_not_say_no_older_generation_is_taken() -> Non
 
 async def test_an_outage_of_the_generation_below_a_bad_one_is_raised() -> None:
     backend = await saved_twice()
-    entry = await look_at(backend, STEP)
+    entry = await list_step(backend, STEP)
     await backend.put(manifest_key(STEP, 2), b"nothing like it")
     away = StorageError("the store is away", key=STEP)
     with pytest.raises(StorageError, match="is away"):
@@ -109,14 +109,14 @@ async def test_an_outage_of_the_generation_below_a_bad_one_is_raised() -> None:
 
 async def test_where_a_newer_program_has_written_no_older_generation_is_taken() -> None:
     backend = await saved_twice()
-    entry = await look_at(backend, STEP)
+    entry = await list_step(backend, STEP)
     with pytest.raises(NewerFormatError):
         await newest_manifest(refusing(backend, 2, NewerFormatError("of tomorrow", key=STEP)), entry)
 
 
 async def test_the_reason_is_that_of_the_highest_generation() -> None:
     backend = await saved_twice()
-    entry = await look_at(backend, STEP)
+    entry = await list_step(backend, STEP)
     for generation in (1, 2):
         await backend.put(manifest_key(STEP, generation), b"nothing like it")
     with pytest.raises(ManifestError, match="MANIFEST-2"):
@@ -136,7 +136,7 @@ async def test_the_reason_is_that_of_the_highest_generation() -> None:
 
 async def test_falling_back_leaves_the_generation_that_counted_and_all_above() -> None:
     backend = await saved_twice()
-    lower = await fall_back(backend, await look_at(backend, STEP))
+    lower = await fall_back(backend, await list_step(backend, STEP))
     assert (told_of(lower), lower.generations) == ((1, []), (1,))
 
 
@@ -172,7 +172,7 @@ async def test_votes_are_finished_when_all_are_there_and_nobody_was_faster(
     attempt = "4" * 12
     await backend.put(f"{attempt_folder(STEP, attempt)}/there", b"")
     await voted(backend, attempt, ranks, generation)
-    votes = await votes_to_finish(backend, await look_at(backend, STEP), attempt)
+    votes = await votes_to_finish(backend, await list_step(backend, STEP), attempt)
     assert (votes is not None) == finished
     assert votes is None or [vote.rank for vote in votes] == [0, 1]
 
@@ -180,10 +180,10 @@ async def test_votes_are_finished_when_all_are_there_and_nobody_was_faster(
 async def test_the_newest_vote_is_of_what_is_not_committed() -> None:
     backend = await saved_twice()
     await voted(backend, SECOND, 2, 2, sequence=99)  # of the generation that counts
-    entry = await look_at(backend, STEP)
+    entry = await list_step(backend, STEP)
     assert await newest_vote(backend, entry) == 0
     await voted(backend, "4" * 12, 1, 3, sequence=42)
     await backend.put(receipt_key(STEP, "5" * 12, 0), b"nothing like a vote")
     await voted(backend, "6" * 12, 1, 3, sequence=77)
     away = refusing_key(backend, receipt_key(STEP, "6" * 12, 0), StorageError("the store is away", key=STEP))
-    assert await newest_vote(away, await look_at(backend, STEP)) == 42
+    assert await newest_vote(away, await list_step(backend, STEP)) == 42

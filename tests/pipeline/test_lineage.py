@@ -102,10 +102,10 @@ async def test_a_writer_process_stands_where_its_trainer_does() -> None:
     trainer, writer = lineage(MemoryBackend()), lineage(MemoryBackend())
     assert (await begun(writer, 1)).sequence == 1
     trainer.descend_from(await saved(MemoryBackend(), 5, THEIRS, 41))
-    writer.take_position(trainer.position())
+    writer.adopt_position(trainer.position())
     attempt = await begun(writer, 6)
     assert (attempt.sequence, attempt.run, attempt.parent) == (43, trainer.position().run, step_id(5))
-    writer.take_position(Position(MINE, None, 3))  # it saw less
+    writer.adopt_position(Position(MINE, None, 3))  # it saw less
     assert (await begun(writer, 7)).sequence == 44
 
 

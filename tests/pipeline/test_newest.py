@@ -8,7 +8,7 @@ import pytest
 from aiockpt.errors import CorruptionError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest, encode_manifest
 from aiockpt.format.names import manifest_key
-from aiockpt.pipeline.discover import Listed, StepEntry, look_at, newest_first
+from aiockpt.pipeline.discover import Listed, StepEntry, list_step, newest_first
 from aiockpt.planning.weights import CONTENT
 from aiockpt.planning.write_plan import WEIGHTS
 from aiockpt.storage.backend import Backend
@@ -24,7 +24,7 @@ class Reader:
 
     async def read(self, backend: Backend, listed: StepEntry | None = None) -> None:
         """Read all of *backend*, as *listed*, or as it is."""
-        one = Listed(backend, listed or await look_at(backend, STEP))
+        one = Listed(backend, listed or await list_step(backend, STEP))
         async for _, manifest in newest_first([one], self._pass_over):
             self.got.append(manifest.generation)
 

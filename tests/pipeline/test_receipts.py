@@ -16,7 +16,7 @@ from aiockpt.format.gathered import encode_gathered
 from aiockpt.format.manifest import FileEntry, Piece, Receipt, TensorEntry
 from aiockpt.format.names import data_path, gathered_key, receipt_key
 from aiockpt.pipeline.commit import Attempt, cast_vote, wait_votes
-from aiockpt.pipeline.discover import look_at, read_receipts, votes_to_finish
+from aiockpt.pipeline.discover import list_step, read_receipts, votes_to_finish
 from aiockpt.pipeline.receipts import PATIENCE_S, gather
 from aiockpt.planning import groups
 from aiockpt.planning.groups import groups_of
@@ -249,7 +249,7 @@ def test_a_vote_that_was_withdrawn_is_not_counted_because_it_was_gathered() -> N
     async def main() -> None:
         await cast(backend)
         await gather_all(backend)
-        entry = await look_at(backend, STEP_ID)
+        entry = await list_step(backend, STEP_ID)
         assert await votes_to_finish(backend, entry, ATTEMPT) == ALL
         await backend.delete([receipt_key(STEP_ID, ATTEMPT, 5)])
         assert await votes_to_finish(backend, entry, ATTEMPT) is None
@@ -265,7 +265,7 @@ def test_rolling_forward_reads_what_was_gathered() -> None:
         await cast(backend)
         await gather_all(backend, but=[1])
         backend.read.clear()
-        assert await votes_to_finish(backend, await look_at(backend, STEP_ID), ATTEMPT) == ALL
+        assert await votes_to_finish(backend, await list_step(backend, STEP_ID), ATTEMPT) == ALL
 
     run_virtually(main)
     assert backend.read == [

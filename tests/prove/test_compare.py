@@ -159,7 +159,7 @@ def test_generators_that_nothing_draws_from_are_known() -> None:
 )
 def test_places_are_told_by_the_numbers_of_the_script(records: list[AnyRecord], words: list[str]) -> None:
     calendar = Calendar(records)
-    assert [calendar.tell((None, 1)), calendar.tell((1, 1))] == words
+    assert [calendar.describe((None, 1)), calendar.describe((1, 1))] == words
 
 
 def test_records_are_read_as_they_were_written_but_for_a_last_line_that_was_cut() -> None:

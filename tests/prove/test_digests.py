@@ -9,7 +9,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.prove.compare import row_of
-from aiockpt.prove.digests import box_sums, digest, look_at, sum_of_rows, text_of
+from aiockpt.prove.digests import box_sums, digest, sum_of_rows, text_of, view_of
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
@@ -112,7 +112,7 @@ def test_a_state_is_seen_leaf_by_leaf_with_what_each_belongs_to() -> None:
         "epoch": 3,
         "config": {"lr": 0.1, "names": ["a", "b"]},
     }
-    view = look_at(state, 0)
+    view = view_of(state, 0)
     assert view.parts == {
         "model": "module", "optimizer": "optimizer", "scheduler": "stateful", "rng": "per rank", "ema.w": "tensor",
         "epoch": "value", "config.lr": "value", "config.names": "value",
@@ -140,7 +140,7 @@ def test_keys_with_dots_and_tensors_of_several_boxes_are_rows_of_their_own() -> 
         "of.all": nn.Linear(1, 1),
         "losses": [1, 2],
     }
-    view = look_at(state, 0)
+    view = view_of(state, 0)
     assert any(name.startswith("spread.w\\.#") for name in view.leaves)
     assert {row_of(leaf, view.parts) for leaf in view.leaves} == {
         "a\\.b", "a\\.b\\.c", "a#1", "spread", "of\\.all", "losses",

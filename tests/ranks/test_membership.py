@@ -49,7 +49,7 @@ def waiting_of(one: Membership, *, step: int = 5) -> Waiting:
 @virtually
 async def test_a_rank_that_leaves_takes_part_in_nothing_but_what_it_says() -> None:
     one, other, _ = members(3)
-    await other.leave("ValueError: boom", [OPERATION])
+    await other.leave_group("ValueError: boom", [OPERATION])
     await one.refresh()
     assert one.departure(1, OPERATION) is None
     found = one.departure(1, "save/6/1")
@@ -66,7 +66,7 @@ async def test_who_waits_for_a_rank_that_leaves_is_told_within_a_second_and_name
 
         async def leave_later() -> None:
             await anyio.sleep(100)
-            await other.leave("ValueError: boom", ())
+            await other.leave_group("ValueError: boom", ())
 
         tasks.start_soon(leave_later)
         with pytest.raises(RankFailedError, match=r"step 5 is given up\. rank 1 has left: ValueError: boom") as caught:
@@ -79,7 +79,7 @@ async def test_who_waits_for_a_rank_that_leaves_is_told_within_a_second_and_name
 async def test_what_a_rank_wrote_before_it_left_is_found_first() -> None:
     one, other = members(2)
     await other._board.post("key", Note("last words"))
-    await other.leave("closed", ())
+    await other.leave_group("closed", ())
     waiting = waiting_of(one)
     await anyio.sleep(5)
     assert await one._board.wait("key", Note, 600, "the note", [1], waiting) == Note("last words")
@@ -126,15 +126,15 @@ async def test_a_rank_that_left_before_it_called_anything_is_known_by_its_place_
     store = new_store()
     one, _ = members(2, store)
     elsewhere = Membership(NoteBoard(store, "another place", 1, 2))
-    await elsewhere.leave_early("ValueError: boom")
+    await elsewhere.leave_group_early("ValueError: boom")
     await one.find_early([1])
     assert not one.anyone_gone
     early = Membership(NoteBoard(store, "a place", 1, 2))
-    await early.leave_early("ValueError: boom")
+    await early.leave_group_early("ValueError: boom")
     await early.register()  # its next checkpointer
     await one.find_early([1])
     assert not one.anyone_gone
-    await early.leave_early("ValueError: boom")
+    await early.leave_group_early("ValueError: boom")
     await one.find_early([1])
     assert one.departure(1, OPERATION) is not None
 
@@ -147,7 +147,7 @@ async def test_the_last_rank_to_leave_removes_what_all_of_them_left() -> None:
         await rank.report(Calls("load() number 1", -1, 1, 0))
     before = store.num_keys()
     for rank in ranks:
-        await rank.leave("closed", ())
+        await rank.leave_group("closed", ())
     assert store.num_keys() == before - 3
     assert {
         key for key in ("left", "left/1", "closed", "calls/0") if store.check([f"aiockpt/a place/1/{key}"])
@@ -158,7 +158,7 @@ async def test_the_last_rank_to_leave_removes_what_all_of_them_left() -> None:
 async def test_when_thousands_leave_at_once_nobody_reads_all_of_it_at_once() -> None:
     one, *others = members(6)
     for other in others:
-        await other.leave("closed", ())
+        await other.leave_group("closed", ())
     heard = []
     with mock.patch.object(membership, "READ_AT_ONCE", 2):
         for _ in range(4):
@@ -240,7 +240,7 @@ async def test_votes_are_looked_for_in_the_storage_only_when_a_rank_is_gone_or_l
 
     async def look_until(seconds: float) -> RankError | None:
         while anyio.current_time() < seconds:
-            if (found := await waiting.look_for_votes(missing)) is not None:
+            if (found := await waiting.check_votes(missing)) is not None:
                 return found
             await anyio.sleep(0.5)
         return None
@@ -248,10 +248,10 @@ async def test_votes_are_looked_for_in_the_storage_only_when_a_rank_is_gone_or_l
     waiting = waiting_of(one)
     assert await look_until(9) is None
     assert asked == []
-    await third.leave("closed", ())
+    await third.leave_group("closed", ())
     assert await look_until(9.9) is None  # whose vote is there
     assert asked
-    await other.leave("closed", ())
+    await other.leave_group("closed", ())
     found = await look_until(60)
     assert found is not None
     assert found.ranks == (1,)
@@ -265,7 +265,7 @@ async def test_a_store_that_is_lost_is_no_reason_to_give_up_and_none_to_be_silen
     one = Membership(board)
     waiting = waiting_of(one)
     await anyio.sleep(20)
-    assert await waiting.look([1]) is None
+    assert await waiting.check_ranks([1]) is None
     assert "did not answer" in await waiting.explain([1])
 
 
@@ -295,6 +295,6 @@ def test_where_the_kernel_says_nothing_nobody_has_ended(monkeypatch: pytest.Monk
 
 
 def _started(pid: int) -> str:
-    from aiockpt.runtime.processes import _look
+    from aiockpt.runtime.processes import _list_process
 
-    return _look(pid)[1]
+    return _list_process(pid)[1]

@@ -38,7 +38,7 @@ HURRIED = aiockpt.Deadlines(ranks_s=1, commit_s=1, takeover_s=0.3, close_s=60)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have warnings come after moments instead of ten seconds."""
     monkeypatch.setattr(membership, "WARN_AFTER_S", 0.4)
-    monkeypatch.setattr(membership, "LOOK_S", 0.1)
+    monkeypatch.setattr(membership, "POLL_S", 0.1)
 
 
 def save(crew: Crew, step: int, *ranks: int) -> dict[int, BaseException | None]:
@@ -156,7 +156,7 @@ def test_a_save_raises_nothing_that_others_did_and_does_not_wait_for_ever(
         assert "within 0.5 s" in str(error)
         assert any("the save of step 1 failed: RankTimeoutError" in said for said in warnings.said)
         for ckpt in crew.checkpointers:  # tell the test of nothing
-            ckpt._engine.failures.take()
+            ckpt._engine.failures.pop()
 
 
 def test_by_default_the_same_is_raised_by_the_call(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def test_an_async_block_tells_the_others_too(tmp_path: Path) -> None:
                 raise ValueError("boom")
         with pytest.raises(RankFailedError, match="rank 1 has left: ValueError: boom"):
             await one.save(2, replicated(2))
-        one._engine.failures.take()
+        one._engine.failures.pop()
         await one.aclose()
 
 
@@ -346,7 +346,7 @@ def test_options_that_must_be_the_same_are_named_where_they_are_not(tmp_path: Pa
             ]
             errors = list(save(crew, 2).values())
             for ckpt in crew.checkpointers:
-                ckpt._engine.failures.take()
+                ckpt._engine.failures.pop()
             return errors
 
     found = errors_of(mine(tmp_path), theirs(tmp_path))

@@ -125,7 +125,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
                 assert attempt is not None
                 assert isinstance(tiers, Tiers)
                 board.post = post  # type: ignore[method-assign]
-                ckpt._loop.submit(tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result()
+                ckpt._loop.submit(tiers.notify_lost, 1, attempt, [1], WriterLostError("killed")).result()
             return url
 
         board.post = die_instead  # type: ignore[method-assign]
@@ -148,7 +148,7 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
             ckpt._loop.submit(
-                ckpt._submitter._destination.tell_lost, 1, attempt, [1], WriterLostError("killed")
+                ckpt._submitter._destination.notify_lost, 1, attempt, [1], WriterLostError("killed")
             ).result()
         first, *others = forgotten
         assert first.startswith("tier/1/step-00000000/")

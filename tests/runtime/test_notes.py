@@ -46,9 +46,9 @@ async def test_a_note_is_read_by_all_as_it_was_written() -> None:
     await first.post("key", Note("ready"))
     for other in others:
         assert await other.wait("key", Note, 10, "the note") == Note("ready")
-    assert await others[0].look_all(["never there", "key"], Note) == [None, Note("ready")]
-    await first.forget(["key", "never there"])
-    assert await first.look("key", Note) is None
+    assert await others[0].find_all(["never there", "key"], Note) == [None, Note("ready")]
+    await first.delete(["key", "never there"])
+    assert await first.find("key", Note) is None
 
 
 async def test_a_note_may_come_while_it_is_waited_for() -> None:
@@ -103,7 +103,7 @@ async def test_a_store_that_is_gone_is_an_error_that_names_its_host() -> None:
     board = NoteBoard(store, "a place", 1, 2)
     board.join("as another process has begun it")
     with pytest.raises(StoreLostError, match="Connection reset by peer") as caught:
-        await board.look("key", Note)
+        await board.find("key", Note)
     assert list(caught.value.ranks) == [0]
 
 
@@ -121,7 +121,7 @@ async def test_meetings_about_one_place_do_not_hear_each_other() -> None:
     (earlier,), (later,) = meetings(1, store), meetings(1, store)
     assert earlier.name != later.name
     await earlier.post("key", Note("earlier"))
-    assert await later.look("key", Note) is None
+    assert await later.find("key", Note) is None
 
 
 def test_pauses_grow_up_to_the_last() -> None:

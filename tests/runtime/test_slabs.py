@@ -17,31 +17,31 @@ KIB = 1024
 
 def test_slabs_are_page_aligned_and_as_large_as_asked_for() -> None:
     pool = SlabPool(64 * KIB, 256 * KIB)
-    slab = pool.take(1)
+    slab = pool.acquire(1)
     assert slab.address % 4096 == 0
     assert len(slab.memory) == 64 * KIB
     slab.memory[:4] = b"abcd"
-    pool.give(slab)
+    pool.release(slab)
 
 
 def test_the_pool_never_exceeds_its_ceiling_and_says_what_it_waited_for() -> None:
     pool = SlabPool(4 * KIB, 10 * KIB)
     pool.fit(100, available_bytes=lambda: 1 << 30)  # a given ceiling stays
-    held = [pool.take(1), pool.take(1)]
+    held = [pool.acquire(1), pool.acquire(1)]
     with pytest.raises(StorageTimeoutError, match="pool_bytes"):
-        pool.take(0.01)
+        pool.acquire(0.01)
     assert pool.statistics().allocated_bytes == 8 * KIB
     for slab in reversed(held):
-        pool.give(slab)
+        pool.release(slab)
     seen = pool.statistics()
     assert (seen.used_slabs, seen.peak_used_slabs, seen.waiting) == (0, 2, 0)
 
 
 def test_memory_is_reused_rather_than_allocated() -> None:
     pool = SlabPool(4 * KIB, 40 * KIB)
-    first = pool.take(1)
-    pool.give(first)
-    assert pool.take(1) is first
+    first = pool.acquire(1)
+    pool.release(first)
+    assert pool.acquire(1) is first
 
 
 def test_warming_up_allocates_up_to_the_ceiling() -> None:
@@ -60,8 +60,8 @@ def test_a_pool_without_a_ceiling_grows_with_the_state_and_never_shrinks() -> No
 
 def test_a_waiter_is_served_when_the_ceiling_rises() -> None:
     pool = SlabPool(4 * KIB, None)
-    pool.take(1)
-    waiter = threading.Thread(target=pool.take, args=(30,))
+    pool.acquire(1)
+    waiter = threading.Thread(target=pool.acquire, args=(30,))
     waiter.start()
     until(lambda: pool.statistics().waiting == 1, "the waiter")
     pool.fit(2, available_bytes=lambda: 400 * KIB)
@@ -72,12 +72,12 @@ def test_a_waiter_is_served_when_the_ceiling_rises() -> None:
 
 def test_closing_wakes_whoever_waits() -> None:
     pool = SlabPool(4 * KIB, 4 * KIB)
-    pool.take(1)
+    pool.acquire(1)
     failures: list[BaseException] = []
 
     def wait() -> None:
         try:
-            pool.take(10)
+            pool.acquire(10)
         except ClosedError as error:
             failures.append(error)
 
@@ -100,9 +100,9 @@ def test_a_failed_allocation_leaves_the_counts_right() -> None:
 
     pool = SlabPool(4 * KIB, 4 * KIB, Scarce())
     with pytest.raises(MemoryError):
-        pool.take(1)
+        pool.acquire(1)
     assert pool.statistics().used_slabs == 0
-    pool.give(pool.take(1))
+    pool.release(pool.acquire(1))
 
 
 def test_each_new_slab_is_settled_once_wherever_it_was_made() -> None:
@@ -117,10 +117,10 @@ def test_each_new_slab_is_settled_once_wherever_it_was_made() -> None:
     memory = Noting()
     pool = SlabPool(4 * KIB, 12 * KIB, memory)
     pool.warm_up(1)
-    slabs = [pool.take(1), pool.take(1)]
+    slabs = [pool.acquire(1), pool.acquire(1)]
     seen = [pool.is_settled]
     for _ in range(2):
-        pool.settle()
+        pool.make_huge()
         seen.append(pool.is_settled)
         assert sorted(memory.huge) == sorted(slab.address for slab in slabs)
     assert seen == [False, True, True]

@@ -16,7 +16,7 @@ from tests.watch import until
 SLAB_BYTES = 4096
 PATIENT_S, HASTY_S = 60.0, 0.02
 """For how long a visitor waits: for ever as far as the test goes, or until its time passes while it waits."""
-AGREE_S, LOOK_S = 10.0, 0.0005
+AGREE_S, POLL_S = 10.0, 0.0005
 
 
 class FailedWorkError(Exception):
@@ -64,7 +64,7 @@ class Visitor(threading.Thread):
 
     def _visit(self) -> str:
         """Hold one slab; return how it was left."""
-        slab = self._pool.take(HASTY_S if self.hasty else PATIENT_S)
+        slab = self._pool.acquire(HASTY_S if self.hasty else PATIENT_S)
         try:
             mark = self.name.encode()
             slab.memory[: len(mark)] = mark
@@ -75,7 +75,7 @@ class Visitor(threading.Thread):
             if self._way == "raise":
                 raise FailedWorkError
         finally:
-            self._pool.give(slab)
+            self._pool.release(slab)
         return self._way
 
 
@@ -132,7 +132,7 @@ class Crowd:
             way: as to `Visitor.leave`; or "all", of them at once; or "grow", for a pool that may hold one slab more.
         """
         hasty = [visitor for visitor in self.line if visitor.hasty]
-        until(lambda: all(visitor.timed_out for visitor in hasty), f"the end of {hasty}", AGREE_S, LOOK_S)
+        until(lambda: all(visitor.timed_out for visitor in hasty), f"the end of {hasty}", AGREE_S, POLL_S)
         self.line = [visitor for visitor in self.line if visitor not in hasty]
         self._compare()
         if way == "grow":
@@ -167,7 +167,7 @@ class Crowd:
 
     def _compare(self) -> None:
         """Wait until as many are served, and wait, as should be; then see that it is those who should."""
-        until(self._counts_agree, f"{self.holding} served and {self.line} waiting", AGREE_S, LOOK_S)
+        until(self._counts_agree, f"{self.holding} served and {self.line} waiting", AGREE_S, POLL_S)
         assert {visitor for visitor in self.visitors if visitor.slab is not None} == set(self.holding)
         assert len({visitor.slab.number for visitor in self.holding if visitor.slab is not None}) == len(self.holding)
         seen = self.pool.statistics()

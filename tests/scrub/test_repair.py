@@ -348,7 +348,7 @@ def test_what_cannot_be_mended_is_told_again_and_again_but_never_raised(tmp_path
 def test_what_was_read_lately_is_not_read_again_also_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrubber, "LONGEST_LOOK_S", 0.01)
+    monkeypatch.setattr(scrubber, "LONGEST_POLL_S", 0.01)
     save(tmp_path, 1)
     repair(tmp_path, None)
     mark = tmp_path / "step-00000001" / "VERIFIED-1.json"
@@ -362,7 +362,7 @@ def test_what_was_read_lately_is_not_read_again_also_after_a_restart(
 
 
 def test_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrubber, "LONGEST_LOOK_S", 0.01)
+    monkeypatch.setattr(scrubber, "LONGEST_POLL_S", 0.01)
     memory = MemoryBackend()
     with aiockpt.Checkpointer(
         [aiockpt.Tier(memory), aiockpt.Tier(tmp_path)], limits=aiockpt.Limits(io=IO), scrub=aiockpt.Scrub()
@@ -380,11 +380,11 @@ async def test_nothing_is_read_while_a_save_is_under_way() -> None:
     engine: Any = Busy()
     pace = scrubber.PatientPace(None, engine)
     with anyio.move_on_after(0.2) as waited:
-        await pace.let_through(1)
+        await pace.throttle(1)
     assert waited.cancelled_caught
     engine.busy_attempts.clear()
     with anyio.fail_after(250):
-        await pace.let_through(1)
+        await pace.throttle(1)
 
 
 def test_only_the_first_rank_reads() -> None:

@@ -185,7 +185,7 @@ def test_a_client_that_crashed_makes_no_request_any_more() -> None:
 def test_the_same_seed_draws_the_same_troubles() -> None:
     requests = [Request("GET", "a", number) for number in range(200)]
     drawn = [DrawnTroubles(seed, fraction=0.5) for seed in (1, 1, 2)]
-    met = [[troubles.meet(request) for request in requests] for troubles in drawn]
+    met = [[troubles.next_trouble(request) for request in requests] for troubles in drawn]
     assert met[0] == met[1] != met[2]
     assert 50 < len(drawn[0].met) < 150
     assert "error_body" not in met[0], "a GET has none"

@@ -137,7 +137,7 @@ def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None
             [far],
         )
         if committed:
-            pending.settle(Settled(1, result))
+            pending.resolve(Settled(1, result))
         pending.fail(errors.WriterLostError("gone"))
         assert far.is_settled == committed
         assert pending.is_committed == committed
@@ -317,8 +317,8 @@ def test_a_plan_that_did_not_get_through_is_sent_with_the_next_save() -> None:
 def test_a_window_of_a_save_that_was_stopped_does_not_reach_the_writer() -> None:
     wire, pool = Wire(), SlabPool(8192, 16384)
     job = SimpleNamespace(plan=SimpleNamespace(files=[]), number=1, stopped=True)
-    hand_over = Connection(wire).takes_windows(job, pool)  # type: ignore[arg-type]
-    hand_over(None, pool.take(1))  # type: ignore[arg-type]
+    hand_over = Connection(wire).window_sender(job, pool)  # type: ignore[arg-type]
+    hand_over(None, pool.acquire(1))  # type: ignore[arg-type]
     assert wire.frames == []
     assert pool.statistics().used_slabs == 0
 

@@ -52,7 +52,7 @@ def load(
     for wanted in target.wanted:
         content.fill(wanted)
     target.apply()
-    return (*target.problems, *target.told)
+    return (*target.problems, *target.notes)
 
 
 class SourceState:

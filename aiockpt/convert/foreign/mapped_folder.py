@@ -15,7 +15,7 @@ from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 
 
 @contextmanager
-def told_as_damage(file: Path) -> Iterator[None]:
+def reported_as_damage(file: Path) -> Iterator[None]:
     """Turn what the block raises, unless it is an error of ours, into a `CorruptionError` that names *file*."""
     try:
         yield

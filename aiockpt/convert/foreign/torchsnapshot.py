@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from aiockpt.adapters.sharded_tensors import Shards
-from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, told_as_damage
+from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, reported_as_damage
 from aiockpt.convert.foreign.torch_files import read_tensor, unpickle
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.state.geometry import Box
@@ -305,7 +305,7 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         UsageError: an item is an object, and *trust_pickle* does not allow it; a tensor is quantised; pyyaml is needed.
         CorruptionError: a file is missing or cut short, or the metadata contradict the files or themselves.
     """
-    with told_as_damage(path / METADATA):
+    with reported_as_damage(path / METADATA):
         return _read_state(path, trust_pickle)
 
 

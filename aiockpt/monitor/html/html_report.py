@@ -317,7 +317,7 @@ def gather(
         sizes=sizes,
         retries=[
             (one.wall_s(event.at_ns), one.opened.rank, f"{event.verb} {event.key}: {event.error}")
-            for one, event in run.told(StorageRetried)
+            for one, event in run.events_of(StorageRetried)
         ],
     )
 

@@ -115,7 +115,7 @@ class StepWatch:
 
     def __iter__(self) -> Iterator[WatchedStep]:
         while True:
-            new = self._run(f"look for steps for {self._name}", self._look).result()
+            new = self._run(f"look for steps for {self._name}", self._poll).result()
             if new is None and not self._follow:
                 return
             if new is None:
@@ -135,7 +135,7 @@ class StepWatch:
 
     async def __aiter__(self) -> AsyncIterator[WatchedStep]:
         while True:
-            new = await self._run(f"look for steps for {self._name}", self._look)
+            new = await self._run(f"look for steps for {self._name}", self._poll)
             if new is None and not self._follow:
                 return
             if new is None:
@@ -165,7 +165,7 @@ class StepWatch:
 
     # ------------------------------------------------------------------ on the loop
 
-    async def _look(self, destination: Destination) -> NewStep | None:
+    async def _poll(self, destination: Destination) -> NewStep | None:
         """Return the step to hand out next; None where there is nothing new."""
         if self._cursor is None:
             self._cursor = await self._read_cursor(_home(destination))

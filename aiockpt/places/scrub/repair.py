@@ -36,7 +36,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.collect import remove_overtaken
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.copy import Windows, copy_step, open_copy_source, remove_strays, rewrite_files
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, find_same_files, look_at, newest_manifest
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, find_same_files, list_step, newest_manifest
 from aiockpt.pipeline.fetch import StepFiles
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
@@ -107,7 +107,7 @@ async def repair_in(
     begun_ns = place.engine.now_ns()
     async with place.reading(entry.id):
         async with place.cleaning:  # a deletion here has not seen that it is read, or is done
-            entry = await look_at(place.backend, entry.id)
+            entry = await list_step(place.backend, entry.id)
         if not entry.committed:
             raise _gone(place, entry.id)
         try:
@@ -193,7 +193,7 @@ async def _check_still_there(place: Place, manifest: Manifest) -> int:
     Raises:
         StepNotFoundError: another process has deleted it: what is missing is not damaged then, and must not come back.
     """
-    generations = (await look_at(place.backend, manifest.id)).generations
+    generations = (await list_step(place.backend, manifest.id)).generations
     if manifest.generation not in generations:
         raise _gone(place, manifest.id)
     return max(generations)
@@ -268,7 +268,7 @@ async def _read_file(place: Place, manifest: Manifest, index: int, pace: Pace, o
     try:
         for offset in range(0, file.size, unit):
             size = min(unit, file.size - offset)
-            await pace.let_through(size)
+            await pace.throttle(size)
             await files.read(index, offset, [window[:size]])
             on_read(size)
     finally:

@@ -27,7 +27,7 @@ from aiockpt.storage.transfer import read_record
 
 logger = logging.getLogger("aiockpt")
 
-LONGEST_LOOK_S = 600.0
+LONGEST_POLL_S = 600.0
 """Between two polls for steps that are due."""
 BUSY_S = 0.05
 """Between two polls whether the saves under way have ended."""
@@ -40,10 +40,10 @@ class PatientPace(Pace):
         super().__init__(bytes_per_s, engine.world.clock)
         self._engine = engine
 
-    async def let_through(self, size_bytes: int) -> None:
+    async def throttle(self, size_bytes: int) -> None:
         while self._engine.busy_attempts:  # noqa: ASYNC110  saves have no event for their end
             await anyio.sleep(BUSY_S)
-        await super().let_through(size_bytes)
+        await super().throttle(size_bytes)
 
 
 class Scrubber:
@@ -76,12 +76,12 @@ class Scrubber:
 
     async def _scrub(self) -> None:
         while True:
-            await anyio.sleep(min(self._every_s / 10, LONGEST_LOOK_S))
+            await anyio.sleep(min(self._every_s / 10, LONGEST_POLL_S))
             for place in self._destination.places:
                 if place.backend.traits.durable:
-                    await self._look_through(place)
+                    await self._scrub_place(place)
 
-    async def _look_through(self, place: Place) -> None:
+    async def _scrub_place(self, place: Place) -> None:
         """Read, and repair, the steps of a place whose time has come, the newest first."""
         try:
             async for entry in self._due(place):

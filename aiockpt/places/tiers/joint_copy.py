@@ -26,7 +26,7 @@ from aiockpt.runtime.limits import Pace, note_progress
 
 PATIENCE_S = 60.0
 """How long rank 0 waits for a file of another rank since the last one came, before it copies that itself."""
-LOOK_S = 0.1
+POLL_S = 0.1
 KEPT_NOTES = 6
 """Of the last copies: another rank may still wait for one of them."""
 
@@ -104,17 +104,17 @@ class JointCopy:
 
         await copy_files(source, self._backend, engine.world, windows=self._windows, pace=pace, only=own)
         if engine.rank != 0:
-            return await self._hear(promotion)
+            return await self._receive(promotion)
         try:
             await self._wait_for_files(source)
             copied = await self._copy_all(source, pace)
         except CheckpointError as error:
-            await self._tell_ranks(promotion, Arrived(failure=f"{type(error).__name__}: {error}"))
+            await self._notify_ranks(promotion, Arrived(failure=f"{type(error).__name__}: {error}"))
             raise
-        await self._tell_ranks(promotion, Arrived(copied.manifest.generation))
+        await self._notify_ranks(promotion, Arrived(copied.manifest.generation))
         return copied
 
-    async def _hear(self, promotion: Promotion) -> StepCopy:
+    async def _receive(self, promotion: Promotion) -> StepCopy:
         """Wait for rank 0 to commit: for its note, or for what it commits."""
         engine, pause_s = self._engine, min(PATIENCE_S, self._tier.deadline)
 
@@ -143,23 +143,23 @@ class JointCopy:
             )
         return StepCopy(self._backend, await read_manifest(self._backend, promotion.result.id, said.generation))
 
-    async def tell_given_up(self, promotion: Promotion, error: Exception) -> None:
+    async def notify_given_up(self, promotion: Promotion, error: Exception) -> None:
         """Notify the other ranks that *promotion* is given up."""
-        await self._tell_ranks(promotion, Arrived(failure=str(error), final=True))
+        await self._notify_ranks(promotion, Arrived(failure=str(error), final=True))
 
-    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
+    async def notify_lost(self, step_id: str, attempt: str, error: Exception) -> None:
         """Notify the other ranks of a copy that was lost with rank 0's writer process; the next writer makes it."""
         note = Arrived(failure=str(error), final=True)
         with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the notices of the other tiers follow
             manifest = await find_copy(self._backend, step_id, attempt)
             note = note if manifest is None else Arrived(manifest.generation)
-        await self._tell(self._note(step_id, attempt), note)
+        await self._write(self._note(step_id, attempt), note)
 
-    async def _tell_ranks(self, promotion: Promotion, note: Arrived) -> None:
+    async def _notify_ranks(self, promotion: Promotion, note: Arrived) -> None:
         if self._engine.rank == 0 and not promotion.alone:
-            await self._tell(self._note(promotion.result.id, promotion.attempt), note)
+            await self._write(self._note(promotion.result.id, promotion.attempt), note)
 
-    async def _tell(self, key: str, note: Arrived) -> None:
+    async def _write(self, key: str, note: Arrived) -> None:
         """Leave rank 0's note, and remove those that are not waited for any more. What is there is there without it."""
         if key not in self._notes:
             self._notes.append(key)
@@ -183,4 +183,4 @@ class JointCopy:
                 seen, changed_ns = found, self._engine.now_ns()
                 note_progress()
             elif seen < len(source.files):
-                await anyio.sleep(LOOK_S)
+                await anyio.sleep(POLL_S)

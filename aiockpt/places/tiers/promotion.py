@@ -39,10 +39,10 @@ from aiockpt.errors import (
 from aiockpt.events import Promoted, PromotionFailed, PromotionQueued
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.pipeline.discover import StepCopy, find_copy, look_at, newest_manifest
+from aiockpt.pipeline.discover import StepCopy, find_copy, list_step, newest_manifest
 from aiockpt.places.tiers.joint_copy import JointCopy, Promotion
 from aiockpt.planning.weights import has_weights_only, weights_attempt
-from aiockpt.runtime.limits import Pace, told_of_progress
+from aiockpt.runtime.limits import Pace, reporting_progress
 from aiockpt.runtime.promise import Promise
 
 # Steps left by an earlier process: the newest one that nearer tiers have, and that a tier accepts and lacks.
@@ -64,7 +64,7 @@ async def find_missing_step(tier: Tier, number: int, destination: Destination) -
     for entry in (listed.entry for listed in every):
         if entry.head is None or not tier.takes(entry.step):
             continue
-        there = await look_at(own.backend, entry.id)
+        there = await list_step(own.backend, entry.id)
         attempt = entry.head.attempt if tier.full else weights_attempt(entry.head.attempt)
         if there.committed and attempt in there.attempts:
             break
@@ -127,7 +127,7 @@ class Promoter:
         self._destination = destination
         self._capped = Pace(tier.bandwidth, place.engine.world.clock)
         self._waiting: list[_Waiting] = []
-        self._looks_back = self._caught_up = False
+        self._wants_catch_up = self._caught_up = False
         self._changed = anyio.Event()
         self._closing = anyio.Event()
         self._ended = anyio.Event()
@@ -170,28 +170,28 @@ class Promoter:
                 f"step {self._waiting[1].promotion.step} was given up in {self.url}: {MOST_WAITING} newer steps wait for "
                 "it; give the tier more bandwidth, or fewer steps (Tier(every=…))"
             )
-            await self._give_up(1, slow)
+            await self._abandon(1, slow)
 
-    def look_back(self) -> None:
+    def catch_up(self) -> None:
         """Have what an earlier process left copied here, once, also while there is nothing newer to copy."""
-        if not self._looks_back:
-            self._looks_back = True
+        if not self._wants_catch_up:
+            self._wants_catch_up = True
             self._changed.set()
 
     async def work(self) -> None:
         """Copy what waits, one step after the other, until `close`."""
         try:
             self._working = anyio.CancelScope()
-            with told_of_progress(self._note_progress), self._working as working:
-                await self._take_all()
+            with reporting_progress(self._note_progress), self._working as working:
+                await self._copy_all()
             if working.cancelled_caught:
-                await self._give_all_up()
+                await self._abandon_all()
         finally:
             self._ended.set()
 
-    async def _take_all(self) -> None:
+    async def _copy_all(self) -> None:
         while self._waiting or not self._closing.is_set():
-            if self._looks_back and not self._caught_up:
+            if self._wants_catch_up and not self._caught_up:
                 self._caught_up = True
                 await self._by_deadline("what an earlier process left to copy", self._catch_up)
                 continue
@@ -203,7 +203,7 @@ class Promoter:
                 await self._keep_in_memory(self._waiting[0])
                 result = await self._keep_trying(self._waiting[0].promotion)
             except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
-                await self._give_up(0, error)
+                await self._abandon(0, error)
             else:
                 done = self._release(0)
                 done.stage.resolve(result)
@@ -269,7 +269,7 @@ class Promoter:
                 self.url,
                 error,
             )
-            self._looks_back = self._caught_up = False  # the next save has it look again
+            self._wants_catch_up = self._caught_up = False  # the next save has it look again
             return
         if copies:
             manifest = copies[min(copies)].manifest
@@ -291,7 +291,7 @@ class Promoter:
             with anyio.move_on_after(left_s):
                 await self._ended.wait()
 
-    async def _give_all_up(self) -> None:
+    async def _abandon_all(self) -> None:
         """Log, once, which steps this tier does not get, as nothing has moved there since the last save."""
         if not self._waiting:
             return
@@ -306,7 +306,7 @@ class Promoter:
             left = SaveSkippedError(
                 f"step {step} was not copied to {self.url}: nothing moved there for {STALLED_S:g} s, and the run ended"
             )
-            await self._give_up(0, left, logged=True)
+            await self._abandon(0, left, logged=True)
 
     async def _keep_trying(self, promotion: Promotion) -> SaveResult:
         """Copy *promotion* here; again after a failure, until the deadline."""
@@ -314,7 +314,9 @@ class Promoter:
         while True:
             tries += 1
             try:
-                result = await self.take(promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns))
+                result = await self.copy_step(
+                    promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns)
+                )
             except CheckpointError as error:
                 late = self.engine.since_s(promotion.begun_ns) + pause_s > deadline_s
                 if late or self._closing.is_set() or isinstance(error, _HOPELESS):
@@ -330,7 +332,7 @@ class Promoter:
                     )
                 return result
 
-    async def take(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
+    async def copy_step(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
         """Copy *promotion* here, once.
 
         Raises:
@@ -365,15 +367,15 @@ class Promoter:
         )
         return result
 
-    async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
+    async def _abandon(self, index: int, error: Exception, *, logged: bool = False) -> None:
         left = self._release(index)
         self._report_failure(left.promotion, error, final=True, logged=logged)
         left.stage.fail(error)
         if callable(self.tier.on_error):
             self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
-            self.engine.tell_given_up(left.promotion.step, error)
-        await self.joint_copy.tell_given_up(left.promotion, error)
+            self.engine.notify_given_up(left.promotion.step, error)
+        await self.joint_copy.notify_given_up(left.promotion, error)
         await self._thin_memory(left)
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:

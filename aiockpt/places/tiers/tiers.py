@@ -124,7 +124,7 @@ class Tiers:
             Promoter(tier, place, self, coordinator) for tier, place in zip(tiers, self.places, strict=True)
         ]
         self._one_at_a_time = OneAtATime()
-        self._hastened: tuple[int, Sequence[Promoter]] = (-1, ())
+        self._expedited: tuple[int, Sequence[Promoter]] = (-1, ())
         self._uncapped = Pace(None, engine.world.clock)
         self._promoting = self._promoters[1:] if working else []
         for promoter in self._promoting:
@@ -140,14 +140,14 @@ class Tiers:
 
     def _soonest(self, step: int) -> Sequence[Promoter]:
         """Return the durable tiers for a step that must not wait, the fastest first; none for all others."""
-        return self._hastened[1] if step == self._hastened[0] else ()
+        return self._expedited[1] if step == self._expedited[0] else ()
 
-    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+    def expedite(self, step: int, seconds: Mapping[str, float]) -> None:
         """Send *step* to the durable tier that finishes it soonest; one that was never measured keeps its position."""
         durable = [promoter for promoter in self._promoters if promoter.commits]
         known = sorted((p for p in durable if p.url in seconds), key=lambda promoter: seconds[promoter.url])
         measured = iter(known)
-        self._hastened = step, [next(measured) if promoter.url in seconds else promoter for promoter in durable]
+        self._expedited = step, [next(measured) if promoter.url in seconds else promoter for promoter in durable]
 
     def prepare(self, promise: SavePromise) -> None:
         """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
@@ -179,11 +179,11 @@ class Tiers:
             result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
             return await self._promote(self._promoters[place.number], job, result)
 
-    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+    async def notify_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Notify the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
         if self.engine.world_size > 1 and self.engine.rank == 0:
             for number in numbers:
-                await self._promoters[number].joint_copy.tell_lost(step_id(step), nonce, error)
+                await self._promoters[number].joint_copy.notify_lost(step_id(step), nonce, error)
 
     def places_for(self, step: int) -> Sequence[Place]:
         """Return the tiers that a save may be written to, the nearest first; of one that must not wait the fastest."""
@@ -239,7 +239,7 @@ class Tiers:
                 if not stages[promoter.number].is_settled:
                     await promoter.enqueue(promotion, stages[promoter.number])
             for promoter in self._promoters[first.number + 1 :]:
-                promoter.look_back()
+                promoter.catch_up()
         return result
 
     async def _commit_durably(
@@ -251,7 +251,7 @@ class Tiers:
             if not promoter.commits:
                 continue
             try:
-                result = await promoter.take(promotion, self._uncapped, promoter.tier.deadline)
+                result = await promoter.copy_step(promotion, self._uncapped, promoter.tier.deadline)
             except CheckpointError as error:
                 logger.warning("%s: copying step %d failed: %s", promoter.url, promotion.step, error)
                 failure = failure or error
@@ -264,7 +264,7 @@ class Tiers:
     async def clean_up(self, result: SaveResult) -> None:
         await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
 
-    def give_up(self, promise: SavePromise) -> None:
+    def abandon(self, promise: SavePromise) -> None:
         promise.cancel()
 
     async def close(self, patience_s: float) -> None:
@@ -280,12 +280,12 @@ class Tiers:
 
     # ------------------------------------------------------------------ loads
 
-    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
         """Return what *look* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
 
         A step that one tier cannot describe now is left to another tier that can.
         """
-        answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
+        answers, failure = await query_tiers(self.places, list_entries, LIST_PATIENCE_S, StorageError)
         listed = [ListedStep(place.backend, entry, place) for place, entries in answers for entry in entries]
         if failure is not None and not listed:
             raise failure
@@ -299,12 +299,12 @@ class Tiers:
     async def _other_copies(self, place: Place, manifest: Manifest) -> list[StepCopy]:
         """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
 
-        async def look(other: Place) -> list[StepCopy]:
+        async def list_entries(other: Place) -> list[StepCopy]:
             found = await find_same_files(other.backend, manifest)
             return [] if found is None else [found]
 
         others = [other for other in self.places if other is not place]
-        answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
+        answers, _ = await query_tiers(others, list_entries, COPY_PATIENCE_S, CheckpointError)
         return [copy for _, copies in answers for copy in copies]
 
 

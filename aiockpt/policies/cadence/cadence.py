@@ -188,7 +188,7 @@ class Cadence:
     def _catch_up(self, step: int) -> int:
         """Record what has happened up to *step*; return the step that was asked of before it."""
         while self._events:
-            self._controller.take(self._events.popleft())
+            self._controller.receive(self._events.popleft())
         before = step - 1 if self._answered is None else self._answered[0]
         if step < before:  # an older checkpoint was loaded
             before = step - 1
@@ -391,7 +391,7 @@ class DecisionChannel:
         board = self._board
         note = await board.wait(key, Note, self._deadline_s, "whether to save the next steps")
         if await board.arrive(f"{key}/readers") == board.world_size - 1:
-            await board.forget([key, f"{key}/readers"])
+            await board.delete([key, f"{key}/readers"])
         return note
 
     def _key(self, number: int) -> str:

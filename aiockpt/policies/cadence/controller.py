@@ -31,7 +31,7 @@ from aiockpt.policies.cadence.intervals import (
 FIRST_STEPS = 3
 """Steps that are measured before the first save, and waited for after one that came to nothing."""
 
-LOOK_EVERY = 32
+POLL_EVERY = 32
 """Steps after which the interval is thought over though no save has ended: steps may have become longer."""
 
 WORST = 10
@@ -95,12 +95,12 @@ class Controller:
         self._steps.add(trained_s, count, busy=self._stirred or bool(self._begun_ns))
         self.debt_s = max(0.0, self.debt_s - self._limits.max_overhead * trained_s)
         self._unseen += 1
-        if self._ended or (self._saves and self._unseen >= LOOK_EVERY):
+        if self._ended or (self._saves and self._unseen >= POLL_EVERY):
             self._steps.end_saves(self._ended)
             self._ended = self._unseen = 0
             self.interval = choose(self.measured, self._limits, self.interval)
 
-    def take(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         match event:
             case SaveStarted():
                 self._begin(event)

@@ -18,7 +18,7 @@ import msgspec
 from aiockpt.errors import RankError
 from aiockpt.runtime.notes import NoteBoard
 
-LOOK_S, LOOK_OF_A_RANK_S = 0.2, 0.001
+POLL_S, POLL_OF_A_RANK_S = 0.2, 0.001
 """Between two polls whether any rank must end, through the whole run: the more ranks, the more rarely each."""
 GOODBYE_S = 5.0
 """For the other ranks to read how it ended, before rank 0 ends, and the store with it."""
@@ -121,7 +121,7 @@ class EndsWithRanks:
         self._board = board
         self.leads = board.rank == 0
         self._begun = False
-        self._pause_s = max(LOOK_S, LOOK_OF_A_RANK_S * board.world_size)
+        self._pause_s = max(POLL_S, POLL_OF_A_RANK_S * board.world_size)
 
     def begin(self) -> bool:
         """Adopt the name that these notes have on all ranks, once."""
@@ -135,7 +135,7 @@ class EndsWithRanks:
         """Poll for the notice that any rank must end."""
         while True:
             if self._board.name:
-                notice = await self._board.look("notice", Notice)
+                notice = await self._board.find("notice", Notice)
                 if notice is not None:
                     return notice
             await anyio.sleep(self._pause_s)

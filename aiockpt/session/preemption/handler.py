@@ -48,7 +48,7 @@ SAFETY = 1.5
 """So many times what saves take is left for the last one before an allocation ends."""
 MARGIN_S = 3.0
 """And so much beside, for what no measurement shows."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Between two reads of the clock, while the end of an allocation is awaited."""
 REMEMBERED_CALLS = 32
 LATE_S = 1.0
@@ -153,17 +153,17 @@ class PreemptionHandler:
         if self._calls >= decision.call:
             PreemptedCall(self, decision).finish(request, start, asked=asked)
 
-    def leave(self, *, failing: bool) -> BaseException | None:
+    def on_exit(self, *, failing: bool) -> BaseException | None:
         """End the run with the state of the last call, where it must end and that state is still the same."""
         last = self._last
         if last is None or self.ended is not None or thread_id() != self._thread:
             return None
         with children_end_quietly():
-            return self._leave(*last, failing)
+            return self._save_on_exit(*last, failing)
 
-    def _leave(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
+    def _save_on_exit(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
         if self._watch is not None:
-            self._watch.settle()
+            self._watch.flush()
         if self.heard is None and not (failing and self._is_notified_late()):
             return None
         if not failing and not self.wants_new(request.step):  # the program is done, and all is saved
@@ -282,7 +282,7 @@ class PreemptionHandler:
             spare_s = left_s - self._needed_s
             if spare_s <= 0:
                 break
-            await anyio.sleep(min(LOOK_S, max(0.01, spare_s)))
+            await anyio.sleep(min(POLL_S, max(0.01, spare_s)))
         self._receive(Notice("the end of the allocation", left_s))
 
     async def _decide(self) -> None:
@@ -359,7 +359,7 @@ class PreemptedCall:
         failure: BaseException | None = None
         saved: SaveFuture | None = None
         if asked or self._saves(request.step):
-            handler.destination.hasten(request.step, handler.saves.seconds)
+            handler.destination.expedite(request.step, handler.saves.seconds)
             if handler.engine.options.when_full == "skip":  # not this one
                 self._wait()
             try:
@@ -433,12 +433,12 @@ class PreemptedCall:
         why = self._decision.failure or (failure is not None and repr(failure)) or "not committed in time"
         kept = "nothing was saved" if newest is None else f"the newest step known to be committed is {newest.step}"
         if code == Preempted.UNSAVED and reading.found != "damaged":
-            told = f"the last save is not known to be committed ({why}), and {kept}"
+            notified = f"the last save is not known to be committed ({why}), and {kept}"
         elif newest is not None and reading.found == "damaged":
-            told = f"step {newest.step} is committed and was read back damaged: an older one will be resumed from"
+            notified = f"step {newest.step} is committed and was read back damaged: an older one will be resumed from"
         else:
             how = "saved" if new else "flushed"
             read = "read back and compared" if code == Preempted.VERIFIED else "not read back"
-            told = f"step {'' if newest is None else newest.step} is {how} and committed, {read}"
+            notified = f"step {'' if newest is None else newest.step} is {how} and committed, {read}"
         step = None if newest is None else newest.step
-        return Preempted(reason, step, code, f"{reason}: the run ends; {told}")
+        return Preempted(reason, step, code, f"{reason}: the run ends; {notified}")

@@ -106,7 +106,7 @@ def _show_head(root: str, seen: Description) -> None:
     title(f"{root} {info.id}", " · ".join(facts))
     say(f"[dim]{moment(info.created_ns)}, {ago(info.created_ns)}{f', from {info.parent}' if info.parent else ''}[/]")
     if info.forked_from:
-        say(f"[dim]{escape(info.tell_origin())}[/]")
+        say(f"[dim]{escape(info.describe_origin())}[/]")
     if seen.not_finite:
         names = list_names([f"{name} ({many:,})" for name, many in seen.not_finite.items()])
         say(f"[bold red]NaN or infinite[/]  numbers in {escape(names)}")

@@ -122,7 +122,7 @@ async def _why_it_stays(backend: Backend, found: RunBelow, entries: list[StepEnt
     if await storage_now_ns(backend, secrets.token_hex(6)) - found.changed_ns < older_than_s * 1e9:
         within = duration(older_than_s) if older_than_s < 3.6e6 else f"{older_than_s / 86400:g} d"
         return f"written within {within}"
-    job = await JobWatch(backend).look()
+    job = await JobWatch(backend).poll()
     if job is not None and not job.ended and len(job.silent) < len(job.ranks):
         return "its heartbeats show that it is running"
     for entry in entries:

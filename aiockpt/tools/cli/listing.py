@@ -64,7 +64,7 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> set[str]:
     if steps[0].created_ns:
         facts.append(f"newest {ago(steps[0].created_ns)}")
     if steps[0].forked_from:
-        facts.append(steps[0].tell_origin())
+        facts.append(steps[0].describe_origin())
     title(root, " · ".join(facts))
 
     rows: list[Row] = [

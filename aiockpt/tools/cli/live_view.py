@@ -34,7 +34,7 @@ _SHOWN_RANKS = 12
 async def print_once(root: str, backend: Backend, as_json: bool) -> None:
     """Print the current state of the job."""
     try:
-        job = await JobWatch(backend).look()
+        job = await JobWatch(backend).poll()
     finally:
         await backend.close()
     show.json_or(as_json, job, lambda: show.out.print(view(root, job, height=1000)))
@@ -62,7 +62,7 @@ class _Poller:
         Raises:
             CheckpointError: storage cannot be read.
         """
-        self.job = await self._watch.look()
+        self.job = await self._watch.poll()
         self.answered_s, self.trouble = time.monotonic(), ""
 
     async def go_on(self) -> None:

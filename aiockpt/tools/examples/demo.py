@@ -73,7 +73,7 @@ def direct(console: Console, folder: Path | None, check: Callable[[], Any], work
     if made is not None and folder is None and (status == EXACT or status > BY_SIGNAL):
         shutil.rmtree(made)
     elif made is not None:
-        tell(console, f"Everything is in {made}; look at it: aiockpt ls {made / CHECKPOINTS}", style="dim")
+        show(console, f"Everything is in {made}; look at it: aiockpt ls {made / CHECKPOINTS}", style="dim")
     return status
 
 
@@ -94,7 +94,7 @@ def make_work_folder(folder: Path | None) -> Path:
     raise DemoError(f"{folder} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
 
 
-def tell(console: Console, text: str, style: str) -> None:
+def show(console: Console, text: str, style: str) -> None:
     """Print a line as it is."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -118,8 +118,8 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
     """Run one process after the other, and draw the conclusions."""
     trainer = "async" if options.asynchronous else "sync"
     title = f"a {'lazy ' * options.lazy}save every {options.every}."
-    tell(console, f"A byte-level GPT reads the standard library: {options.steps} steps, {title}", style="bold")
-    tell(console, f"The trainer is {Path(__file__).with_name(f'train_{trainer}.py')}", style="dim")
+    show(console, f"A byte-level GPT reads the standard library: {options.steps} steps, {title}", style="bold")
+    show(console, f"The trainer is {Path(__file__).with_name(f'train_{trainer}.py')}", style="dim")
     saving = Job(
         url=str(folder / CHECKPOINTS),
         size=options.size,

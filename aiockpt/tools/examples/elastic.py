@@ -20,7 +20,7 @@ from rich.console import Console
 
 from aiockpt.events import Loaded
 from aiockpt.tools.examples.child import DemoError, Job, RankRecord
-from aiockpt.tools.examples.demo import CHECKPOINTS, DIFFERENT, EXACT, check_uncommitted, direct, run_phase, tell
+from aiockpt.tools.examples.demo import CHECKPOINTS, DIFFERENT, EXACT, check_uncommitted, direct, run_phase, show
 from aiockpt.tools.examples.display import Display, table_of
 from aiockpt.tools.examples.figures import Figures
 from aiockpt.tools.examples.train_elastic import SMALL_SIZE
@@ -73,7 +73,7 @@ def run_elastic(
 
 
 def _run(console: Console, folder: Path, steps: int, every: int, *, plain: bool) -> list[Figures]:
-    tell(console, "A byte-level GPT trains on 2, 2, 1 and 4 ranks; it is killed in between.", style="bold")
+    show(console, "A byte-level GPT trains on 2, 2, 1 and 4 ranks; it is killed in between.", style="bold")
     root = folder.resolve() / CHECKPOINTS
     ends = [int(phase.until * steps) // every * every for phase in PHASES]
     begins = [0, *(end - every + 1 for end in ends)]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @app.command("ls")
 def list_steps(root: Root, as_json: Json = False) -> None:
     """List the steps, newest first, with their branches; damaged and unfinished ones too."""
-    from aiockpt.pipeline.discover import look_for_hints, refuse_step
+    from aiockpt.pipeline.discover import find_hints, refuse_step
     from aiockpt.tools.cli.listing import show_survey
     from aiockpt.tools.cli.survey import open_place, survey
 
@@ -42,7 +42,7 @@ def list_steps(root: Root, as_json: Json = False) -> None:
     found = anyio.run(survey, backend)
     if not found.steps:
         anyio.run(refuse_step, backend)
-    instead = [] if found.steps or as_json else anyio.run(look_for_hints, backend).hints(root)
+    instead = [] if found.steps or as_json else anyio.run(find_hints, backend).hints(root)
     show.json_or(as_json, found, lambda: show_survey(root, found, instead))
 
 
