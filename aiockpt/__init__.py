@@ -141,7 +141,7 @@ _HOMES = (
     "aiockpt.engine.maintenance",
     "aiockpt.session.checkpointer",
 )
-"""Where the names live, those that cost least to import first."""
+"""The modules that define the public names; the cheapest to import are tried first."""
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,7 @@
     ├── UsageError(ValueError)                       fix the call
     │   ├── UnsupportedStateError(TypeError)           a leaf that cannot be saved, named by its path
     │   ├── StateMismatchError                         the checkpoint does not fit the state, all differences named
-    │   ├── StepExistsError(FileExistsError)           the step is there and on_exists="raise"
+    │   ├── StepExistsError(FileExistsError)           the step is committed already and on_exists="raise"
     │   ├── ClosedError(RuntimeError)                  the checkpointer was closed by us
     │   ├── ForkedProcessError(RuntimeError)           used in a child that inherited it through fork
     │   └── BlockingCallError(RuntimeError)            a blocking wait where it would stop an event loop
@@ -14,27 +14,27 @@
     │   │   └── NewerFormatError                         it is whole, but a newer aiockpt wrote it
     │   └── NoValidCheckpointError                     steps exist and none is valid
     ├── CommitError                                  the save did not become visible
-    │   ├── CommitConflictError                        someone else committed this generation first
+    │   ├── CommitConflictError                        another attempt committed this generation first
     │   ├── CommitTimeoutError(TimeoutError)           outcome unknown: the next read of the storage decides
-    │   └── ReplicasDifferError                        ranks have other values of what all should have alike
+    │   └── ReplicasDifferError                        ranks have different values of a tensor that should be equal on all
     ├── RankError                                    the ranks of the job did not act together; raised on all of them
     │   ├── RankFailedError                            another rank failed
     │   ├── RankTimeoutError(TimeoutError)             some ranks sent nothing before the deadline
-    │   └── RanksDisagreeError                         they mean different steps, states or worlds
+    │   └── RanksDisagreeError                         their calls differ in step, state or world size
     ├── SaveCancelledError                           .cancel() was called
-    ├── SaveSkippedError                             the policy for too many saves in flight said skip
+    ├── SaveSkippedError                             a save, or its copy to a tier, was skipped by policy or abandoned
     ├── TornSnapshotError                            the state changed while it was copied; nothing was published
     ├── WriterLostError                              the writer process has died; the storage holds what it wrote
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
-    └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help,
-        │                                            `damaged` that this one object is bad, whatever the rest is
+    └── StorageError(OSError)                        the storage failed; `retryable`: the same call may succeed later;
+        │                                            `damaged`: this one object is bad, others may be intact
         ├── ObjectNotFoundError(FileNotFoundError)
         ├── ObjectExistsError(FileExistsError)
         ├── StorageFullError                           no space or quota left
         ├── StorageAccessError(PermissionError)        credentials missing, wrong, expired, or without this right
         ├── StorageTimeoutError(TimeoutError)          no answer before the deadline
         ├── StorageThrottledError                      the storage asks for fewer calls
-        └── StorageTransferError                       bytes were damaged or cut short on their way, not in storage
+        └── StorageTransferError                       bytes were damaged or truncated in transit, not in storage
 
 Every message names the thing and the next action. No message holds tensor data or credentials.
 Exception groups stay inside the engine: callers never need ``except*``.
@@ -56,12 +56,12 @@ class CheckpointError(Exception):
         super().__init__(*(redact(each) if isinstance(each, str) else each for each in args))
 
     def add_note(self, note: str, /) -> None:
-        """Add *note*, which a library may have worded, to what is shown."""
+        """Add *note*, redacted: its text may come from a library."""
         super().add_note(redact(note))
 
 
 class UsageError(CheckpointError, ValueError):
-    """The call cannot be carried out as it was made."""
+    """The call is invalid as it was made."""
 
 
 class UnsupportedStateError(UsageError, TypeError):
@@ -98,7 +98,7 @@ class ClosedError(UsageError, RuntimeError):
 
 
 class ForkedProcessError(UsageError, RuntimeError):
-    """A forked child used its parent's checkpointer, whose threads did not come along."""
+    """A forked child used its parent's checkpointer, whose threads exist in the parent only."""
 
 
 class BlockingCallError(UsageError, RuntimeError):
@@ -130,11 +130,11 @@ class ManifestError(CorruptionError):
 
 
 class NewerFormatError(ManifestError):
-    """A manifest or receipt is whole, and needs a newer aiockpt: no damage, and nothing to go on without."""
+    """A manifest or receipt is intact but needs a newer aiockpt. This is no damage: the step is not skipped."""
 
 
 class NoValidCheckpointError(CorruptionError):
-    """Steps exist under the root but none is valid; nothing was started from scratch by mistake.
+    """Steps exist under the root, but no valid one; a run must not start from scratch by mistake.
 
     Attributes:
         skipped: (step id, reason) for each step that was tried, newest first.
@@ -162,7 +162,7 @@ class CommitTimeoutError(CommitError, TimeoutError):
     """The commit did not finish before its deadline. Its outcome is unknown: check the storage.
 
     Attributes:
-        missing_ranks: the ranks whose receipts were not there.
+        missing_ranks: the ranks whose receipts were missing.
     """
 
     def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
@@ -171,7 +171,7 @@ class CommitTimeoutError(CommitError, TimeoutError):
 
 
 class ReplicasDifferError(CommitError):
-    """Ranks have different values of tensors that all of them should have alike; raised on every rank.
+    """Ranks have different values of tensors that should be equal on all of them; raised on every rank.
 
     Attributes:
         tensors: their names.
@@ -197,10 +197,10 @@ class RankError(CheckpointError):
 
 
 class RankFailedError(RankError):
-    """Another rank failed, so this operation was given up on all ranks; the message holds its error.
+    """Another rank failed, so all ranks abandoned this operation; the message holds its error.
 
     Attributes:
-        seen_here: whether this rank has seen for itself that the others are gone; else another rank reported it.
+        seen_here: whether this rank itself detected that the others are gone; False: another rank reported it.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), *, seen_here: bool = False) -> None:
@@ -221,11 +221,11 @@ class SaveCancelledError(CheckpointError):
 
 
 class SaveSkippedError(CheckpointError):
-    """The save was not started, because ``max_in_flight`` saves are running and the policy is "skip"."""
+    """The save was not started (``when_full="skip"``, or no tier accepts the step), or a tier skipped or abandoned it."""
 
 
 class TornSnapshotError(CheckpointError):
-    """The state changed, or moved, while it was copied; nothing was published. *tensors* names what did."""
+    """The state changed, or moved in memory, while it was copied; nothing was published. *tensors*: names of these."""
 
     def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -233,12 +233,12 @@ class TornSnapshotError(CheckpointError):
 
 
 class WriterLostError(CheckpointError):
-    """The process of ``worker="process"`` ended before the save did. Whether the step is committed is unknown: look at the
+    """The process of ``worker="process"`` ended before the save did. Whether the step is committed is unknown: check the
     storage. The next save starts another process."""
 
 
 class FailedSave(Protocol):
-    """What a `aiockpt.futures.SaveFuture` that has failed says: the step, and the error."""
+    """The step and the error of a failed `aiockpt.futures.SaveFuture`."""
 
     step: int
 
@@ -263,14 +263,14 @@ class BackgroundSaveError(CheckpointError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage did not do what it was asked.
+    """A call of the storage failed.
 
     Attributes:
         key: the object, relative to the backend's root.
         retryable: whether the same call may succeed a moment later.
-        damaged: whether this object is what is bad (its device cannot read it, a link or a pipe is in its place), so that
-            to go on without it is right. Anything else may be well in a minute, and says nothing of the object.
-        lasting: whether it stays refused until rights are given or it is restored from an archive.
+        damaged: whether this one object is bad (its device cannot read it, a link or a pipe is in its place), so that it
+            may be skipped. Any other failure may be transient, and does not show that the object is bad.
+        lasting: whether access stays refused until rights are granted or the object is restored from an archive.
     """
 
     retryable = False
@@ -293,7 +293,7 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 
 class ObjectExistsError(StorageError, FileExistsError):
-    """An object has that key already, and it was to be created exclusively."""
+    """The object was to be created exclusively, and its key exists already."""
 
 
 class StorageFullError(StorageError):
@@ -307,25 +307,25 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class StorageThrottledError(StorageError):
-    """The storage said that it has too much to do (429, 503 SlowDown)."""
+    """The storage throttles calls (429, 503 SlowDown)."""
 
     retryable = True
 
 
 class StorageTransferError(StorageError):
-    """Bytes were damaged or cut short on their way; those in storage may be whole."""
+    """Bytes were damaged or truncated in transit; those in storage may be intact."""
 
     retryable = True
 
 
 class StorageAccessError(StorageError, PermissionError):
-    """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
+    """The storage refused: credentials are missing, wrong or expired, or do not grant this right."""
 
     lasting = True
 
 
 def archived(message: str, key: str) -> StorageError:
-    """Return the error of an object in a class of storage out of which it must be restored before it is read."""
+    """Return the error for an object in an archive storage class, which must be restored before it can be read."""
     error = StorageError(
         f"{message}. It is archived: restore it first, and have the lifecycle rule leave steps that are still needed.",
         key=key,
@@ -335,14 +335,14 @@ def archived(message: str, key: str) -> StorageError:
 
 
 def say_briefly(error: BaseException) -> str:
-    """Return the kind of *error* and two lines of what it says, as one line: some errors name all tensors of a state."""
+    """Return the type of *error* and the first two lines of its message, as one line: some messages name every tensor."""
     lines = [line.strip().removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     more = " …" if len(lines) > 2 else ""
     return f"{type(error).__name__}: {' '.join(lines[:2])}{more}"
 
 
 def kind_in_words(value: object) -> str:
-    """Return what *value* is, to people: ``a list``, ``an int``, ``a torch.device``; never what it holds."""
+    """Return the type of *value* in words: ``a list``, ``an int``, ``a torch.device``; never its contents."""
     if value is None:
         return "None"
     cls = value if isinstance(value, type) else type(value)
@@ -363,8 +363,8 @@ _DAMAGED = {
     errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ,
     errno.EREMOTEIO,
 }  # fmt: skip
-"""A sector that cannot be read (past the page cache: ENODATA, EILSEQ), a file system that finds its own records broken
-(EUCLEAN, EBADMSG), and something else in the object's place."""
+"""A sector that cannot be read (past the page cache: ENODATA, EILSEQ), a file system with corrupt metadata
+(EUCLEAN, EBADMSG), or something else in the object's place."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -374,7 +374,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def from_os_error(error: OSError, doing: str, key: str) -> StorageError:
-    """Return ours for an ``OSError`` met while *doing* something to *key*; raise it ``from error``."""
+    """Return the `StorageError` for an ``OSError`` that *doing* something to *key* raised; raise it ``from error``."""
     message = f"{doing} {key!r}: {error.strerror or error}"
     if error.errno in _FULL:
         return StorageFullError(f"{message}. Free space or lower retention, then save again.", key=key)

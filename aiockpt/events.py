@@ -1,8 +1,8 @@
 """Event structs (frozen), and the protocol of their observers.
 
-Events are emitted on the engine's loop thread, in the order in which things happened to one save. An observer must be
-quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save. One with work to
-do beside that, such as writing a file, is a `BackgroundTask`.
+Events are emitted on the engine's loop thread, those of one save in the order in which they happened. An observer must
+return quickly, and queue longer work. One that raises is logged once, is not called again, and never harms a save. An
+observer with work of its own, such as writing a file, is a `BackgroundTask`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something happened at *at_ns* (monotonic) to *step* (-1: to no step in particular)."""
+    """Something happened to *step* (-1: to no particular step) at *at_ns* (monotonic)."""
 
     at_ns: int
     step: int = -1
@@ -27,7 +27,7 @@ class Opened(Event, frozen=True, tag=True):
         time_ns: the wall clock at *at_ns*, so that the events of several processes can be laid side by side.
         urls: of its places, the nearest first, without credentials.
         mesh: the rank's coordinates in the named dimensions of a mesh (dp, tp, pp, …), where `TraceFile` was given them.
-        process: random, the same for all checkpointers of a process: containers give the same *pid* again.
+        process: random, the same for all checkpointers of one process; containers reuse a *pid*.
     """
 
     time_ns: int
@@ -45,7 +45,7 @@ class Closed(Event, frozen=True, tag=True):
 
 
 class Alive(Event, frozen=True, tag=True):
-    """No event came for a while, and the process lives: `aiockpt.monitor.TraceFile` of the first rank writes it."""
+    """A sign of life after a while without events; written by the `aiockpt.monitor.TraceFile` of the first rank."""
 
 
 class SaveStarted(Event, frozen=True, tag=True):
@@ -57,7 +57,7 @@ class SaveStarted(Event, frozen=True, tag=True):
 
 
 class SnapshotTaken(Event, frozen=True, tag=True):
-    """The state may change again.
+    """The snapshot is complete: the state may change again.
 
     Attributes:
         bytes: of tensors.
@@ -65,8 +65,8 @@ class SnapshotTaken(Event, frozen=True, tag=True):
         reason: why it was not made as requested; empty when it was.
         pause_s: how long the call held its caller.
         copy_s: how long the copy took, on whatever thread.
-        copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it; of one
-            on the device, all of it.
+        copied_at_call_bytes: what a lazy snapshot copied in the call, because other code than optimizers changes it; with
+            a snapshot on the device, all of it.
         seconds: since the call; 0 where that is not known.
     """
 
@@ -94,7 +94,7 @@ class BytesWritten(Event, frozen=True, tag=True):
 
 
 class DataWritten(Event, frozen=True, tag=True):
-    """All data files are flushed, *seconds* after the call; only votes and the manifest are missing."""
+    """All data files are flushed, *seconds* after the call; only receipts and the manifest are missing."""
 
     bytes: int
     seconds: float
@@ -109,18 +109,18 @@ class Committed(Event, frozen=True, tag=True):
 
 
 Operation = Literal["save", "load", "copy"]
-"""What a stage belongs to; a copy is one to another place."""
+"""The operation that a stage belongs to; a copy is one to another place."""
 
 
 class StageEnded(Event, frozen=True, tag=True):
-    """A stage of a save, a load or a copy has ended, *seconds* after it began; docs/guide/watch.md#stages has them all.
+    """A stage of a save, a load or a copy has ended, *seconds* after it began; docs/guide/watch.md#stages lists all.
 
     Attributes:
-        key: the data file or the place; empty for all of the step.
+        key: the data file or the place; empty for a stage of the whole step.
         bytes: that it moved.
-        hash_s: that worker threads hashed, all of them in sum.
+        hash_s: seconds of hashing, summed over all worker threads.
         failed: whether it ended with an error.
-        error: that error's repr, or that it was given up because something else failed.
+        error: that error's repr, or a note that the stage was abandoned because something else failed.
     """
 
     operation: Operation
@@ -134,7 +134,7 @@ class StageEnded(Event, frozen=True, tag=True):
 
 
 class NotFiniteFound(Event, frozen=True, tag=True):
-    """What this rank wrote of the step has numbers that are NaN or infinite: so many in each of these *tensors*."""
+    """This rank wrote numbers that are NaN or infinite; *tensors* has their count for each tensor with some."""
 
     tensors: dict[str, int]
 
@@ -153,7 +153,7 @@ class SaveSkipped(Event, frozen=True, tag=True):
 
 
 class StepSkipped(Event, frozen=True, tag=True):
-    """``load`` did not take this step; *reason* says why."""
+    """``load`` skipped this step; *reason* says why."""
 
     reason: str
 
@@ -174,14 +174,14 @@ class Loaded(Event, frozen=True, tag=True):
 
 
 class LoadFailed(Event, frozen=True, tag=True):
-    """A ``load`` of *step*, or of the newest one (-1), has raised *error*, in one line, after *seconds*."""
+    """A ``load`` of *step*, or of the newest one (-1), failed after *seconds*; *error* is the exception in one line."""
 
     error: str
     seconds: float
 
     @property
     def which(self) -> str:
-        """What was to be loaded, in words."""
+        """The requested step, in words."""
         return "the newest step" if self.step < 0 else f"step {self.step}"
 
 
@@ -204,7 +204,7 @@ class RolledForward(Event, frozen=True, tag=True):
 
 
 class StepRepaired(Event, frozen=True, tag=True):
-    """What was bad of a step in the place *url* was written anew there, from other copies: the files of these *keys*."""
+    """Bad files of a step in the place *url*, those of these *keys*, were rewritten there from other copies."""
 
     url: str
     keys: tuple[str, ...]
@@ -212,7 +212,7 @@ class StepRepaired(Event, frozen=True, tag=True):
 
 
 class StepDamaged(Event, frozen=True, tag=True):
-    """A step in the place *url* is not what was saved, and no copy has what is bad; it is marked, and loads skip it."""
+    """A step in the place *url* is damaged, and no copy has the bad part; the step is marked, and loads skip it."""
 
     url: str
     problem: str
@@ -225,7 +225,7 @@ class PromotionQueued(Event, frozen=True, tag=True):
 
 
 class Promoted(Event, frozen=True, tag=True):
-    """The step is in the tier *url* now, too, *seconds* after it was committed in the first one."""
+    """The step was copied to the tier *url*, *seconds* after it was committed in the first one."""
 
     url: str
     bytes: int
@@ -233,7 +233,7 @@ class Promoted(Event, frozen=True, tag=True):
 
 
 class PromotionFailed(Event, frozen=True, tag=True):
-    """The step could not be copied to the tier *url*: *error* is a repr. *final*: it is not tried again."""
+    """The step could not be copied to the tier *url*: *error* is a repr. *final*: it is not retried."""
 
     url: str
     error: str
@@ -241,7 +241,7 @@ class PromotionFailed(Event, frozen=True, tag=True):
 
 
 class StorageRetried(Event, frozen=True, tag=True):
-    """The call *verb* on *key* failed with *error* (a repr) and is made again, as attempt *attempt*, after *wait_s*."""
+    """The call *verb* on *key* failed with *error* (a repr) and is retried, as attempt *attempt*, after *wait_s*."""
 
     verb: str
     key: str
@@ -254,9 +254,9 @@ class StragglerFound(Event, frozen=True, tag=True):
     """A rank is slower than its peers, from *step* on; emitted by the `aiockpt.monitor.Heartbeat` of rank 0.
 
     Attributes:
-        factor: how many times as long as the median of all ranks it takes for *stage*, in the median of *steps* steps.
-        extra_s: how much longer that is, each time.
-        cause: what is likely.
+        factor: its duration of *stage* ÷ the median of all ranks; the median over *steps* steps.
+        extra_s: the same as a difference: how many seconds longer it takes each time.
+        cause: the likely one.
     """
 
     rank: int
@@ -270,24 +270,24 @@ class StragglerFound(Event, frozen=True, tag=True):
 
 
 class Observer(Protocol):
-    """Anything that wants to know."""
+    """A receiver of events."""
 
     def on_event(self, event: Event) -> None:
-        """Take *event*; called on the loop thread, must return quickly."""
+        """Receive *event*; called on the loop thread, must return quickly."""
 
 
 @runtime_checkable
 class BackgroundTask(Observer, Protocol):
     """An observer with work of its own: the checkpointer runs it beside the engine, on the same loop.
 
-    What goes wrong in it is logged and harms no save.
+    Its errors are logged and harm no save.
     """
 
     async def run(self) -> None:
-        """Work until `aclose`; a task from when the checkpointer is made, so before the first event."""
+        """Work until `aclose`; starts as a task when the checkpointer is made, so before the first event."""
 
     async def aclose(self) -> None:
-        """End: no event will come any more, and `run` ends soon. The checkpointer waits a minute for it, no longer."""
+        """End: no more events come, and `run` must return soon. The checkpointer waits a minute for it, no longer."""
 
 
 @runtime_checkable
@@ -295,11 +295,11 @@ class EventSource(Protocol):
     """An observer that emits events of its own; all observers of the checkpointer receive them."""
 
     def tell_through(self, emit: Callable[[Event], object]) -> None:
-        """Take what shows an event to all observers, to be called on the loop thread; before the first event."""
+        """Accept *emit*, which sends an event to all observers, on the loop thread only; called before the first event."""
 
 
 class LimiterStatistics(msgspec.Struct, frozen=True):
-    """A limiter at one instant: what it is for, how many may run, run, and wait, and the most that ever ran."""
+    """A limiter at one instant: its name and limit, how many calls run and wait, and the most that ever ran."""
 
     name: str
     limit: int
@@ -329,7 +329,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class StatisticsReader(Observer, Protocol):
-    """An observer that wants to know what a checkpointer uses at this instant, too."""
+    """An observer that also polls what a checkpointer uses at an instant."""
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
-        """Take `aiockpt.Checkpointer.statistics`, which any thread may call; when the checkpointer is made."""
+        """Accept `aiockpt.Checkpointer.statistics`, which any thread may call; called when the checkpointer is made."""

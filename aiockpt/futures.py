@@ -30,13 +30,13 @@ class LoadResult(msgspec.Struct, frozen=True):
         seconds: from the call to the last verified block.
         skipped: (step id, reason) of steps that were skipped on the way.
         url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
-        missing, unexpected: names that the checkpoint lacks, and that were not wanted (``strict=False``).
+        missing, unexpected: names that the checkpoint lacks, and that the state does not have (``strict=False``).
         differences: in words, what the load removed (plain values that only the state had) or replaced because it could
             not be filled; and with ``strict=False`` all that did not fit and was left as it was.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
             (``save(…, only=…, exclude=…)``).
-        config_changes: what of ``Checkpointer(…, config=…)`` is another than when the step was saved, a line each.
-        renamed: what ``rename=`` did: name in the checkpoint → name in the state of what this rank loaded.
+        config_changes: what of ``Checkpointer(…, config=…)`` has changed since the step was saved, one line each.
+        renamed: the effect of ``rename=`` on this rank: name in the checkpoint → name in the state.
     """
 
     step: int
@@ -81,7 +81,7 @@ class Stage(Generic[T]):
         return self._value()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait up to *timeout* seconds and return what went wrong, or None."""
+        """Wait up to *timeout* seconds and return the error, or None."""
         self._wait_here(timeout)
         self._promise.retrieved = True
         return self._promise.error or self._promise.recheck()
@@ -166,7 +166,7 @@ class SaveFuture(Future[SaveResult]):
 
         Raises:
             UsageError: the checkpointer has no such tier.
-            SaveSkippedError (through the stage): the tier does not take this step.
+            SaveSkippedError (through the stage): the tier does not accept this step.
         """
         if tier is None:
             return self
@@ -183,7 +183,7 @@ class SaveFuture(Future[SaveResult]):
 
     @property
     def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
-        """How far it is."""
+        """The last stage that the save has reached."""
         if not self.done() and not self._save.written.is_settled:
             self.snapshotted().done()  # the caller may change the state after that
         return self._stage()
@@ -209,7 +209,7 @@ class LoadFuture(Future[T]):
     """One load. Worker threads fill the tensors; objects are filled by the first wait, on its own thread.
 
     (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
-    not change under its feet.) Without a wait the load is not complete: the engine's next call says so.
+    not change while it runs.) Without a wait the load stays incomplete: the checkpointer's next call raises.
     """
 
     def __init__(self, promise: LoadPromise[T]) -> None:
@@ -226,7 +226,7 @@ class LoadFuture(Future[T]):
         return asked
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait up to *timeout* seconds and return what went wrong; None when the tensors are filled, objects not yet."""
+        """Wait up to *timeout* seconds and return the error; None when the tensors are filled (objects are not yet)."""
         error = super().exception(timeout)
         self._load.waited_for |= error is not None
         return error

@@ -29,12 +29,12 @@ R = TypeVar("R")
 
 
 def refuse_value(call: str, name: str, value: object, advice: str) -> NoReturn:
-    """Raise UsageError for the *value* of an option, saying what to give.
+    """Raise UsageError for a wrong *value* of an option; *advice* is what to pass instead.
 
-    What is neither a number, a word nor options is not printed: it may be a model.
+    A value that is neither a number, a string nor options is not printed: it may be a model.
 
     Args:
-        call: whose option *name* is: ``"IO"``, or ``"Tier('/local'"`` with what tells it from others; "" for none.
+        call: the one with the option *name*: ``"IO"``, or ``"Tier('/local'"`` with what identifies it; may be empty.
     """
     plain = value is None or isinstance(value, bool | int | float | str | msgspec.Struct)
     given = f"{name}={repr(value) if plain else kind_in_words(value)}"
@@ -73,11 +73,11 @@ CALLED_ELSEWHERE = {
     "async_mode": "nothing: every save runs in the background; snapshot='lazy' shortens the call",
     "save_on_each_node": "Tier(path) for the disk of each node",
 }
-"""What options of other tools for checkpoints are here."""
+"""Options of other checkpoint tools, and what to write here instead."""
 
 
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UsageError when a keyword of the call *what* is not one of the *known* ones; say which may be meant."""
+    """Raise UsageError when a keyword of the call *what* is not one of the *known* ones; suggest a close one."""
     known = [name for name in known if name != "self"]
     for name in given:
         if name not in known:
@@ -89,7 +89,7 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def asks_what_was_meant(init: Callable[P, R]) -> Callable[P, R]:
-    """Have an ``__init__`` with many keywords answer a misspelt one as `check_keywords` does."""
+    """Make an ``__init__`` with many keywords raise for a misspelt one, as `check_keywords` does."""
     what = init.__qualname__.partition(".")[0]
     parameters = inspect.signature(init).parameters.items()
     known = {name: option for name, option in parameters if option.kind is not option.VAR_KEYWORD}
@@ -105,9 +105,9 @@ def asks_what_was_meant(init: Callable[P, R]) -> Callable[P, R]:
 
 
 class AsksWhatWasMeant(msgspec.StructMeta):
-    """Makes structs whose constructors do the same (those of msgspec are no ``__init__`` that could be wrapped).
+    """The metaclass of structs whose constructors do the same (msgspec has no ``__init__`` that could be wrapped).
 
-    They answer a value without a name, and a name without a value, in the same way.
+    They also raise for a value without a name, and for a name without a value.
     """
 
     if not TYPE_CHECKING:  # type checkers know the fields; this signature would hide them
@@ -147,27 +147,27 @@ Verify = Literal["read", "full", "none"]
 """Check the blocks that are read (default), every block of the checkpoint first, or nothing (benchmarks only)."""
 
 Snapshot = Literal["eager", "lazy", "device"]
-"""When tensors are copied: before ``save`` returns (default), or beside what follows, until an optimizer steps; or, where
-they are on a device with room for a second copy, at once but there, and to the host beside what follows."""
+"""When tensors are copied: before ``save`` returns (default); in the background, until an optimizer steps; or at once into a
+second copy on the device, where it has room, and from there to the host in the background."""
 
 Debug = Literal["digest"]
 """Compare digests of the state at the call with those at the end of the copy: a change meanwhile fails the save."""
 
 Screen = Literal["finite"]
-"""What is looked for while a save is written: numbers that are NaN or infinite."""
+"""What a save is checked for while it is written: numbers that are NaN or infinite."""
 
 Replicas = Literal["check", "first"]
-"""What several ranks have of a tensor must be the same, or the save fails (default); or that of one rank counts, unseen."""
+"""Values of a tensor on several ranks must be equal, or the save fails (default); or one rank's are saved unchecked."""
 
 WhenFull = Literal["wait", "skip", "eager"]
 """``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
 background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
 
 Worker = Literal["thread", "process"]
-"""What writes: a thread of this process (default), or a process of its own, which outlives this one if need be."""
+"""The writer: a thread of this process (default), or a process of its own, which can outlive this one."""
 
 OnError = Literal["raise", "warn"] | Callable[[Any], object]
-"""A background save failed: raise at the next call (default), warn, or call this with its future."""
+"""Reaction to a failed background save: raise at the next call (default), warn, or call this with its future."""
 
 Mode = Literal["min", "max"]
 """Whether the least or the greatest value of a metric is the best."""
@@ -210,12 +210,12 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
 
     Attributes:
         last: keep the newest *last* steps of the current lineage; None keeps all.
-        every: keep each step divisible by *every*; None adds none.
-        best: keep the best steps by a metric; None adds none.
+        every: keep each step divisible by *every*; None adds no step.
+        best: keep the best steps by a metric; None adds no step.
         newer_than: keep each step that is younger (``"7d"``, ``"36h"``, seconds) by the dates and the clock of the storage,
-            or of unknown age. Without *last* the newest step is the only one that stays besides. None adds none.
+            or of unknown age. Without *last*, only the newest step is kept besides. None adds no step.
         optimizer: of the steps that are kept, the newest *optimizer* are kept in full, and so is the newest verified one;
-            of the others, the weights alone, which nothing is resumed from. None keeps all of them in full.
+            the others keep their weights alone, and cannot be resumed from. None keeps all of them in full.
         grace_s: seconds, by the storage's clock, before an uncommitted attempt counts as garbage. A day, so
             that a slow save of another job never counts as a dead one.
     """
@@ -244,7 +244,7 @@ Content = Literal["full", "weights"]
 """What a tier holds of a step: all of it, or what its modules hold."""
 
 TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
-"""A step did not reach a tier: log it (default), raise at the next call, or call this with the error."""
+"""Reaction to a step that did not reach a tier: log (default), raise at the next call, or call this with the error."""
 
 
 class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
@@ -256,15 +256,15 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     Attributes:
         url: a path, a URL, or a backend.
         every: accepts the steps that are multiples of it; None accepts each.
-        keep: what stays there: so many of the newest steps, or rules; None keeps all, and in a memory tier before a
-            durable one the newest.
-        deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
+        keep: the number of newest steps to keep there, or rules; None keeps all, but in a memory tier before a
+            durable one only the newest.
+        deadline: seconds for which the copy of a step to this tier is retried before the tier abandons the step.
         bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
             default costs a training step less than 3 % (benchmarks/README.md).
-        on_error: what to do when a step was given up.
+        on_error: what to do when the tier has abandoned a step.
         content: ``"full"``, or ``"weights"``: the parameters, buffers and extra values of the state's modules, as a
             checkpoint of their own that loads into a bare ``{"model": model}``. It is made from a nearer tier that has the
-            step in full, counts as no commit, and nothing is resumed from it.
+            step in full, counts as no commit, and cannot be resumed from.
     """
 
     url: Any
@@ -291,7 +291,7 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
 
     @property
     def retention(self) -> Retention | None:
-        """What stays there, as rules."""
+        """What is kept there, as rules."""
         return Retention(last=self.keep) if isinstance(self.keep, int) else self.keep
 
     @property
@@ -300,12 +300,12 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
         return self.content == "full"
 
     def takes(self, step: int) -> bool:
-        """Return whether *step* is one of those that go there."""
+        """Return whether the tier accepts *step*."""
         return self.every is None or step % self.every == 0
 
 
 def check_tiers(tiers: Sequence[Tier]) -> None:
-    """Return when each tier can get the steps that it accepts, from the first one on.
+    """Check that each tier can get the steps that it accepts from a nearer one.
 
     Raises:
         UsageError: a tier of weights accepts steps that no nearer tier has in full.
@@ -321,21 +321,21 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
 
 
 class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """How bytes move. The defaults are measured (benchmarks/README.md); few runs need others.
+    """Sizes and speeds of transfers. The defaults are measured (benchmarks/README.md); few runs need others.
 
     Attributes:
-        pool_bytes: the staging pool. None takes the size of the state, at most a quarter of the memory to spare: a pool
-            as large as the state is what makes the pause one copy. Smaller works; the pause then includes writing.
+        pool_bytes: the staging pool. None uses the size of the state, at most a quarter of the spare memory: with a pool
+            as large as the state the pause is one copy. A smaller one works; the pause then includes writing.
         slab_bytes: bytes of one slab, and of one write; a multiple of *block_bytes*. 16 MiB hides a thread hop.
-        block_bytes: bytes under one checksum, a power of two of at least 4 KiB; what is read is read in whole blocks. None
-            takes 8 MiB for a process that saves alone, and 1 MiB for one of several: other ranks will want other parts.
-        file_bytes: where a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.
+        block_bytes: bytes under one checksum, a power of two of at least 4 KiB; reads are of whole blocks. None uses
+            8 MiB for a process that saves alone, and 1 MiB for one of several: other ranks will read other parts.
+        file_bytes: size at which a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.
         read_bytes: bytes of one read; a multiple of *block_bytes*.
         verify: which blocks are checked while loading.
-        bandwidth: bytes/s of a save into the place that it waits for. None: as fast as it goes. For a disk or
+        bandwidth: bytes/s of a save into the place that it waits for. None: no limit. For a disk or
             a network that training needs too.
-        nice: how much a writer process (``worker="process"``) gives way to others, for the processor and the disk, from 0
-            to 19, as ``nice(1)`` counts. 0: a save should end soon.
+        nice: the niceness of a writer process (``worker="process"``), for the processor and the disk, from 0 to 19 as
+            in ``nice(1)``. 0, because a save should end soon.
     """
 
     pool_bytes: int | None = None
@@ -368,11 +368,11 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
 
 
 class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """Every step is read again now and then, and what is bad is taken from other tiers: ``Checkpointer(…, scrub=Scrub())``.
+    """Periodic verification of every step, with repair from other tiers: ``Checkpointer(…, scrub=Scrub())``.
 
     Attributes:
-        every_h: hours until a step is read again; the marks that each reading leaves say when that was.
-        bandwidth: bytes/s at the most. While a save is under way nothing is read at all.
+        every_h: hours between two readings of a step; each reading leaves a mark with its time.
+        bandwidth: bytes/s at most. While a save is under way, nothing is read.
     """
 
     every_h: float = 24.0
@@ -384,10 +384,10 @@ class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMean
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """Seconds before a wait gives up and says what it waited for. No deadline stops a transfer that moves.
+    """Seconds before a wait times out, and its error names what it waited for. No deadline stops a transfer that progresses.
 
     Attributes:
-        slab_s: for a free slab while a snapshot is taken. Long: it is the disk that is slow then, not the engine.
+        slab_s: for a free slab while a snapshot is taken. Long, because the disk is slow then, not the engine.
         commit_s: for the receipts of all ranks and the manifest.
         ranks_s: for the other ranks, while all plan the first save of a structure or agree on what to load.
         takeover_s: after voting, for rank 0 to commit; then any rank that finds all votes commits in its place.
@@ -409,9 +409,9 @@ class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant
     """What a lazy save copies in the call, and what it compares: ``Checkpointer(…, lazy=Lazy(mutable=["model.gate"]))``.
 
     Attributes:
-        mutable: names of tensors, or what they begin with, that are copied in the call although an optimizer owns them.
+        mutable: names of tensors, or their prefixes, that are copied in the call although an optimizer owns them.
             What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
-        immutable: the same of tensors that may stay in place although no optimizer owns them: frozen weights.
+        immutable: the same for tensors that may stay in place although no optimizer owns them: frozen weights.
         debug: ``"digest"`` compares the state before and after each snapshot, eager ones too, and fails a save whose state
             has changed.
     """
@@ -432,13 +432,13 @@ class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """How much is done at once, in which pieces, and for how long it is waited for.
+    """How many saves run at once, the sizes of their pieces, and the deadlines of waits.
 
     Attributes:
-        io: how bytes move: pool, block and slab sizes, verification.
-        deadlines: when a wait gives up.
+        io: pool, block and slab sizes, speeds, verification.
+        deadlines: when a wait times out.
         max_in_flight: saves that may run at once.
-        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future raises). A lazy save
             waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
     """
 
@@ -464,7 +464,7 @@ MOVED = {
 
 
 def warn_moved(names: Iterable[str]) -> None:
-    """Warn the caller of `Checkpointer` of keywords that are accepted still, each with what to write."""
+    """Warn the caller of `Checkpointer` of keywords that are deprecated, each with its replacement."""
     for name in names:
         how = f"Checkpointer(…, {MOVED[name]}({name}=…))"
         warnings.warn(f"Checkpointer({name}=…) goes in a later release: write {how}", DeprecationWarning, stacklevel=4)

@@ -2,11 +2,11 @@
 
 Guarantees:
 
-- `redact` leaves no user information with a password, and no value of a signature, token, key or password field of a query
-  in a text, wherever in it a URL stands; what goes to people, to a log, an event, a report or a file passes it.
-- A password that a library quotes by itself is found, too, once `hide` has seen the URL that holds it; and so are secrets of
-  the environment (``AWS_SECRET_ACCESS_KEY``, ``…_TOKEN``, a proxy's password, a SAS) from the first place that is opened.
-- A user or container that stands alone in front of the host stays: ``abfs://container@account…`` names a place.
+- `redact` removes from a text, wherever a URL is in it, user information with a password, and each value of a signature,
+  token, key or password field of a query. All that is shown to people, logged, emitted or written to a file passes it.
+- A password that a library quotes by itself is redacted, too, once `hide` has seen its URL; and so are secrets of the
+  environment (``AWS_SECRET_ACCESS_KEY``, ``…_TOKEN``, a proxy's password, a SAS) from the first place that is opened.
+- A user or container without a password in front of the host is kept: ``abfs://container@account…`` names a place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HIDDEN = "***"
 _NAMED = frozenset(
     {"sftp", "ssh", "scp", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "smb", "gs", "gcs"}
 )
-"""Schemes where what stands alone in front of the ``@`` is a user or a container; elsewhere it may be a token."""
+"""Schemes where a name without a password before the ``@`` is a user or a container; elsewhere it may be a token."""
 
 _USER = re.compile(
     r"""([A-Za-z][A-Za-z0-9+.-]+)(://?)  # a pathlib.Path drops a slash
@@ -43,9 +43,9 @@ _FIELD = re.compile(
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _SECRET_OPTION = re.compile(rf"{_SECRET_NAME}|^key$", re.IGNORECASE)
 _SHORTEST, _SHORTEST_OF_THE_ENVIRONMENT = 5, 8
-"""Characters; a shorter password is no word to be looked for in everything that is said."""
+"""Characters; a shorter password is not redacted by itself: ordinary text may contain it."""
 _WHOLE_USER = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#:@\[]*):(?!\d{1,5}(?:[/?#]|$))(.*)@", re.DOTALL)
-"""What stands in front of the host of a text that is a URL and nothing else, so that the password may hold anything."""
+"""The part before the host of a text that is one URL and nothing else: its password may hold any character."""
 _SECRET_VARIABLE = re.compile(
     r"(?:^|_)(?:SECRET|TOKEN|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|ACCOUNT|STORAGE|SECRET|PRIVATE|SAS|MASTER)_?KEY|SAS|SIGNATURE"
     r"|CONNECTION_STRING)$",
@@ -69,13 +69,13 @@ def redact(text: str) -> str:
 
 
 def hide(url: str) -> str:
-    """Return *url* redacted; from now on its passwords and keys are redacted wherever they turn up by themselves."""
+    """Return *url* redacted; from now on its passwords and keys are redacted wherever they occur by themselves."""
     _hide(url)
     return redact(url)
 
 
 def hide_environment(environment: Mapping[str, str]) -> None:
-    """From now on, redact what variables hold whose names are those of secrets, and passwords of URLs in any."""
+    """From now on, redact the values of variables with names of secrets, and passwords of URLs in any variable."""
     for name, value in environment.items():
         if "://" in value:
             _hide(value)
@@ -87,7 +87,7 @@ def hide_environment(environment: Mapping[str, str]) -> None:
 def _hide(url: str) -> None:
     if (whole := _WHOLE_USER.match(url)) is not None:
         parts = whole[2].split("@")
-        # Where the password ends and a path with an @ begins is unknown: the longest is looked for first, or a shorter
+        # Where the password ends and a path with an @ begins is unknown: the longest is matched first, or a shorter
         # one would leave its rest.
         for count in range(len(parts), 0, -1):
             password = "@".join(parts[:count])
@@ -102,21 +102,21 @@ def _hide(url: str) -> None:
 
 
 def _looks_like_token(user: str) -> bool:
-    """Return whether what stands alone in front of the ``@`` may be a token: a user's name is a word of many sentences."""
+    """Return whether a *user* without a password may be a token; a plain name occurs in many sentences."""
     return len(user) >= 12 and any(letter.isdigit() for letter in user)
 
 
 def hide_options(options: Mapping[str, object]) -> None:
-    """From now on, redact what *options* of a client library hold under the name of a secret, wherever it turns up."""
+    """From now on, redact the values that *options* of a client library have under the name of a secret."""
     for name, value in options.items():
         if isinstance(value, str) and _SECRET_OPTION.search(name):
             _remember(value)
 
 
 def redact_error(error: BaseException) -> BaseException:
-    """Return *error* with nothing secret in its message or in those of the errors that it came from.
+    """Return *error* without secrets in its message and in the messages of its causes.
 
-    It is mended in place; where its text is made of something else, what is returned stands for it.
+    It is changed in place; where its text cannot be changed, a replacement is returned.
     """
     _redact_chain(error, set())
     if _is_clean(error):
@@ -161,7 +161,7 @@ def _user(found: re.Match[str]) -> str:
 
 
 def _shows_user(found: re.Match[str]) -> bool:
-    """Return whether what stands in front of the ``@`` has no password, and names a user or a container."""
+    """Return whether the part before the ``@`` has no password, and names a user or a container."""
     return found[1].lower() in _NAMED and ":" not in _user(found)
 
 

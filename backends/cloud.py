@@ -2,14 +2,14 @@
 
 Guarantees, besides those of the contract:
 
-- ``put_new`` is a conditional create. gs:// and az:// keep the condition by their own documentation; any other store must
-  prove it once, before the first object is created (docs/format.md#commit-on-object-stores).
+- ``put_new`` is a conditional create. gs:// and az:// honour the condition by their own documentation; any other store
+  must prove it once, before the first object is created (docs/format.md#commit-on-object-stores).
 - ``create`` claims its key by creating a small object, which the data replace at once when the upload is finished: one of
   several creators wins, and a crash leaves a small object that no receipt names.
-- The client sends no call twice, but for the parts of an upload: obstore accepts a stream, which cannot be sent again
-  from outside.
+- The client retries no call except the parts of an upload: obstore accepts a stream, which cannot be sent again from
+  outside.
 
-Not kept: ``delete`` removes keys in batches, and within a batch in any order. An upload holds the parts in flight
+Deviations: ``delete`` removes keys in batches, and within a batch in any order. An upload holds the parts in flight
 (`PARTS` of 16 MiB) besides the caller's memory: obstore keeps references, and does not report when it drops them.
 """
 
@@ -94,7 +94,7 @@ class CloudBackend:
     """Objects below a prefix of a bucket or container.
 
     Args:
-        url: ``gs://bucket/prefix`` or ``az://container/prefix``; also what else obstore opens, for example ``s3://``.
+        url: ``gs://bucket/prefix`` or ``az://container/prefix``; also any other URL of obstore, for example ``s3://``.
             Credentials, account and endpoint are found as the provider's own tools find them: in the environment
             (``GOOGLE_…``, ``AZURE_STORAGE_…``), in files, or from the machine's identity.
         world: the seam to the random source, which names probes and marks claims.
@@ -194,15 +194,13 @@ class CloudBackend:
         with cloud_errors("deleting", keys[0]):
             try:
                 await obstore.delete_async(self._store, keys)
-            except (
-                FileNotFoundError
-            ):  # some stores report it; which of the others they had removed by then is not known
+            except FileNotFoundError:  # some stores report it; which other keys were removed by then is unknown
                 for key in keys:
                     with suppress(FileNotFoundError):
                         await obstore.delete_async(self._store, key)
 
     async def _claim(self, key: str) -> None:
-        """Create the object that claims *key*; when cancelled meanwhile, wait for the answer and remove the claim."""
+        """Create the object that claims *key*; when cancelled, wait for the answer and remove the claim."""
         claiming = asyncio.ensure_future(obstore.put_async(self._store, key, self._claim_mark, mode="create"))
         try:
             await asyncio.wait([claiming])
@@ -217,15 +215,15 @@ class CloudBackend:
             if key not in self._unanswered or await self.get(key, len(self._claim_mark) + 1) != self._claim_mark:
                 raise
         except BaseError:
-            self._unanswered.add(key)  # it may be ours all the same, which the next try will find
+            self._unanswered.add(key)  # the claim may have succeeded, which the next attempt detects
             raise
         self._unanswered.discard(key)
 
     async def _proven(self) -> bool:
-        """Return whether the store creates exclusively; test it where that is not known of its kind.
+        """Return whether the store creates exclusively; test it once unless its kind is known to.
 
         Raises:
-            StorageError: it does not, and that was not allowed.
+            StorageError: it does not, and *unsafe_commit* is False.
         """
         async with self._proving:
             if self._exclusive is None:
@@ -245,7 +243,7 @@ class CloudBackend:
         return self._exclusive
 
     async def _prove(self) -> bool:
-        """Create one object twice, for good; return whether that was refused for the right reason."""
+        """Create one object twice, and leave it; return whether a create was refused because the object exists."""
         try:
             for _ in range(2):
                 await obstore.put_async(self._store, PROOF_KEY, PROOF, mode="create")
@@ -309,7 +307,7 @@ class CloudStream:
         self._writer = obstore.open_writer_async(uploading, key, buffer_size=part_bytes(size), max_concurrency=PARTS)
 
     async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
-        for run in runs:  # one at a time, so that no more is copied than can be sent
+        for run in runs:  # one at a time, so that only as much is copied as can be sent
             part = await run_blocking(self._limiter, copy_runs, [run], self._memory.lend(run.nbytes), seen)
             with lost_stream(), cloud_errors("writing", self._key):
                 await self._writer.write(part)
@@ -328,7 +326,7 @@ class CloudStream:
             with cloud_errors("aborting", self._key):
                 await removing
         except StorageError as error:
-            logger.info("%s: %s will stay for the store's own cleaning: %s", self._key, what, error)
+            logger.info("%s: %s are left to the store's own clean-up: %s", self._key, what, error)
 
     async def _release(self) -> None:
         with suppress(FileNotFoundError):
@@ -338,15 +336,15 @@ class CloudStream:
 class PartMemory:
     """Memory for the parts in flight, reused once the client has released it.
 
-    The client keeps a reference to what it is given and does not report when it drops it; but a view that is still
-    referenced cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
+    The client keeps a reference to its input and does not report when it drops it; but a view that is still referenced
+    cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
     """
 
     def __init__(self) -> None:
         self._lent: list[tuple[memoryview, memoryview]] = []
 
     def lend(self, size_bytes: int) -> memoryview:
-        """Return *size_bytes* without any other reference to them."""
+        """Return memory of *size_bytes* without any other reference to it."""
         memory = self._take_back(size_bytes) or np.empty(size_bytes, np.uint8).data
         view = memory[:size_bytes]
         self._lent.append((memory, view))
@@ -364,7 +362,7 @@ class PartMemory:
 
 
 def part_bytes(size: int) -> int:
-    """Return the bytes of a part of a file of *size* bytes: a multiple of 8 MiB, few enough parts for any store."""
+    """Return the part size for a file of *size* bytes: a multiple of 8 MiB that makes few enough parts for any store."""
     return max(_PART_BYTES, -(-size // _MOST_PARTS // _PART_STEP_BYTES) * _PART_STEP_BYTES)
 
 
@@ -385,8 +383,8 @@ def _stat(meta: ObjectMeta, key: str) -> Stat:
 # Errors of obstore as ours, classified by the HTTP status or the transport error inside them.
 #
 # obstore has a class for each condition that object stores agree on; the rest is one class whose text ends in the fields
-# of the Rust error. Those fields are what is read here, and tests/backends/test_cloud_errors.py makes each of them by a
-# real response, so that a release that words them differently turns a test red.
+# of the Rust error. Those fields are parsed here, and tests/backends/test_cloud_errors.py causes each of them by a real
+# response, so that a release with other words turns a test red.
 
 
 _STATUS = re.compile(r"\bstatus: (\d{3}),")
@@ -401,7 +399,7 @@ _CUT_SHORT = {"Interrupted", "Decode"}
 
 @contextmanager
 def cloud_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn an error of obstore into ours, raised while *doing* something to *key*."""
+    """Convert an error of obstore, raised while *doing* something to *key*, to ours."""
     try:
         yield
     except StorageError:
@@ -438,7 +436,7 @@ def _from_status(status: int, message: str, key: str) -> StorageError:
 
 
 def _from_kind(kind: str | None, message: str, key: str) -> StorageError:
-    """Classify what went wrong without an answer; *kind* is how the HTTP client calls it, None when it was not HTTP."""
+    """Classify a failure without an answer; *kind* is the HTTP client's name for it, None when it was not HTTP."""
     if kind == "Timeout":
         return StorageTimeoutError(message, key=key)
     if kind in _CUT_SHORT:

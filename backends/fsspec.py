@@ -3,12 +3,12 @@
 Guarantees, and where this last resort is weaker than the contract:
 
 - ``put_new`` has one winner where the file system can create exclusively. That is tested before the first create: several
-  threads race for one name, and exactly one must win. Else the place is refused, unless *unsafe_commit* is given. The test
-  is no proof; fsspec's methods that are known to check first and write then are not considered.
-- ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a crash may
-  see a part of a small object; its digest shows it, and it counts as bad (docs/format.md#commit-on-posix).
-- ``durable`` means that the far side has acknowledged the bytes; whether it has flushed them, fsspec does not know.
-- Symbolic links are handled by the far side.
+  threads race for one name, and exactly one must win. Else the place is refused, unless *unsafe_commit* is True. The test
+  is no proof; fsspec's methods that are known to check first and then write are not considered.
+- ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a small object may be
+  seen in part, by a reader or after a crash; its digest shows it, and it counts as bad (docs/format.md#commit-on-posix).
+- ``durable`` means that the server has acknowledged the bytes; fsspec does not report whether it has flushed them.
+- Symbolic links are handled by the server.
 
 All calls run on worker threads, also those of asynchronous file systems, which then use fsspec's own loop. fsspec owns its
 file systems and keeps them for the next user, so `close` does not close them.
@@ -45,7 +45,7 @@ from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_ke
 
 logger = logging.getLogger("aiockpt")
 
-fsspec: Any = import_module("fsspec")  # it has no types, and is not there where the extra is not installed
+fsspec: Any = import_module("fsspec")  # it has no types, and is missing where the extra is not installed
 
 _CALLS = 8
 _BLOCK_WRITES = 1  # a file is one stream
@@ -59,7 +59,7 @@ _OUR_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 
 
 def _advice(url: str) -> str:
-    """Return what serves in place of the package that fsspec wants for *url*; nothing where that is needed."""
+    """Return advice that avoids the package which fsspec needs for *url*; "" where there is none."""
     scheme, _, rest = url.partition("://")
     if (ours := _OUR_SCHEMES.get(scheme.lower())) is not None:
         return f". Write {ours}://{rest}, which needs no such package"
@@ -75,11 +75,11 @@ class FsspecBackend:
     """Objects below the path of *url*.
 
     Args:
-        url: of any protocol that fsspec knows, for example ``sftp://host/path``; what it needs besides fsspec is named
+        url: of any protocol that fsspec knows, for example ``sftp://host/path``; a package that it also needs is named
             when it is missing.
         unsafe_commit: also use a file system that cannot create exclusively. Two writers of one step may both believe
             that they committed it, and the later one wins.
-        storage_options: arguments for the file system (credentials, endpoints), as its documentation has them.
+        storage_options: arguments for the file system (credentials, endpoints); see its documentation.
         world: the seam to the random source, which names the probe.
 
     Raises:
@@ -105,7 +105,7 @@ class FsspecBackend:
         self._options = dict(storage_options or {})
         self._unsafe_commit = unsafe_commit
         self._token = (world or World()).token
-        # A file of fsspec's memory is one object for all that open it, with one position: one call at a time.
+        # All users of a file of fsspec's memory share one object with one position: one call at a time.
         self._calls = Limiter("fsspec calls", 1 if self._protocol == "memory" else _CALLS)
         self._preparing = anyio.Lock()
         self._found: FsspecPlace | None = None
@@ -192,10 +192,10 @@ class FsspecBackend:
         return FsspecPlace(fs, root, remove_folder)
 
     async def _exclusive_create(self) -> Create:
-        """Return what creates files here; test it first, once: luck in a second race would prove nothing.
+        """Return the function that creates files here; test it first, once: luck in a second race would prove nothing.
 
         Raises:
-            StorageError: nothing creates exclusively, and that was not allowed.
+            StorageError: none creates exclusively, and *unsafe_commit* is False.
         """
         place = await self._place()
         async with self._preparing:
@@ -210,9 +210,9 @@ class FsspecBackend:
         return self._create
 
     async def _find_create(self, place: FsspecPlace) -> Create | None:
-        """Return what creates files exclusively, or what is allowed instead, if anything."""
+        """Return the function that creates files exclusively, or the unsafe one where that is allowed; else None."""
         ways = [create_by_open]
-        if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one checks first and writes then
+        if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one checks first and then writes
             ways.append(create_by_pipe)
         for way in ways:
             if await self._is_exclusive(place, way):
@@ -235,7 +235,7 @@ class FsspecBackend:
         """Let threads race to create one file; return whether exactly one won and its bytes are there.
 
         Raises:
-            StorageError: none won, for a reason that may pass.
+            StorageError: none won, for a temporary reason.
         """
         probe = f".exclusive-{self._token(8).hex()}"
         won: list[bytes] = []
@@ -294,7 +294,7 @@ class FsspecStream:
             try:
                 await run_blocking(self._limiter, self._abort)
             except StorageError as error:
-                logger.info("what was written of %s is left there: %s", self._key, error)
+                logger.info("%s: the incomplete file could not be removed; it is left there: %s", self._key, error)
 
     def _send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
         assert self._file is not None
@@ -311,14 +311,14 @@ class FsspecStream:
 
     def _abort(self) -> None:
         if self._file is not None:
-            with suppress(Exception):  # it is given up
+            with suppress(Exception):  # it is abandoned
                 _discard(self._file)
         if self._claimed:
             self._place.delete([self._key])
 
 
 class _OpenFiles:
-    """The open files of an object that is read: each read has one of its own. Fills a `RangeReader`."""
+    """The open files of an object that is read: each concurrent read has its own. Fills a `RangeReader`."""
 
     def __init__(self, place: FsspecPlace, key: str, limiter: Limiter) -> None:
         self._place = place
@@ -347,7 +347,7 @@ class _OpenFiles:
                 if not piece:
                     raise ends_early(self._key, offset)
                 if len(piece) > wanted:
-                    raise StorageTransferError(f"{self._key!r}: {len(piece)} bytes came for {wanted}", key=self._key)
+                    raise StorageTransferError(f"{self._key!r}: {len(piece)} of {wanted} bytes received", key=self._key)
                 buffers.fill(memoryview(piece), seen)
                 offset += len(piece)
         finally:
@@ -368,7 +368,7 @@ def open_reader(place: FsspecPlace, key: str, size: int, limiter: Limiter) -> Ra
 
 
 def _discard(file: FsspecFile) -> None:
-    """Close *file* without publishing what it holds, where it knows how to."""
+    """Close *file* without publishing its content, where it supports that."""
     if (discard := getattr(file, "discard", None)) is None:
         file.close()
     else:

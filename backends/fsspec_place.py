@@ -2,7 +2,7 @@
 
 fsspec's file systems agree on names more than on behaviour, so nothing is assumed here:
 
-- what is removed is checked first (some remove folders with all that is in them), and so is what is opened;
+- an object is checked before it is removed (some remove folders with all contents), or opened;
 - listings are requested anew (some are cached);
 - an exclusive create that fails for any reason counts as a conflict when the key is there afterwards (SFTP knows no
   error of that kind).
@@ -26,7 +26,7 @@ _NS = 1_000_000_000
 
 
 class FsspecFile(Protocol):
-    """An open file of fsspec, as much of it as is needed."""
+    """The part of an open file of fsspec that is used."""
 
     def read(self, size: int, /) -> bytes: ...
     def write(self, data: memoryview | bytes, /) -> object: ...
@@ -35,7 +35,7 @@ class FsspecFile(Protocol):
 
 
 class FileSystem(Protocol):
-    """fsspec's ``AbstractFileSystem``, as much of it as is needed."""
+    """The part of fsspec's ``AbstractFileSystem`` that is used."""
 
     def open(self, path: str, mode: str, /, **options: Any) -> FsspecFile: ...
     def pipe_file(self, path: str, value: bytes, /, **options: Any) -> object: ...
@@ -53,7 +53,7 @@ Create = Callable[[FileSystem, str, bytes], None]
 
 @contextmanager
 def fsspec_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn any error of a file system into ours, raised while *doing* something to *key*."""
+    """Convert any error of a file system, raised while *doing* something to *key*, to ours."""
     try:
         yield
     except CheckpointError:
@@ -80,7 +80,7 @@ def create_by_open(fs: FileSystem, path: str, data: bytes) -> None:
 
 
 def create_by_pipe(fs: FileSystem, path: str, data: bytes) -> None:
-    """Create a file by piping to it with mode "create", as the object stores among the file systems can."""
+    """Create a file by piping to it with mode "create", which the object stores among the file systems support."""
     try:
         fs.pipe_file(path, data, mode="create")
     except Exception:
@@ -89,7 +89,7 @@ def create_by_pipe(fs: FileSystem, path: str, data: bytes) -> None:
 
 
 def create_unsafely(fs: FileSystem, path: str, data: bytes) -> None:
-    """Create a file that was not there a moment ago."""
+    """Create a file after a check that it does not exist, which is not atomic."""
     _raise_if_taken(fs, path)
     fs.pipe_file(path, data)
 
@@ -141,7 +141,7 @@ class FsspecPlace:
         Raises:
             FileNotFoundError: there is none, or it is a folder.
         """
-        found = self._look(key)
+        found = self._lookup(key)
         if found is None or found["type"] != "file":
             raise FileNotFoundError(f"no object of that key in {self._root}")
         return found
@@ -193,8 +193,8 @@ class FsspecPlace:
             retryable=True,
         )
 
-    def _look(self, key: str) -> Mapping[str, Any] | None:
-        """Return what *key* is; None when it is nothing, for example below a file."""
+    def _lookup(self, key: str) -> Mapping[str, Any] | None:
+        """Return the description of *key*; None when nothing is there, for example below a file."""
         self.fs.invalidate_cache()
         try:
             return self.fs.info(self.path(key))
@@ -202,8 +202,8 @@ class FsspecPlace:
             return None
 
     def _entries(self, folder: str) -> Sequence[Mapping[str, Any]]:
-        """Return what is in *folder*, nothing when it is none."""
-        found = self._look(folder)
+        """Return the entries of *folder*; none when it is no folder."""
+        found = self._lookup(folder)
         if found is None or found["type"] != "directory":
             return ()
         path = self.path(folder).rstrip("/")
@@ -230,7 +230,7 @@ def _stat(key: str, found: Mapping[str, Any]) -> Stat:
 
 
 def modified_ns(found: Mapping[str, Any]) -> int:
-    """Return the time of a file's last write, under whatever name and type the file system has; 0 where it has none."""
+    """Return the time of a file's last write, whatever its name and type in the file system; 0 where it has none."""
     for name in _MODIFIED:
         said = found.get(name)
         if isinstance(said, str):

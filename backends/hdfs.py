@@ -5,7 +5,7 @@ Guarantees, besides those of the contract:
 - A key is absent or whole: small objects are written to a temporary file and renamed, without overwriting for ``put_new``,
   so one racer wins. Temporary files are in ``.tmp`` below the root, are never listed, and go after a day.
 - **Durable** means: the NameNode has the name in its edit log, and every byte was flushed (``hsync``) on every DataNode of
-  its pipeline before the file was closed. A power cut of all replicas at once is survived only where the DataNodes also
+  its pipeline before the file was closed. Data survive a power cut of all replicas at once only where the DataNodes also
   flush their folders: set ``dfs.datanode.synconclose=true`` for that.
 - No call to a server runs on the event loop (see `hdfs_client`).
 
@@ -36,9 +36,9 @@ from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_ke
 _BLOCK_WRITES = 4
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
-# What a read shows at once at most: it is in the CPU's cache still.
+# The most bytes that a read shows at once: they are still in the CPU's cache.
 SHOWN_BYTES = 1 << 20
-_ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
+_ATTEMPTS = 16  # the writer gives up after so many removals of its folder
 _NS_PER_MS = 1_000_000
 _TEMPORARY = ".tmp"
 _LEFTOVER_AFTER_MS = 24 * 3600 * 1000
@@ -50,7 +50,7 @@ class HdfsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """An HDFS backend at one instant.
 
     Attributes:
-        webhdfs: the server that joins parts; None while, or where, data files are written as one stream.
+        webhdfs: the server that joins parts; None as long as data files are written as one stream.
         limiters: threads that run and wait, by kind of work.
     """
 
@@ -162,7 +162,7 @@ class HdfsBackend:
     # What follows runs on worker threads.
 
     def _find_webhdfs(self, path: str, modified_ms: int, owner: str) -> WebHdfs | None:
-        """Return what joins the parts of the new file at *path*: a server that sees it. (A comma would split its name.)"""
+        """Return a server that sees the new file at *path*, to join its parts. (A comma would split its name.)"""
         webhdfs = self._webhdfs
         if webhdfs is None or "," in path:
             self._joining = False
@@ -183,7 +183,7 @@ class HdfsBackend:
                 try:
                     self._client.rename(temporary, path, overwrite)
                 except FileNotFoundError:
-                    # The folder is gone. Or the temporary file is: renamed by a call whose answer was lost, which the
+                    # The folder is missing. Or the temporary file is: renamed by a call whose answer was lost, which the
                     # client sent again. Then a new one finds our own object at the key, and `put_once` recognises it.
                     temporary = temporary if self._exists(temporary) else ""
                 else:
@@ -258,7 +258,7 @@ class HdfsBackend:
         return Listing(tuple(sorted(objects, key=lambda stat: stat.key)), tuple(sorted(folders)))
 
     def _listed_key(self, prefix: str, folder: str, path: str) -> str | None:
-        """Return the key of *path*; None for what is no object: temporary files, impossible names, the folder itself."""
+        """Return the key of *path*; None when it is no object: temporary files, impossible names, the folder itself."""
         name = posixpath.basename(path)
         if path == folder or (not prefix and name == _TEMPORARY):
             return None
@@ -325,7 +325,7 @@ def open_reader(file: FileReader, key: str, limiter: Limiter) -> RangeReader:
 
 
 def _fill(packets: Iterator[memoryview], buffers: Buffers, seen: Seen | None) -> None:
-    """Fill *buffers*, and show each as soon as it is full, or `SHOWN_BYTES` of it are new."""
+    """Fill *buffers*; pass each to *seen* as soon as it is full, or `SHOWN_BYTES` of it are new."""
     packet = memoryview(b"")
     while (room := buffers.room) is not None:
         (run,) = buffers.take(min(room.nbytes, SHOWN_BYTES))
@@ -341,7 +341,7 @@ def _fill(packets: Iterator[memoryview], buffers: Buffers, seen: Seen | None) ->
 
 
 def _packets(file: FileReader, key: str, offset: int, wanted: int) -> Iterator[memoryview]:
-    """Yield what the DataNodes send; their errors become ours."""
+    """Yield the packets of the DataNodes; convert their errors to ours."""
     with hdfs_errors("reading", key):
         stream = file.read_range_stream(offset, wanted)
     while True:

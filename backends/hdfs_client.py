@@ -1,4 +1,4 @@
-"""The client of HDFS (hdfs-native): the connection, its errors as ours, and flushed writing.
+"""The client of HDFS (hdfs-native): the connection, the conversion of its errors to ours, and flushed writing.
 
 Guarantees:
 
@@ -7,9 +7,9 @@ Guarantees:
 - `FlushedWriter.close` returns when every byte was flushed to the disks of all replicas: ``hsync`` at the end of each
   block, because it reaches the block that is being written and no earlier one.
 
-Why the blocking client on worker threads, and not `hdfs_native.AsyncClient`: the coroutines of the latter compute on the
-event loop's own thread (up to 0.7 s without a turn for a read of 16 MiB), cost twice the CPU, and panic when a NameNode
-does not answer, because their back-off needs a runtime which that thread does not have (0.14.7).
+The blocking client runs on worker threads. `hdfs_native.AsyncClient` is not used: its coroutines compute on the event
+loop's own thread (and block it up to 0.7 s for a read of 16 MiB), cost twice the CPU, and panic when a NameNode does not
+answer, because their back-off needs a runtime which that thread does not have (0.14.7).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from aiockpt.redaction import redact_error
 if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
 
-# Bytes of one call to the library: more costs more CPU (new memory), less more turns of the GIL [measured].
+# Bytes of one call to the library: more cost more CPU (new memory), fewer cost more waits for the GIL [measured].
 PIECE_BYTES = 1 << 20
 
 _ONE_NAMENODE = {"dfs.client.failover.max.attempts": "0"}
@@ -81,7 +81,7 @@ def connect(url: str, config: Mapping[str, str] | None = None) -> Client:
         config: Hadoop settings in addition to, and above, those of the files.
 
     Raises:
-        UsageError: it names none.
+        UsageError: *url* names none.
     """
     place = urlsplit(url)
     retries = _ONE_NAMENODE if place.port else _NAMESERVICE
@@ -105,7 +105,7 @@ def create_file(client: Client, path: str, *, overwrite: bool = False) -> RawFil
 
 @contextmanager
 def hdfs_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn what the library raises into ours, raised while *doing* something to *key*."""
+    """Convert an error of the library, raised while *doing* something to *key*, to ours."""
     try:
         yield
     except CheckpointError:
@@ -137,7 +137,7 @@ def from_hdfs_error(error: Exception, doing: str, key: str) -> CheckpointError:
 
 def _connection_error(error: OSError, doing: str, key: str) -> StorageError:
     text = str(error)
-    message = f"{doing} {key!r}: {text}. Look whether the NameNode and the DataNodes run"
+    message = f"{doing} {key!r}: {text}. Check that the NameNode and the DataNodes run"
     if isinstance(error, TimeoutError) or "timed out" in text or "deadline has elapsed" in text:
         return StorageTimeoutError(message, key=key)
     return StorageError(message, key=key, retryable=True)
@@ -149,17 +149,17 @@ def _named_error(text: str, doing: str, key: str) -> CheckpointError:
     name, said = (found[1], _first_line(found[2] or "")) if found else ("", text)
     message = f"{doing} {key!r}: {name}: {said}"
     if name in _UNUSABLE:
-        return UsageError(f"{message}. Choose another key: HDFS takes no such name")
+        return UsageError(f"{message}. Choose another key: HDFS does not accept this name")
     if (ours := _BY_NAME.get(name)) is not None:
         return ours(message + _ADVICE.get(ours, ""), key=key)
     if _NO_PLACE in said:
-        message += ". The DataNodes are full, dead, or busy: look at `hdfs dfsadmin -report`"
+        message += ". The DataNodes are full, dead, or busy: check `hdfs dfsadmin -report`"
         return StorageError(message, key=key, retryable=True)
     return StorageError(message, key=key, retryable=name in _PASSING)
 
 
 def _first_line(text: str) -> str:
-    """Leave off the Java stack, which follows a line break or, where the text was quoted, a written one."""
+    """Return *text* without the Java stack, which follows a line break or, in quoted text, an escaped one."""
     return text.partition("\n")[0].partition("\\n\\tat")[0].rstrip('")')
 
 
@@ -179,7 +179,7 @@ class FlushedWriter:
         self.size = 0
 
     def write(self, data: memoryview) -> None:
-        """Append *data*: in pieces of ``bytes``, because the library reads those whole and a memoryview byte by byte."""
+        """Append *data* in pieces of ``bytes``: the library reads those whole, and a memoryview byte by byte."""
         start = 0
         while start < data.nbytes:
             room = self._block_bytes - self.size % self._block_bytes

@@ -3,13 +3,13 @@
 - **Parts**, where WebHDFS answers: every ``write`` makes a file of its own below ``<key>.parts/``, on its own pipeline of
   DataNodes, in any order and several at once. `finish` joins them on the NameNode (CONCAT) and renames the whole to its
   key: no byte moves twice.
-- **In order**, elsewhere: one stream; a ``write`` that comes early waits, off the threads, until its turn has come.
+- **In order**, elsewhere: one stream; an early ``write`` waits, without a thread, for its turn.
 
 Guarantees:
 
-- The key is claimed, exclusively, by an empty file from `begin` on; in parts it stays empty until the whole is there.
+- From `begin` on the key is claimed, exclusively, by an empty file; with parts it stays empty until all are joined.
 - When a ``write`` of a part returns, that part was flushed to the disks of its DataNodes (`FlushedWriter`).
-- `abort` removes the key and the parts. What a killed writer leaves are objects below its key, which collectors list.
+- `abort` removes the key and the parts. A killed writer leaves objects below its key, which collectors list.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from aiockpt.errors import CheckpointError, StorageError, StorageTimeoutError, S
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Progress, Seen
 
-# A stream that has not moved for so long is missing a block that is never written.
+# A stream without progress for so long lacks a block that is never written.
 TURN_TIMEOUT_S = 600.0
 _TIMEOUT_S = 30.0
-# The first request of its life takes a NameNode some seconds.
+# The first request to a new NameNode takes some seconds.
 _PROBE_TIMEOUT_S = 10.0
 # Servers and gateways take request lines of 8 KiB; longer lists are sent in batches.
 _SOURCES_BYTES = 6000
@@ -46,13 +46,13 @@ class _Way(Protocol):
         """Write non-empty *runs* from *offset*."""
 
     def stop(self) -> None:
-        """Fail the writes that wait for their turn."""
+        """Make the writes that wait for their turn fail."""
 
     def close(self) -> None:
         """Complete the file at the key. Blocking."""
 
     def discard(self) -> None:
-        """Remove what there is besides the file at the key. Blocking."""
+        """Remove all files besides the one at the key. Blocking."""
 
 
 class HdfsUpload:
@@ -65,7 +65,7 @@ class HdfsUpload:
         path: absolute, of the key.
         key: for errors.
         size: bytes.
-        turn_timeout_s: how long a stream may stand still while a block waits for its turn.
+        turn_timeout_s: how long a stream may make no progress while a block waits for its turn.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HdfsUpload:
         self._idle = anyio.Event()
 
     def begin(self) -> None:
-        """Claim the key, and find out which way to write. Blocking.
+        """Claim the key, and choose the way to write. Blocking.
 
         Raises:
             OSError, RuntimeError: the key exists, or HDFS refuses; call `abort` then.
@@ -145,7 +145,7 @@ class HdfsUpload:
 
     @contextmanager
     def _use(self) -> Iterator[_Way]:
-        """Lend the way to write while the upload is open; `abort` waits for its users."""
+        """Yield the way to write while the upload is open; `abort` waits for its users."""
         self._progress.check_open()
         assert self._way is not None, "it was begun"
         self._writing += 1
@@ -211,7 +211,7 @@ class JoinedParts:
 
     def _write_part(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         path = f"{self._folder}/{offset:016x}"  # names sort as offsets do
-        # A part that failed is written again from its start, if it is: its name is used nowhere else.
+        # A retry writes a failed part again from its start: its name is used nowhere else.
         created = create_file(self._client, path, overwrite=True)
         writer = FlushedWriter(created, self._client.get_file_info(path))
         _write_runs(writer, runs, seen)
@@ -221,7 +221,7 @@ class JoinedParts:
     def _rename(self, whole: str) -> None:
         try:
             self._client.rename(whole, self._path, overwrite=True)
-        except FileNotFoundError:  # the client sends again when the connection broke: the first one may have arrived
+        except FileNotFoundError:  # the client retries after a broken connection: the first call may have succeeded
             if self._client.get_file_info(self._path).length != self._size:
                 raise
 
@@ -246,7 +246,7 @@ class OrderedStream:
         except BaseException as error:
             self._break(f"an earlier block failed: {error!r}")
             if isinstance(error, StorageError):
-                error.retryable = False  # some of it may be in the stream: it cannot be sent again
+                error.retryable = False  # a part of it may be in the stream: it cannot be sent again
             raise
         self._position = offset + sum(run.nbytes for run in runs)
         self._move()
@@ -263,7 +263,7 @@ class OrderedStream:
     async def _wait_turn(self, offset: int) -> None:
         while self._position != offset or self._broken:
             if self._broken:
-                raise StorageError(f"{self._key!r} takes no more: {self._broken}; create it again", key=self._key)
+                raise StorageError(f"{self._key!r} accepts no more: {self._broken}; create it again", key=self._key)
             with anyio.move_on_after(self._turn_timeout_s) as waited:
                 await self._moved.wait()
             if waited.cancelled_caught:
@@ -293,7 +293,7 @@ def _write_runs(writer: FlushedWriter, runs: Sequence[memoryview], seen: Seen | 
 
 
 class WebHdfs(msgspec.Struct, frozen=True):
-    """The REST interface of a NameNode, or of an HttpFS or Knox gateway before it: for CONCAT, which the HDFS client lacks.
+    """The REST interface of a NameNode, or of an HttpFS or Knox gateway to it: for CONCAT, which the HDFS client lacks.
 
     The NameNode moves the blocks of some files to another one of the same folder: metadata alone (the split upload of
     ByteCheckpoint, NSDI'25, §5.1). Hadoop 2.7 and later; earlier ones refuse short blocks in the middle. Blocking.
@@ -307,7 +307,7 @@ class WebHdfs(msgspec.Struct, frozen=True):
     def sees(self, path: str, modified_ms: int, user: str) -> bool:
         """Return whether *user* sees the file at *path*, last written at *modified_ms*, through this server too.
 
-        False also when no answer comes, or a log-in is required that we do not have (SPNEGO).
+        False also when it does not answer, or requires a log-in that we do not have (SPNEGO).
         """
         try:
             status, answer = self._call("GET", path, {"op": "GETFILESTATUS", "user.name": user}, _PROBE_TIMEOUT_S)
@@ -316,7 +316,7 @@ class WebHdfs(msgspec.Struct, frozen=True):
             return False
 
     def concat(self, target: str, sources: Sequence[str], user: str) -> None:
-        """Append the files *sources* to *target*, in order; they are gone then. Paths are absolute, without a comma.
+        """Append the files *sources* to *target*, in order, and remove them. Paths are absolute, without a comma.
 
         Args:
             target: a file that is not empty, in the folder of *sources*.
@@ -324,7 +324,7 @@ class WebHdfs(msgspec.Struct, frozen=True):
             user: the user name to send, where the cluster accepts a name.
 
         Raises:
-            StorageError: it was refused, or no answer came. How many were joined is not known then.
+            StorageError: it was refused, or not answered. How many files were joined is then unknown.
         """
         for some in _in_turns(sources):
             query = {"op": "CONCAT", "user.name": user, "sources": ",".join(some)}

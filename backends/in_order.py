@@ -2,11 +2,11 @@
 
 Guarantees, besides those of `aiockpt.storage.backend.Upload`:
 
-- The stream gets every byte once, from the first to the last.
-- A block whose turn has come is sent from the caller's memory. One that comes early waits as a copy, so that no order
-  of calls can deadlock; the engine's windows come in file order, or nearly.
-- A stream cannot go back: after the first block that failed or was cancelled the upload refuses everything but `abort`,
-  and none of its errors is retryable.
+- Every byte is sent to the stream once, from the first to the last.
+- A block that is next in order is sent from the caller's memory. An early one waits as a copy, so that no order of
+  calls can deadlock; the engine's windows come in file order, or nearly.
+- A stream cannot be rewound: after the first block that failed or was cancelled the upload refuses everything but
+  `abort`, and none of its errors is retryable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InOrderUpload:
     """One data file of *size* bytes under *key*, sent through *stream*; see `aiockpt.storage.backend.Upload`.
 
     Args:
-        limiter: for the threads that copy and hash the blocks which come early.
+        limiter: for the threads that copy and hash early blocks.
     """
 
     def __init__(self, key: str, size: int, stream: ByteSink, limiter: Limiter) -> None:
@@ -91,13 +91,13 @@ class InOrderUpload:
             following.append(held)
             self._claimed += held.nbytes
         async with self._turn:
-            self._check_open()  # a write before us in the line may have failed
+            self._check_open()  # an earlier write in the queue may have failed
             await self._stream.send(runs, seen)
             if following:
                 await self._stream.send(following, None)
 
     async def _keep(self, offset: int, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
-        """Copy *runs* until it is their turn, which may have come when the copy is made."""
+        """Copy *runs*, to be sent in their turn; send them at once when that has come during the copy."""
         held = await run_blocking(self._limiter, copy_runs, runs, np.empty(size, np.uint8).data, seen)
         if offset == self._claimed:
             await self._send(size, [held], None)
@@ -133,7 +133,7 @@ def copy_runs(runs: Sequence[memoryview], into: memoryview, seen: Seen | None) -
 
 @contextmanager
 def lost_stream() -> Iterator[None]:
-    """Have no error of ours in the block be retryable: the stream is lost with it."""
+    """Mark every error of ours in the block as not retryable: the stream is lost with it."""
     try:
         yield
     except StorageError as error:

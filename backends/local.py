@@ -8,9 +8,9 @@ Guarantees, besides those of the contract:
   (docs/format.md#commit-on-posix).
 - When a call returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
   flushed, ``traits.flushes_names`` is False from the first write on (`aiockpt.backends.local_tree`).
-- A handle that went stale, and a folder that another client made and this one does not see yet, are waited for: a network
-  file system may answer from a cache of some seconds.
-- ``delete`` is durable key by key: after a crash the keys that are gone are a prefix of those that were given.
+- A call with a stale handle, or in a folder that another client made and this one does not see yet, is repeated after
+  waits: a network file system may answer from a cache of some seconds.
+- ``delete`` is durable key by key: after a crash the removed keys are a prefix of the given ones.
 
 Also for callers: ``delete`` accepts the key of an empty folder, or of an absent object in one, and removes the folders
 that hold no object; so a collector can clear what a crash left before the first object.
@@ -60,7 +60,7 @@ from aiockpt.storage.backend import (
     file_url,
 )
 
-# Writing of a data file at the disk's own speed: blocks past the page cache, odd ends through it.
+# Writing of a data file at the disk's own speed: blocks bypass the page cache, unaligned ends go through it.
 #
 # Guarantees:
 #
@@ -68,9 +68,9 @@ from aiockpt.storage.backend import (
 #   removed by `abort`.
 # - No page is written both ways: a whole aligned page goes through the O_DIRECT descriptor, every other byte through the
 #   buffered one.
-# - `finish` flushes the data once, on the buffered descriptor. It is open from before the first byte, so it reports every
-#   write-back error of the file, whatever wrote (Linux keeps an error cursor for each descriptor), and it flushes the
-#   device's cache for both. A failed flush fails the upload and is never tried again: the pages are marked clean by then.
+# - `finish` flushes the data once, on the buffered descriptor. That is open from before the first byte, so it reports
+#   every write-back error of the file by either descriptor (Linux keeps an error cursor for each), and it flushes the
+#   device's cache for both. A failed flush fails the upload and is never retried: the pages are marked clean by then.
 
 
 class LocalUpload:
@@ -95,7 +95,7 @@ class LocalUpload:
         Raises:
             OSError, StorageError: it exists, or does not fit; call `abort` then.
         """
-        if not self._created:  # what comes after it failed, and is tried again
+        if not self._created:  # a later call failed, and is retried
             self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._created = True
         # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it fails with EINVAL.
@@ -139,7 +139,7 @@ class LocalUpload:
                 raise
 
     def _write_runs(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
-        """Write *runs* one after the other: pages past the page cache as far as that works, the rest through it."""
+        """Write *runs* one after the other: pages bypass the page cache as far as that works, the rest goes through it."""
         for run in runs:
             if seen is not None:
                 seen(run)
@@ -160,7 +160,7 @@ class LocalUpload:
             offset += data.nbytes
 
     def _direct_range(self, offset: int, data: memoryview) -> range:
-        """Return which bytes of *data* can go past the page cache: whole pages at page-aligned addresses."""
+        """Return which bytes of *data* can bypass the page cache: whole pages at page-aligned addresses."""
         start = -offset % PAGE_BYTES
         stop = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
         if self._direct_fd is None or self._direct.works is False or stop <= start:
@@ -186,10 +186,10 @@ class LocalUpload:
 _BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
-_AT_ONCE = 8  # how often a folder may be removed under a writer before it waits
-# What a network file system answers from a cache is a minute old at most, and a few seconds as a rule.
+_AT_ONCE = 8  # the writer waits after so many removals of its folder
+# The cache of a network file system is a minute old at most, and usually a few seconds.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
-_NAMES = 16  # random ones, before something is wrong with the source
+_NAMES = 16  # the most random ones that are tried before the source counts as faulty
 _BTRFS_SYNC = 0x9408  # the ioctl BTRFS_IOC_SYNC
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -204,7 +204,7 @@ class LocalStatistics(msgspec.Struct, frozen=True, kw_only=True):
         open_readers: readers that were not closed.
         bounce_bytes: aligned memory held for uncached reads.
         cached_read_bytes: read through the page cache so far.
-        direct_read_bytes: read past it.
+        direct_read_bytes: read with O_DIRECT so far.
         limiters: threads that run and wait, by kind of work.
     """
 
@@ -223,7 +223,7 @@ class LocalBackend:
     Args:
         root: a directory on a file system that all ranks share (or of this host, for one-host jobs).
         world: the seam to the operating system.
-        direct: move data files past the page cache (O_DIRECT): True, False, or None for "where the file system can".
+        direct: let data files bypass the page cache (O_DIRECT): True, False, or None for "where the file system can".
     """
 
     def __init__(self, root: str | os.PathLike[str], *, world: World | None = None, direct: bool | None = None) -> None:
@@ -268,7 +268,7 @@ class LocalBackend:
             with self._tree.errors(f"creating ({len(data):,} bytes)", check_key(key)):
                 await self._patiently(self._store, key, data, self._publish_new, makes=key, on_stale=stale.set)
         except ObjectExistsError:
-            # After a lost answer what is there may be what an earlier attempt of ours made.
+            # After a lost answer the existing object may be from an earlier attempt of ours.
             if not (stale.is_set() and await self._holds(key, data)):
                 raise
 
@@ -323,7 +323,7 @@ class LocalBackend:
             return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
 
     async def sync(self) -> None:
-        """Have what was deleted count as free: btrfs does so at its next commit, xfs a few milliseconds later."""
+        """Make deleted bytes count as free: else btrfs does so at its next commit, xfs a few milliseconds later."""
         if isinstance(self._files, OsFiles):
             await run_blocking(self._small, self._commit_btrfs)
             await anyio.sleep(0.05)
@@ -333,7 +333,7 @@ class LocalBackend:
             return await self._patiently(self._space)
 
     async def close(self) -> None:
-        """Release what no reader needs; uploads and readers are closed by their users."""
+        """Release the memory that no reader needs; uploads and readers are closed by their users."""
         self._bounces.release_when_idle()
 
     def statistics(self) -> LocalStatistics:
@@ -359,10 +359,10 @@ class LocalBackend:
         makes: str = "",
         on_stale: Callable[[], object] = lambda: None,
     ) -> T:
-        """Run *work* on a worker thread; again where a handle went stale, after a while each time.
+        """Run *work* on a worker thread; repeat it when a handle went stale, after the waits of `_WAITS_S`.
 
         Args:
-            makes: the key that *work* creates; then also where its folder is not there: it was removed, or is seen late.
+            makes: the key that *work* creates; it is then also repeated when its folder is missing: removed, or seen late.
             on_stale: called at each stale handle: *work* may have taken effect.
         """
         failure: Exception | None = None
@@ -375,7 +375,7 @@ class LocalBackend:
                     on_stale()
                 elif not makes or isinstance(error, StorageError) or not isinstance(error, FileNotFoundError):
                     raise
-            self._tree.forget()
+            self._tree.invalidate()
             if wait_s:
                 await anyio.sleep(wait_s)
         if failure is not None and _is_stale(failure):
@@ -397,7 +397,7 @@ class LocalBackend:
 
     def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
         self._in_folder(key, lambda: publish(key, data))
-        with suppress(FileNotFoundError):  # deleted already by a process that saw it: it was there
+        with suppress(FileNotFoundError):  # another process has seen and deleted it already
             self._tree.persist(split_key(key)[0])
 
     def _in_folder(self, key: str, work: Callable[[], object]) -> None:
@@ -431,16 +431,16 @@ class LocalBackend:
             self._files.unlink(temporary)
 
     def _write_temporary(self, folder: str, data: bytes) -> str:
-        """Write *data* to a new file and return its path; a name in use must not look like an existing key."""
+        """Write *data* to a new file and return its path; a conflict of its name must not count as an existing key."""
         for _ in range(_NAMES):
             path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
             with suppress(FileExistsError):
                 self._write_flushed(path, data)
                 return path
-        raise OSError(errno.EIO, f"{_NAMES} random names of temporary files were taken; look at the random source")
+        raise OSError(errno.EIO, f"{_NAMES} random names of temporary files were taken; check the random source")
 
     def _link(self, temporary: str, path: str) -> bool:
-        """Link the file to its final name if that is free. Return False where the file system has no hard links."""
+        """Link the file to its final name unless that is taken. Return False where the file system has no hard links."""
         try:
             self._files.link(temporary, path)
         except OSError as error:
@@ -449,12 +449,12 @@ class LocalBackend:
                 return False
             if self._files.lstat(temporary).st_nlink != 2:
                 raise
-            # Two names: it was our link that NFS sent again after its answer was lost.
+            # Two names: the link is ours; NFS sent it again after its answer was lost.
         self._hard_links = True
         return True
 
     def _write_flushed(self, path: str, data: bytes) -> None:
-        """Create *path* exclusively with *data* and flush it; leave nothing when that fails."""
+        """Create *path* exclusively with *data* and flush it; remove it when that fails."""
         handle = Handle(self._files, path)
         fd = handle.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -501,7 +501,7 @@ class LocalBackend:
             self._tree.refuse_links(prefix)
             names = self._files.listdir(self._tree.path(prefix))
         except (FileNotFoundError, NotADirectoryError):
-            self._tree.check_root()  # what is below a file is no empty place
+            self._tree.check_root()  # a path below a file is no empty place
             return Listing((), ())
         objects: list[Stat] = []
         folders: list[str] = []
@@ -512,7 +512,7 @@ class LocalBackend:
                 continue
             try:
                 found = self._files.lstat(self._tree.path(check_key(key)))
-            except (UsageError, FileNotFoundError):  # an impossible name, or gone again
+            except (UsageError, FileNotFoundError):  # an impossible name, or deleted meanwhile
                 continue
             except OSError as error:
                 if not is_damage(error):
@@ -560,7 +560,7 @@ class LocalBackend:
             self._files.unlink(self._tree.path(key))
         else:
             self._files.rename(self._tree.path(key), self._tree.path(to))
-        for folder in folders:  # the new name first: a power cut leaves the object both names, and never none
+        for folder in folders:  # the new name first: a power cut leaves both names, never none
             self._tree.flush(folder)
         self._tree.prune(folders[1])
 
@@ -585,9 +585,9 @@ class LocalBackend:
             return Space(None, None)
         if not found.f_blocks:  # /proc and the like: no size is not "full"
             return Space(None, None)
-        # Where inodes are made as they are needed there is no number of them; rclone reports a thousand million, none free.
-        told = found.f_files and (found.f_ffree or not is_in_user_space(self._root))
-        free_files = found.f_favail if told else None
+        # A file system that allocates inodes on demand has no number of them; rclone reports 10⁹, none free.
+        counted = found.f_files and (found.f_ffree or not is_in_user_space(self._root))
+        free_files = found.f_favail if counted else None
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, free_files)
 
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
@@ -596,5 +596,5 @@ class LocalBackend:
 
 
 def _is_stale(error: BaseException) -> bool:
-    """Return whether a name led to what is no longer there (ESTALE): a network file system resolves it anew next time."""
+    """Return whether a name led to a deleted object (ESTALE): a network file system resolves it anew next time."""
     return errno.ESTALE in (getattr(error, "errno", None), getattr(error.__cause__, "errno", None))

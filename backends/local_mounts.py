@@ -1,7 +1,7 @@
-"""The mount that holds a path, and buckets that are mounted as folders, which cannot keep checkpoints.
+"""The mount that holds a path, and buckets that are mounted as folders, which cannot store checkpoints.
 
-Such a mount has no exclusive creation that another host would see, no hard links, and no flush that means "stored". (A FUSE
-file system that has all that, JuiceFS or SSHFS, is a file system as any other.)
+Such a mount has no exclusive creation across hosts, no hard links, and no flush that guarantees storage. (A FUSE file
+system with all three, such as JuiceFS or SSHFS, is treated as any other file system.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Mount(msgspec.Struct, frozen=True):
     """A line of the kernel's table of mounts.
 
     Attributes:
-        source: what is mounted: a device, or a name that the mounting program chose.
+        source: a device, or a name that the mounting program chose.
         at: the folder.
         kind: of the file system.
     """
@@ -47,13 +47,13 @@ def find_mount(path: str) -> Mount | None:
 
 
 def is_in_user_space(path: str) -> bool:
-    """Return whether *path* is on a file system that a program serves (FUSE), whose figures need not be true."""
+    """Return whether *path* is on a file system that a program serves (FUSE); its figures may be wrong."""
     mount = find_mount(path)
     return mount is not None and mount.kind.startswith("fuse")
 
 
 def explain_bucket(path: str) -> str | None:
-    """Return why *path* keeps no checkpoints, where it is in a bucket that is mounted as a folder; else None."""
+    """Return why *path* cannot store checkpoints, where it is in a bucket that is mounted as a folder; else None."""
     mount = find_mount(path)
     if mount is None or not mount.kind.startswith("fuse"):
         return None
@@ -64,6 +64,6 @@ def explain_bucket(path: str) -> str | None:
     bucket = mount.source.partition(":")[2].strip("/") if program == "rclone" else ""
     address = "/".join(part for part in ("s3:/", bucket or "BUCKET", below) if part)
     return (
-        f"{path} is in a bucket that {program} has mounted at {mount.at}: nothing is created exclusively there or linked,"
-        f" and a flush does not mean that the store has it. Give the store's own address: {address} (or gs://…, az://…)"
+        f"{path} is in a bucket that {program} has mounted at {mount.at}: it has no exclusive creation and no links,"
+        f" and a flush does not reach the store. Use the store's own address: {address} (or gs://…, az://…)"
     )

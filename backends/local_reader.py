@@ -1,16 +1,16 @@
-"""Reading of a file at the disk's own speed: cached bytes directly, uncached ones past the page cache.
+"""Reading of a file at the disk's own speed: cached bytes from the page cache, uncached ones with O_DIRECT.
 
 Guarantees:
 
-- Bytes land in the caller's buffers, and `seen` gets each run once, in order, while it is in the processor's cache.
-- What `seen` saw is what the buffers hold: bytes that pass a bounce buffer are hashed and copied from the same memory.
+- Bytes land in the caller's buffers, and each run is passed to `seen` once, in order, while the processor has it cached.
+- The bytes passed to `seen` are those in the buffers: through a bounce buffer both are hashed and copied from one memory.
 
 Measured (2 cores, ext4): `preadv` of 1 GiB of cached bytes in pieces of 4 MiB and hashing them takes 55–70 ms on two
 threads, 45–60 without the hashes; smaller pieces cost the engine more in waits for the GIL than they save. Uncached,
-parallel buffered readers get 1.1 GB/s, O_DIRECT 3.4. Hence the probe: RWF_NOWAIT reports whether the first page is cached;
-it reads one page only, because a failed probe starts a read-ahead of all it covers. After a "no" there is no probe for a
-while: where four ranks read a file in runs of 1 MiB, a probe for each run woke the kernel's read-ahead (8 MiB here), and
-1 GiB took 1.7 s and twice the processor instead of 0.8 s.
+parallel buffered readers reach 1.1 GB/s, O_DIRECT 3.4. Hence the probe: RWF_NOWAIT reports whether the first page is
+cached; it reads one page only, because a failed probe starts a read-ahead of all it covers. After a miss the next probe
+is delayed: where four ranks read a file in runs of 1 MiB, a probe for each run started the kernel's read-ahead (8 MiB
+here), and 1 GiB took 1.7 s and twice the processor instead of 0.8 s.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
 STALE_PAUSES_S = (0.0, 0.1, 0.4, 1.6)
-"""Before an open file whose handle went stale (a server of NFS that was replaced) is opened anew."""
+"""The waits before a file whose handle went stale (the NFS server was replaced) is opened anew."""
 PIECE_BYTES = 4 << 20
 BOUNCE_BYTES = 8 << 20
-# Bytes read past the page cache before the next probe: where one run is not cached, its neighbours rarely are.
+# Bytes read with O_DIRECT before the next probe: where one run is not cached, its neighbours rarely are.
 BELIEVED_BYTES = 64 << 20
 
 
 class BouncePool:
-    """Page-aligned memory for reads past the page cache: a block for each read under way, freed with the readers."""
+    """Page-aligned memory for reads with O_DIRECT: a block for each read under way, freed with the readers."""
 
     def __init__(self) -> None:
         self.readers = 0
@@ -117,13 +117,13 @@ class LocalReader:
                 except OSError as error:
                     if error.errno != errno.ESTALE or pause_s is None:
                         raise
-                # What was shown stays: only the rest is read from the file that is opened anew.
+                # The bytes shown stay valid: only the rest is read from the file that is opened anew.
                 await anyio.sleep(pause_s)
                 await run_blocking(self._limiter, self._open_anew)
         self._count_read(*filled)
 
     def _open_anew(self) -> None:
-        """Replace the descriptor that went stale; where it is stale still, the next read says so.
+        """Replace the stale descriptor; where the new one is stale too, the next read fails.
 
         Raises:
             StorageError: another file has the name now.
@@ -150,7 +150,7 @@ class LocalReader:
             await run_blocking(self._limiter, self._handle.close)
 
     def _fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> tuple[int, int]:
-        """Fill *buffers*; return how many bytes came through the page cache and how many past it."""
+        """Fill *buffers*; return how many bytes were read through the page cache, and how many with O_DIRECT."""
         wanted = buffers.left_bytes
         if self._direct.works is False or self._is_cached(offset, buffers):
             self._fill_buffered(offset, buffers, seen)
@@ -163,7 +163,7 @@ class LocalReader:
         return wanted - uncached, uncached
 
     def _is_cached(self, offset: int, buffers: Buffers) -> bool:
-        """Return whether the first page is in the page cache, or cannot be probed; a "no" counts for a while."""
+        """Return whether the first page is in the page cache, or cannot be probed; a miss holds for the next reads."""
         probe = buffers.peek(PAGE_BYTES)
         if not probe or not self._tree.optional.has("preadv2"):
             return True
@@ -189,7 +189,7 @@ class LocalReader:
             offset += count
 
     def _preadv(self, into: Sequence[memoryview], offset: int) -> int:
-        """Read what is cached, or anything when O_DIRECT is out of the question; return -1 for "not cached"."""
+        """Read cached bytes only, or any bytes where O_DIRECT cannot be used; return -1 for "not cached"."""
         flags = os.RWF_NOWAIT if self._direct.works is not False and self._tree.optional.has("preadv2") else 0
         try:
             return self._tree.files.preadv(self._fd, into, offset, flags)
@@ -203,7 +203,7 @@ class LocalReader:
             return self._tree.files.preadv(self._fd, into, offset)
 
     def _fill_direct(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
-        """Read past the page cache, by way of aligned memory; stop early where the file system cannot."""
+        """Read with O_DIRECT, through aligned memory; stop early where the file system cannot."""
         fd = self._open_direct()
         if fd is None:
             return
@@ -225,7 +225,7 @@ class LocalReader:
             self._bounces.give_back(bounce)
 
     def _open_direct(self) -> int | None:
-        """Return the O_DIRECT descriptor of the very file that is open already."""
+        """Return an O_DIRECT descriptor of the very file that is open already; None where that cannot be done."""
         if self._direct_fd is None:
             fd = self._direct.open(self._handle, self._tree.path(self._key), os.O_RDONLY | os.O_NONBLOCK)
             if fd is None:

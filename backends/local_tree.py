@@ -6,9 +6,9 @@ Guarantees:
   (Where folders cannot be flushed at all, `OptionalCalls` reports it, and so does a commit there.)
 - No key leads through a symbolic link: each part below the root is checked before it is used.
 - An error of the root itself names the root, by its path, and not the first object below it.
-- Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
-  while a writer uses it is flushed again. This holds within a process; another process that removes *empty*
-  folders is noticed when their names are gone, and attempts never share folders (docs/format.md#layout).
+- Removing a folder first invalidates all folders known to be durable (`_era`), so a folder that is removed and made again
+  while a writer uses it is flushed again. This holds within a process; the removal of *empty* folders by another
+  process is detected when their names are missing, and attempts never share folders (docs/format.md#layout).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from aiockpt.runtime.world import Files
 #
 # - A descriptor is closed once, and never while a worker thread uses it: its number could already be another file's.
 # - Every descriptor is closed, also when closing one of them fails.
-# - An error means "not here" where `FALLBACKS` says so, and nowhere else. What means "not here" also means "not allowed" (a
-#   seccomp filter raises EPERM, a user-space file system EACCES): what is done instead needs the same rights, so that a
-#   right which is missing shows there.
-# - What a place lacks is remembered for that place, and logged once. A place whose folders cannot be flushed is reported by
-#   a warning; that call is made again each time, because a root may lie on several file systems and the durability of a
+# - An error means "not supported" if `FALLBACKS` lists it, and only then. Such an error may also mean "not allowed" (a
+#   seccomp filter raises EPERM, a user-space file system EACCES): the fallback needs the same rights, so that a missing
+#   right is reported there.
+# - A missing call is remembered for its place, and logged once. A place whose folders cannot be flushed is reported by a
+#   warning; that call is made again each time, because a root may lie on several file systems and the durability of a
 #   commit is worth a call.
 
 
@@ -52,7 +52,7 @@ _REFUSED = _UNKNOWN | {errno.EPERM, errno.EACCES}
 
 
 class Fallback(NamedTuple):
-    """The errors of a call that mean that it is not here, and what follows."""
+    """The errors of a call that mean that it is not supported, and the consequence."""
 
     absent: frozenset[int]
     instead: str
@@ -63,17 +63,17 @@ FALLBACKS: Mapping[OptionalCall, Fallback] = {
     "fallocate": Fallback(
         _REFUSED | {errno.EINVAL, errno.ENODEV}, "no space is reserved, and a full disk shows while data are written"
     ),
-    "O_DIRECT": Fallback(_REFUSED | {errno.EINVAL}, "data pass the page cache"),
-    "preadv2": Fallback(_REFUSED | {errno.EINVAL}, "reads go through the page cache without asking what it holds"),
+    "O_DIRECT": Fallback(_REFUSED | {errno.EINVAL}, "data go through the page cache"),
+    "preadv2": Fallback(_REFUSED | {errno.EINVAL}, "reads go through the page cache without a probe of its content"),
     "link": Fallback(
         _REFUSED | {errno.EXDEV, errno.EMLINK},
         "records are created in place; a crash can leave a torn one, which readers refuse",
     ),
-    "statfs": Fallback(_REFUSED, "how much is free is not known"),
+    "statfs": Fallback(_REFUSED, "the free space is unknown"),
     "fsync of a folder": Fallback(
         _UNKNOWN | {errno.EINVAL, errno.EBADF},
         "steps that are committed here outlive the job and its processes, and a power cut or a crash of the system only"
-        " where the file system writes names down by itself (SaveResult.durable is False)",
+        " where the file system flushes names by itself (SaveResult.durable is False)",
         logging.WARNING,
     ),
 }
@@ -91,7 +91,7 @@ class OptionalCalls:
         self._missing: set[OptionalCall] = set()
 
     def lacks(self, call: OptionalCall, error: OSError) -> bool:
-        """Return whether *error*, of *call*, means that the place has no such call; remember it then."""
+        """Return whether *error*, of *call*, means that the place does not support the call; remember it then."""
         fallback = FALLBACKS[call]
         if error.errno not in fallback.absent:
             return False
@@ -101,7 +101,7 @@ class OptionalCalls:
         return True
 
     def has(self, call: OptionalCall) -> bool:
-        """Return False once the place was found to lack *call*."""
+        """Return whether the place may support *call*: False once it was found not to."""
         return call not in self._missing
 
 
@@ -124,7 +124,7 @@ class Handle:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Keep the descriptors open for the length of the block.
+        """Keep the descriptors open inside the block.
 
         Raises:
             UsageError: they are closed already.
@@ -172,16 +172,16 @@ class Handle:
 
 
 def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
-    """Write *data* at *offset*, however short the single writes are. Blocking."""
+    """Write all of *data* at *offset*, with as many short writes as needed. Blocking."""
     done = 0
     while done < data.nbytes:
         done += check_wrote(files.pwrite(fd, data[done:], offset + done), data.nbytes - done, offset + done)
 
 
 def check_wrote(count: int, wanted: int, offset: int) -> int:
-    """Return *count*, of the bytes that a write took: a file system that took none, without an error, would hang us."""
+    """Return *count*, the bytes that a write accepted; raise for none: without an error we would loop for ever."""
     if count <= 0:
-        raise OSError(errno.EIO, f"the file system took none of {wanted} bytes at offset {offset}")
+        raise OSError(errno.EIO, f"the file system accepted none of {wanted} bytes at offset {offset}")
     return count
 
 
@@ -194,7 +194,7 @@ class DirectMode:
         self.works: bool | None = False if wanted is False else None
 
     def open(self, handle: Handle, path: str, flags: int) -> int | None:
-        """Open *path* once more past the page cache; return None where that is forbidden or cannot be done.
+        """Open *path* once more with O_DIRECT; return None where that is forbidden or cannot be done.
 
         Raises:
             StorageError: it is required and the file system cannot.
@@ -221,7 +221,7 @@ class DirectMode:
         self.works = False
         if self._wanted:
             raise StorageError(
-                f"{key!r}: direct=True was asked for and this file system cannot do O_DIRECT; leave direct=None",
+                f"{key!r}: direct=True was requested, and this file system does not support O_DIRECT; use direct=None",
                 key=key,
             ) from error
         return True
@@ -246,7 +246,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 class Tree:
-    """The directories below *root*, by the calls of *files*, some of which its file system may lack.
+    """The directories below *root*, through the calls of *files*, some of which its file system may not support.
 
     Blocking; for worker threads; raises ``OSError`` and `StorageError`.
     """
@@ -261,7 +261,7 @@ class Tree:
 
     @contextmanager
     def errors(self, doing: str, key: str) -> Iterator[None]:
-        """Turn the ``OSError`` of a system call into ours, raised while *doing* something to *key*."""
+        """Convert the ``OSError`` of a system call, raised while *doing* something to *key*, to ours."""
         try:
             yield
         except StorageError:
@@ -297,7 +297,7 @@ class Tree:
 
         Raises:
             StorageError: it is, or lies behind, a symbolic link.
-            ObjectNotFoundError: something else than a file has that name; it is ``damaged`` then.
+            ObjectNotFoundError: something other than a file has that name; ``damaged`` is True.
             FileNotFoundError: nothing has that name.
         """
         path = self.path(key)
@@ -371,7 +371,7 @@ class Tree:
         self.check_root()
         return self.files.statvfs(self._lowest_there()[0])
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Invalidate all folders known to be durable: one of them was, or is about to be, removed."""
         self._era = object()
 
@@ -398,7 +398,7 @@ class Tree:
             names = self.files.listdir(path)
             if not all(name.startswith(LEFTOVER_PREFIX) for name in names):
                 return False
-            self.forget()  # before the removal: see the module
+            self.invalidate()  # before the removal: see the module
             for name in names:
                 self.files.unlink(os.path.join(path, name))
             self.files.rmdir(path)
@@ -418,7 +418,7 @@ class Tree:
             try:
                 self._make(made)
             except FileNotFoundError as error:
-                if self._look(os.path.dirname(made)) is None:
+                if self._lookup(os.path.dirname(made)) is None:
                     raise  # removed under us
                 raise StorageError(f"{self.root}: this folder cannot be made; name another one") from error
             self._flush_path(os.path.dirname(made))
@@ -434,10 +434,10 @@ class Tree:
         """
         missing: list[str] = []
         path = self.root
-        while (found := self._look(path)) is None:
+        while (found := self._lookup(path)) is None:
             if path == os.path.dirname(path):
                 raise StorageError(
-                    f"{self.root}: the file system says that not even {path!r} is there; look at its mount"
+                    f"{self.root}: the file system reports that not even {path!r} is there; check its mount"
                 )
             missing.append(path)
             path = os.path.dirname(path)
@@ -457,7 +457,7 @@ class Tree:
                     raise
             path = parent
 
-    def _look(self, path: str) -> os.stat_result | None:
+    def _lookup(self, path: str) -> os.stat_result | None:
         """Return what is at *path*, or None."""
         try:
             return self.files.lstat(path)

@@ -1,10 +1,10 @@
-"""The backend for checkpoints that need not survive this process: a dictionary behind the contract of every backend.
+"""The backend for checkpoints that need not survive this process: a dictionary with the contract of every backend.
 
 Guarantees:
 
 - Backends of one name share one store, for as long as this process lives, from any event loop; without a name each
   backend has a store of its own.
-- ``put_new`` has one winner, also among threads. A reader keeps the object that it opened, whatever happens to its key.
+- ``put_new`` has one winner, also among threads. A reader keeps the object that it opened, even if its key is deleted.
 - Copies of 1 MiB and more run on worker threads, so the event loop stays free.
 """
 
@@ -47,7 +47,7 @@ class MemoryBackend:
     """Objects in the memory of this process.
 
     Args:
-        name: backends of one name share their objects; "" shares with none.
+        name: backends of one name share their objects; "" shares with no other.
         world: the seam to the clock, which dates the objects.
     """
 
@@ -176,7 +176,7 @@ class MemoryUpload:
 
 
 async def _run(limiter: Limiter, size_bytes: int, work: Callable[[], None]) -> None:
-    """Run *work*, which moves *size_bytes*, where it blocks nothing else."""
+    """Run *work*, which moves *size_bytes*: inline if that is short, else on a thread."""
     if size_bytes < _INLINE_BYTES:
         work()
     else:

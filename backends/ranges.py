@@ -1,7 +1,7 @@
-"""Ranged reads: what every backend checks and keeps alike.
+"""Ranged reads: the checks and buffers that all backends share.
 
-`RangeReader` checks a read and calls what fetches the bytes; `Buffers` are the caller's buffers as one row of bytes,
-copied to once, and shown where the bytes land.
+`RangeReader` checks a read and calls the function that fetches the bytes; `Buffers` are the caller's buffers as one row
+of bytes, copied to once, and shown where the bytes land.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Buffers:
 
     @property
     def views(self) -> Sequence[memoryview]:
-        """What is unfilled."""
+        """The unfilled memory."""
         return tuple(self._views)
 
     @property
     def room(self) -> memoryview | None:
-        """The memory that the next bytes go to; None when all is full."""
+        """The memory for the next bytes; None when all is full."""
         return self._views[0] if self._views else None
 
     def peek(self, limit_bytes: int) -> list[memoryview]:
@@ -69,7 +69,7 @@ class Buffers:
             pass
 
     def fill(self, data: memoryview, seen: Seen | None = None) -> None:
-        """Copy *data*, which fits, and pass each run to *seen* where it arrived. Blocking; large runs without the GIL."""
+        """Copy *data*, which fits, and pass each run to *seen* in its new place. Blocking; large runs without the GIL."""
         done = 0
         for run in self.take(data.nbytes):
             copy_bytes(run, data[done : done + run.nbytes])
@@ -91,7 +91,7 @@ def check_range(key: str, offset: int, wanted_bytes: int, size_bytes: int, *, da
 
     Raises:
         UsageError: *offset* is negative.
-        StorageError: the object ends before.
+        StorageError: the object ends before that.
     """
     if offset < 0:
         raise UsageError(f"{key!r}: there is no byte {offset}")

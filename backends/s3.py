@@ -4,12 +4,12 @@ Guarantees, besides those of the contract:
 
 - Data files are multipart uploads straight from the caller's memory (`s3_upload`) and ranged GETs straight into it; nothing
   is staged on a local disk.
-- No key is ever overwritten but by ``put``: data files, receipts and manifests are created exclusively (`s3_create`).
-- What a store does not support (checksums, batches of deletes without Content-MD5 or at all), and a policy that requires
-  conditional writes, is found out by the first refusal, worked around, and remembered.
+- Only ``put`` overwrites a key: data files, receipts and manifests are created exclusively (`s3_create`).
+- Missing features of a store (checksums, batches of deletes without Content-MD5 or at all), and a policy that requires
+  conditional writes, are detected by the first refusal, worked around, and remembered.
 - Nothing else is retried here; ``retryable`` of an error is whether a retry could succeed (`aiockpt.storage.retry`).
 
-``list`` shows no multipart upload under way; what a crash left of them is found by ``leftover_uploads``.
+``list`` shows no multipart upload under way; those that a crash left are found by ``leftover_uploads``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
 
 
 class S3Statistics(msgspec.Struct, frozen=True):
-    """An S3 backend at one instant: whether conditional writes work (None: not known yet), and what runs and waits."""
+    """An S3 backend at one instant: whether conditional writes work (None: not known yet), and its limiters' counts."""
 
     conditional: bool | None
     limiters: tuple[LimiterStatistics, ...]
@@ -71,17 +71,17 @@ class S3Backend:
     Args:
         url: ``s3://bucket/prefix``.
         endpoint_url: of a store that is not AWS.
-        region: where the bucket is.
+        region: of the bucket.
         profile: of the AWS configuration files.
         addressing: "path" (``host/bucket``), "virtual" (``bucket.host``), or "auto".
         part_bytes: of one part of a multipart upload, a multiple of 8 MiB, and so of one request. 16 MiB is what the
             engine writes at once, and enough to hide a round trip. Files of more than 10,000 parts get larger ones.
         concurrency: parts, and reads, under way at once. One connection to AWS gives 50–100 MB/s: raise it where the
             network is faster than eight of these.
-        checksum: what the store is to check received bytes with: CRC64NVME or CRC32; "auto" is the first where
-            awscrt is installed; None sends none. A store that knows neither is found out, and gets none.
+        checksum: with which the store checks received bytes: CRC64NVME or CRC32; "auto" is the first where awscrt is
+            installed; None sends none. A store that knows neither is detected, and is sent none.
         connect_timeout_s, stall_s: seconds for a connection, and without a byte moving, before a call is cancelled.
-        unsafe_commit: use a store without conditional writes all the same, with a warning.
+        unsafe_commit: also use a store without conditional writes, with a warning.
         world: the seam to random bytes.
 
     Raises:
@@ -233,7 +233,7 @@ class S3Backend:
         return tuple(sorted(found, key=lambda upload: (upload.key, upload.started_ns)))
 
     async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        """Remove multipart uploads; those that are gone meanwhile are fine."""
+        """Remove multipart uploads; those that no longer exist are skipped."""
         for upload in uploads:
             try:
                 await abort_uploads(self._bucket, upload.key, upload.upload_id)
@@ -249,7 +249,7 @@ class S3Backend:
         return await self._bucket.head("looking for", check_key(key))
 
     def _key_of(self, path: str) -> str | None:
-        """Return our key for *path*; None for what is no object of ours: folder markers and impossible names."""
+        """Return our key for *path*; None when it is no object of ours: folder markers and impossible names."""
         with suppress(UsageError):
             return check_key(self._bucket.key(path))
         return None
@@ -279,7 +279,7 @@ class S3Backend:
                 for failed in answer.get("Errors", ()):
                     self._raise_undeleted(failed)
                 return
-            for path in paths:  # one needs no checksum over a list, either
+            for path in paths:  # a single delete needs no checksum over a list, either
                 await client.delete_object(Bucket=self._bucket.name, Key=path)
 
     def _raise_undeleted(self, failed: dict[str, str]) -> None:
@@ -295,16 +295,16 @@ class S3Backend:
 
 
 def _whole_seconds_ns(date: datetime) -> int:
-    """Return *date* in ns, cut to seconds: a HEAD has no more than that, and both must be equal."""
+    """Return *date* in ns, truncated to seconds: a HEAD has whole seconds only, and both must be equal."""
     return int(date.timestamp()) * 1_000_000_000
 
 
 def open_reader(bucket: Bucket, key: str, size: int, etag: str, hashing: Limiter) -> RangeReader:
     """Return a reader of the object *key* as it was when it was opened: each GET requires its *etag*.
 
-    An answer that is cut short, or is not the requested range, is a `StorageTransferError`; *seen* has been called by then
-    with nothing of it, so that the read can be repeated. It is called in one hop, as each hop costs training a wait for the
-    GIL.
+    An answer that is cut short, or is not the requested range, is a `StorageTransferError`; no byte of it was passed to
+    *seen* by then, so that the read can be repeated. *seen* is called in one hop, as each hop costs training a wait for
+    the GIL.
     """
 
     async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
@@ -342,7 +342,7 @@ async def _get_range(bucket: Bucket, key: str, size: int, etag: str, offset: int
                         key=key,
                     )
                 came_bytes = await receive(body.raw_stream, buffers, moved)
-    except ObjectExistsError as error:  # a condition failed: the one that we sent
+    except ObjectExistsError as error:  # the condition that we sent has failed
         raise StorageError(f"{key!r} was replaced while it was read; open it again", key=key) from error
     if came_bytes != wanted:
         raise StorageTransferError(f"{key!r}: {came_bytes} bytes came and {wanted} were asked for", key=key)

@@ -1,8 +1,8 @@
 """Request bodies that are sent without a copy, and the checksum by which the store verifies them.
 
-A part is sent from the caller's memory in slices. Its checksum goes ahead in a header (CRC64NVME through awscrt: 39 GB/s;
-CRC32 through zlib where that is missing), so neither signing nor a trailer makes the client read the body twice. A store
-that knows no such header is found out by its refusal (`Checks`).
+A part is sent from the caller's memory in slices. Its checksum is sent first, in a header (CRC64NVME through awscrt: 39
+GB/s; CRC32 through zlib where that is missing), so neither signing nor a trailer makes the client read the body twice. A
+store that does not know the header is detected by its refusal (`Checks`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Summing(msgspec.Struct, frozen=True):
         name: as S3's parameters spell it.
         size: bytes of a value.
         add: called with the next bytes and the value so far; without the GIL.
-        combine: joins the values of two neighbours; None where that cannot be done.
+        combine: joins the values of two consecutive parts; None where that cannot be done.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Summing(msgspec.Struct, frozen=True):
         return {f"Checksum{self.name}": base64.b64encode(value.to_bytes(self.size, "big")).decode()}
 
     def of_all(self, values: Sequence[tuple[int, int]]) -> int | None:
-        """Return the checksum of neighbours from the (value, bytes) of each; None where that cannot be done."""
+        """Return the checksum of consecutive parts from the (value, bytes) of each; None where that cannot be done."""
         if self.combine is None:
             return None
         whole = 0
@@ -72,25 +72,25 @@ class Summing(msgspec.Struct, frozen=True):
 
 
 def find_summing(wanted: Checksum | Literal["auto"] | None) -> Summing | None:
-    """Return the checksum to use; "auto" is the fastest that is installed, None is none."""
+    """Return the checksum to use; "auto" selects the fastest that is installed, None no checksum."""
     if wanted is None:
         return None
     if wanted == "crc32" or (crt is None and wanted == "auto"):
         return Summing("CRC32", 4, zlib.crc32, crt.combine_crc32 if crt is not None else None)
     if crt is None:
         raise UsageError("checksum='crc64nvme' needs the package awscrt: pip install awscrt, or leave checksum='auto'")
-    add: Any = crt.crc64nvme  # accepts any buffer, and is declared to accept bytes
+    add: Any = crt.crc64nvme  # accepts any buffer, but is declared to accept only bytes
     return Summing("CRC64NVME", 8, add, crt.combine_crc64nvme)
 
 
 class Checks:
-    """The checksum that is sent with each write, until the store turns out not to support it.
+    """The checksum that is sent with each write, until the store proves not to support it.
 
     Args:
         where: the bucket and the endpoint, for the log.
 
     Attributes:
-        summing: None from then on. The data keep checksums of their own.
+        summing: the checksum; None from then on. The data still have checksums of their own.
     """
 
     def __init__(self, summing: Summing | None, where: Callable[[], str]) -> None:
@@ -100,10 +100,10 @@ class Checks:
     async def send(
         self, fields: Mapping[str, Any], call: Callable[[Mapping[str, Any]], Awaitable[T]], *, proving: bool = False
     ) -> T:
-        """Make *call* with *fields*, which state a checksum; where it is refused, once more without.
+        """Make *call* with *fields*, which state a checksum; where that is refused, once more without.
 
         Args:
-            proving: the body is tiny, so that damage to it on the way twice is none.
+            proving: the body is tiny, so that two mismatches in a row mean an unsupported checksum, not damage in transit.
         """
         for last_try in (not proving, True):
             try:
@@ -119,7 +119,7 @@ class Checks:
         if self.summing is not None:
             self.summing = None
             logger.warning(
-                "%s: the store knows no checksum of S3's (%s); what is written goes there without. The data keep our own",
+                "%s: the store supports no checksum of S3's (%s); objects are sent without one. The data keep our own",
                 *(self._where(), refusal.response.get("Error", {}).get("Code", "")),
             )
         return result
@@ -128,8 +128,8 @@ class Checks:
 class Body(aiohttp.Payload):
     """Memory as a request body: aiohttp sends it, botocore measures it and rewinds it for a redirect.
 
-    It has ``read`` because awscrt refuses to sign for a body without it. A connection that the body is not sent through to
-    its end is cut: merely closed it would wait, with its buffers, for a store that accepts no more.
+    It has ``read`` because awscrt refuses to sign for a body without it. A connection over which the body was not sent to
+    its end is aborted: merely closed it would wait, with its buffers, for a store that accepts no more.
 
     Args:
         views: one after the other; they must not change until the answer is there.
@@ -160,14 +160,14 @@ class Body(aiohttp.Payload):
         assert position == 0
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send it, slice by slice."""
+        """Send the body, slice by slice."""
         assert isinstance(writer, StreamWriter)
         transport = writer.transport  # it is gone from there once closed
         try:
             await send(writer, self._views, self._moved)
         except BaseException as error:
             if isinstance(error, ConnectionError):
-                for _ in range(3):  # turns of the loop: an answer that came before the connection broke is read
+                for _ in range(3):  # cycles of the loop: an answer from before the connection broke is read
                     await asyncio.sleep(0)
             if transport is not None:
                 transport.abort()

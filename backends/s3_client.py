@@ -4,7 +4,7 @@ Guarantees:
 
 - Endpoint, region, credentials and addressing are found as by the AWS tools (arguments first, then environment,
   profile and configuration files). Nothing is read and no connection is made before the first call.
-- One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends, also where nothing
+- One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends, even if nothing
   refers to the bucket any more.
 - An endpoint with a user or a password in it is refused before anything is sent, and neither is shown.
 - The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
@@ -39,24 +39,24 @@ from aiockpt.runtime.limits import Limiter, note_progress, run_blocking
 from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import check_key
 
-# aiobotocore makes the class of its clients when it runs.
+# aiobotocore makes the class of its clients at run time.
 S3Client = Any
 
 Addressing = Literal["auto", "path", "virtual"]
 _CONNECTIONS = 64
 _SERVICE_FILES = (("s3", "service-2"), ("s3", "endpoint-rule-set-1"))
 _SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
-# What closes each open client. A collector that found it with its bucket would leave the connections open: a loop that ends
-# closes only what is still there.
+# The generators that close the open clients. One that was collected with its bucket would leave connections open: a loop
+# that ends closes only generators that still exist.
 _held: dict[object, tuple[asyncio.AbstractEventLoop, AsyncGenerator[S3Client, None]]] = {}
 
 
 class StoreSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]
     """A session without redirects: answers come from the requested host.
 
-    aiohttp follows a 307 to any host by itself, with the body, and the client would accept what answers there. A store never
-    needs that: where a bucket lies in another region AWS states it in its answer, and the client signs anew for the endpoint
-    that it knows itself.
+    aiohttp follows a 307 to any host by itself, with the body, and the client would accept the answer of that host. A
+    store never needs that: where a bucket lies in another region AWS states it in its answer, and the client signs anew
+    for the endpoint that it knows itself.
     """
 
     async def _get_session(self, proxy_url: str | None) -> _Direct:
@@ -99,9 +99,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             s3={"payload_signing_enabled": False, **addressing},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            user_agent="aiockpt",  # else it is put together anew for each call, a fifth of what that costs
+            user_agent="aiockpt",  # else it is built anew for each call, a fifth of its cost
             http_session_cls=StoreSession,
-            parameter_validation=False,  # ours are right, and it costs more than signing
+            parameter_validation=False,  # ours are valid, and it costs more than signing
         )
 
 
@@ -117,7 +117,7 @@ def split_url(url: str) -> tuple[str, str]:
         raise UsageError(f"{url!r} names no bucket: write s3://bucket/prefix")
     if any(mark in bucket for mark in "@:?# "):
         raise UsageError(
-            f"{hide(url)!r} names no bucket that can be. Credentials and endpoint are not part of the URL: set"
+            f"{hide(url)!r} names no valid bucket. Credentials and endpoint are not part of the URL: set"
             " AWS_ENDPOINT_URL, AWS_PROFILE, … as for the AWS tools"
         )
     prefix = prefix.strip("/")
@@ -125,10 +125,10 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 class Bucket:
-    """One bucket below one prefix, and the client that talks to it.
+    """One bucket below one prefix, and its client.
 
     Attributes:
-        name, prefix: the bucket, and what every key of ours begins with there ("" or without a slash at the end).
+        name, prefix: the bucket, and the prefix of all our keys in it ("" or without a slash at the end).
         batches: how the store accepts DeleteObjects: "plain", "with MD5", or not at all, "none".
     """
 
@@ -155,7 +155,7 @@ class Bucket:
         return f"s3://{self.name} at {urlsplit(endpoint).netloc if endpoint else 'the AWS endpoint'}"
 
     def path(self, key: str) -> str:
-        """Return the bucket's name for *key*; of "" it is that of the root folder."""
+        """Return the bucket's name for *key*; for "" it is that of the root folder."""
         return f"{self.prefix}/{key}" if self.prefix and key else self.prefix or key
 
     def address(self, key: str) -> dict[str, Any]:
@@ -167,14 +167,14 @@ class Bucket:
         return path[len(self.prefix) + 1 :] if self.prefix else path
 
     def errors(self, doing: str, key: str) -> AbstractContextManager[None]:
-        """Raise ours for what goes wrong in the block; see `s3_errors`."""
+        """Convert errors in the block to ours; see `s3_errors`."""
         return storage_errors(doing, key, self.where, self._notice)
 
     @contextmanager
     def sending(self, doing: str, key: str) -> Iterator[Callable[[], None]]:
-        """Cancel the block when nothing moves for a while; yield the function to call at each move. Else as `errors`.
+        """Cancel the block after a stall; yield the function that notes progress. Otherwise the same as `errors`.
 
-        The client's read timeout does not see a store that accepts no more bytes.
+        The client's read timeout does not detect a store that accepts no more bytes.
         """
         with anyio.CancelScope() as scope:
 
@@ -197,7 +197,7 @@ class Bucket:
         """Return the client of the running loop, made now if there is none.
 
         Raises:
-            UsageError: another loop that still runs made the one there is, or the endpoint is no URL.
+            UsageError: the client belongs to another loop that still runs, or the endpoint is no URL.
         """
         if self._client is None or self._expired or self._loop is not asyncio.get_running_loop():
             async with self._opening:
@@ -207,7 +207,7 @@ class Bucket:
         return self._client
 
     async def requests(self) -> ObjectRequests:
-        """Return what makes the requests for one object; raises as `client`."""
+        """Return the maker of requests for single objects; raises as `client`."""
         await self.client()
         assert self._requests is not None
         return self._requests
@@ -215,8 +215,8 @@ class Bucket:
     async def head(self, doing: str, key: str) -> dict[str, Any]:
         """Return the store's description of an object; *doing* is for messages.
 
-        A HEAD has no body with the reason of a refusal, and expired credentials look like wrong ones: then a GET of one
-        byte is sent, and its answer counts.
+        The answer to a HEAD has no body with the reason of a refusal, and expired credentials look like wrong ones: after
+        a refusal a GET of one byte is sent, and its answer counts.
         """
         requests = await self.requests()
         with self.errors(doing, key):
@@ -225,9 +225,9 @@ class Bucket:
             except ClientError as error:
                 if not says_little(error):
                     raise
-                return await self._look_by_get(await self.client(), key, error)
+                return await self._stat_by_get(await self.client(), key, error)
 
-    async def _look_by_get(self, client: S3Client, key: str, unsaid: ClientError) -> dict[str, Any]:
+    async def _stat_by_get(self, client: S3Client, key: str, unsaid: ClientError) -> dict[str, Any]:
         try:
             answer = dict(await client.get_object(**self.address(key), Range="bytes=0-0"))
         except ClientError as error:
@@ -287,7 +287,7 @@ class Bucket:
             ) from redact_error(error)
 
     async def _hold(self, session: AioSession, number: object) -> AsyncGenerator[S3Client, None]:
-        """Yield a client that is closed with this generator: by us, or by the loop when that ends."""
+        """Yield a client that is closed with this generator: by us, or by the loop at its end."""
         try:
             async with session.create_client(
                 "s3",
@@ -306,10 +306,10 @@ class Bucket:
 
 
 def check_endpoint(bucket: str, endpoint_url: str | None) -> None:
-    """Raise UsageError where an endpoint has a user or a password in it: no request to S3 is signed with one."""
+    """Raise UsageError where an endpoint has a user or a password in it: S3 does not use one to sign requests."""
     if endpoint_url and "@" in endpoint_url:
         raise UsageError(
-            f"s3://{bucket}: the endpoint {hide(endpoint_url)!r} has a user in it, which S3 knows nothing of. Take it out of"
+            f"s3://{bucket}: the endpoint {hide(endpoint_url)!r} has a user in it, which S3 does not use. Remove it from"
             " AWS_ENDPOINT_URL or endpoint_url=…, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
 
@@ -335,5 +335,5 @@ def _is_aws(endpoint_url: str) -> bool:
 
 
 def _stay_here(params: dict[str, Any], **_: object) -> None:
-    """Keep botocore from searching another region: a store that is not AWS has none, and would be queried without end."""
+    """Keep botocore from searching other regions: a store that is not AWS has none, and would be queried without end."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True

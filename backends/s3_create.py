@@ -5,8 +5,8 @@ Guarantees (docs/format.md#commit-on-object-stores):
 - Of any number of callers, in any processes, one creates the key: ``If-None-Match: *`` decides.
 - An answer that was lost after its effect, or a request that HTTP sent twice, never turns our own success into a
   conflict: the write id in an object's metadata identifies its writer.
-- A store that ignores the condition is found out before the first byte of a run is sent, and refused: one key at the root,
-  ``.aiockpt``, is created under that condition, and nothing is ever deleted for it. That it is refused is the proof.
+- A store that ignores the condition is detected before the first byte of a run is sent, and refused: one key at the root,
+  ``.aiockpt``, is created under that condition, and never deleted. The refusal of another create is the proof.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Creator:
     """Creates keys of one bucket exclusively.
 
     Args:
-        unsafe_commit: go on, with a warning, where the store ignores the condition. Two writers may then both believe
+        unsafe_commit: proceed, with a warning, where the store ignores the condition. Two writers may then both conclude
             that they created a key, if they do so within one round trip.
         token: random bytes.
     """
@@ -55,7 +55,7 @@ class Creator:
 
     @property
     def conditional(self) -> bool | None:
-        """Whether the store keeps the condition; None before the first check."""
+        """Whether the store honours the condition; None before the first check."""
         return self._conditional
 
     @property
@@ -79,10 +79,10 @@ class Creator:
             if not await self.was_ours(key, write_id, error):
                 raise
         if not self._conditional and await self.owner(key) != write_id:
-            raise ObjectExistsError(f"creating {key!r}: another writer was as fast", key=key)
+            raise ObjectExistsError(f"creating {key!r}: another writer created it at the same time", key=key)
 
     async def replace(self, key: str, data: bytes) -> None:
-        """Write *key*, whatever is there; on condition of what is there where a policy of the bucket requires that."""
+        """Write *key*, and replace any object there; on condition of its ETag where a bucket policy requires one."""
         refused: StorageAccessError | None = None
         if not self._replaces_conditionally:
             try:
@@ -100,7 +100,7 @@ class Creator:
                 raise error if refused is None else refused from error
             self._replaces_conditionally = True
             return None
-        raise StorageError(f"writing {key!r}: other writers were faster each time", key=key, retryable=True)
+        raise StorageError(f"writing {key!r}: another writer replaced it during each attempt", key=key, retryable=True)
 
     async def _condition_now(self, key: str) -> dict[str, Any]:
         try:
@@ -121,13 +121,13 @@ class Creator:
             await self._checks.send({} if summing is None else summing.field(summing.of([view])), put, proving=proving)
 
     async def was_ours(self, key: str, write_id: str, error: StorageError) -> bool:
-        """Return whether the write that failed with *error* took effect all the same.
+        """Return whether the write that failed with *error* took effect nevertheless.
 
-        Only a conflict, a lost answer, or an upload that is not there any more leave that open.
+        That is possible only after a conflict, a lost answer, or for an upload that no longer exists.
 
         Raises:
-            ObjectExistsError: another writer's is there.
-            StorageError: *error* sounds final and is not: the second check failed, and may succeed later.
+            ObjectExistsError: the object is another writer's.
+            StorageError: *error* is not retryable, but the second check failed, and may succeed later.
         """
         taken = isinstance(error, ObjectExistsError)
         finished = says_no_upload(error.__cause__)
@@ -139,14 +139,14 @@ class Creator:
             if error.retryable or not unseen.retryable:
                 return False
             raise StorageError(
-                f"{error}; whose {key!r} is cannot be seen: {unseen}", key=key, retryable=True
+                f"{error}; the writer of {key!r} cannot be determined: {unseen}", key=key, retryable=True
             ) from error
         if owner not in (None, write_id) and not taken:
-            raise ObjectExistsError(f"{error}; what another writer created is there now", key=key) from error
+            raise ObjectExistsError(f"{error}; another writer has created it", key=key) from error
         return owner == write_id
 
     async def owner(self, key: str) -> str | None:
-        """Return the write id of what is at *key*; "" where it has none, None where nothing is there."""
+        """Return the write id of the object at *key*; "" where it has none, None where there is no object."""
         try:
             found = await self._bucket.head("looking for", key)
         except ObjectNotFoundError:
@@ -154,10 +154,10 @@ class Creator:
         return str(found["Metadata"].get(WRITE_ID, ""))
 
     async def find_out(self) -> None:
-        """Check once, before anything relies on it, whether the store keeps the condition.
+        """Check once, before anything relies on it, whether the store honours the condition.
 
         Raises:
-            UsageError: it does not, and ``unsafe_commit`` was not given.
+            UsageError: it does not, and ``unsafe_commit`` is False.
         """
         async with self._proving:
             if self._conditional is None:
@@ -172,11 +172,11 @@ class Creator:
         if not self._conditional and not self._unsafe_commit:
             raise UsageError(
                 f"{self._bucket.where} ignores If-None-Match, so two jobs could commit one step at once. Use a store"
-                " with conditional writes, or pass S3Backend(…, unsafe_commit=True) where one job only ever saves."
+                " with conditional writes, or pass S3Backend(…, unsafe_commit=True) where only one job ever saves."
             )
 
     async def _prove(self) -> bool:
-        """Create the one key that proves it, for good; return whether this, or doing it again, was refused."""
+        """Create the key that proves it, and leave it; return whether this create, or a second one, was refused."""
         try:
             for _ in range(2):
                 await self.put(PROOF_KEY, PROOF, proving=True, **_ONLY_NEW)

@@ -1,13 +1,13 @@
-"""Errors of S3 and of botocore's credential providers as ours, in one place.
+"""The conversion of errors of S3 and of botocore's credential providers to ours.
 
 Guarantees:
 
-- Whatever leaves `storage_errors` is a `StorageError` that names the key, the bucket, the endpoint and the next action;
-  ``retryable`` is whether the same call may succeed a moment later. Cancellation, and errors that are already ours, pass
-  unchanged.
-- Whatever a credential provider raises, when the client is made or when a key is renewed later, becomes one `StorageError`
-  that names the provider and what to do (`guard_providers`). A service that is busy (429 or 5xx of a metadata service or of
-  STS, no answer) is retryable, as a busy store is; what is missing or refused is not.
+- Every error that leaves `storage_errors` is a `StorageError` that names the key, the bucket, the endpoint and the next
+  action; ``retryable`` is whether the same call may succeed a moment later. Cancellation, and errors that are already
+  ours, pass unchanged.
+- Every error of a credential provider, when the client is made or when a key is renewed later, becomes one `StorageError`
+  that names the provider and the next action (`guard_providers`). That of a busy service (429 or 5xx of a metadata service
+  or of STS, no answer) is retryable, like that of a busy store; missing or refused credentials are not.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ELSEWHERE = {301, 302, 303, 307, 308}
 
 
 class _Meaning(NamedTuple):
-    """What codes of an answer, or errors of the client, are of ours, and the next action."""
+    """The error of ours for some codes of an answer, or errors of the client, and the next action."""
 
     of: Any
     kind: type[StorageError]
@@ -101,7 +101,7 @@ _ANSWERS = (
         StorageAccessError,
         "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE: they are not this store's.",
     ),
-    _Meaning(_CLOCK, StorageAccessError, "Set this machine's clock: S3 wants it."),
+    _Meaning(_CLOCK, StorageAccessError, "Set this machine's clock: S3 requires the right time."),
     _Meaning(_OTHER_REGION, StorageError, "The bucket is in another region: set AWS_REGION, or region=… ."),
     _Meaning(
         _VIRTUAL,
@@ -114,9 +114,9 @@ _ANSWERS = (
         StorageError,
         "The multipart upload was aborted, by a lifecycle rule or a clean-up: save again.",
     ),
-    _Meaning({"NotImplemented", "501"}, StorageError, "The store lacks a part of S3 that was asked for."),
+    _Meaning({"NotImplemented", "501"}, StorageError, "The store does not support a requested feature of S3."),
 )
-# The first that fits counts.
+# The first match counts.
 _FAILURES = (
     _Meaning(
         (NoCredentialsError, PartialCredentialsError),
@@ -129,7 +129,7 @@ _FAILURES = (
     _Meaning(
         (EndpointConnectionError, ProxyConnectionError),
         StorageError,
-        "Is the store up, and AWS_ENDPOINT_URL right?",
+        "Check that the store is up and AWS_ENDPOINT_URL is right.",
         retryable=True,
     ),
     _Meaning(SSLError, StorageError, "Check the certificate (AWS_CA_BUNDLE) and https or http."),
@@ -142,12 +142,12 @@ def says_expired(error: BaseException | None) -> bool:
 
 
 def says_little(error: ClientError) -> bool:
-    """Return whether *error* refuses without saying why, as the answer to a HEAD must: it has a status and no code."""
+    """Return whether *error* refuses without a reason, as the answer to a HEAD must: it has a status and no code."""
     return _code(error) in ("400", "401", "403")
 
 
 def says_no_upload(error: BaseException | None) -> bool:
-    """Return whether *error* means that there is no such multipart upload: it may have been finished."""
+    """Return whether *error* means that the multipart upload does not exist: it may have been finished."""
     return _code(error) == "NoSuchUpload"
 
 
@@ -170,7 +170,7 @@ def says_unknown(error: ClientError) -> bool:
     """Return whether *error* may mean that the store does not know the call, or one of its headers.
 
     Stores have no common code for it: NotImplemented, InvalidArgument, InvalidRequest, MalformedXML, and
-    SignatureDoesNotMatch from those that sign without the headers that they do not know.
+    SignatureDoesNotMatch from stores that leave unknown headers out of the signature.
     """
     known = _EXPIRED | _TIMED_OUT | _NO_BUCKET | _OTHER_REGION | _CLOCK | (_DAMAGED - {"InvalidDigest"})
     return _code(error) == "SignatureDoesNotMatch" or (_status(error) in _UNKNOWN_STATUS and _code(error) not in known)
@@ -187,7 +187,7 @@ def _status(error: ClientError) -> int:
 
 @contextmanager
 def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exception], object]) -> Iterator[None]:
-    """Raise ours for what goes wrong in the block, ``from`` the client's own, and call *noticed* first.
+    """Convert errors in the block to ours, raised ``from`` the client's own; call *noticed* first.
 
     Args:
         doing: a verb form, as in "reading".
@@ -220,9 +220,9 @@ def _from_answer(error: ClientError, doing: str, where: str, key: str) -> Storag
     if status in _ELSEWHERE:
         headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         return StorageError(
-            f"{message}. It sends this request on to {redact(headers.get('location', 'another place'))}, which is not asked:"
-            " only the store that was named is believed. Set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to where"
-            " the store is.",
+            f"{message}. It redirects to {redact(headers.get('location', 'another place'))}, which is not followed: only"
+            " answers of the named store are accepted. Set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to the"
+            " address of the store.",
             key=key,
         )
     if status == 404 and not code.startswith("NoSuch"):
@@ -235,7 +235,7 @@ def _from_answer(error: ClientError, doing: str, where: str, key: str) -> Storag
 
 
 def _from_client(error: Exception, doing: str, key: str) -> StorageError:
-    """Return ours for a failure of the client: there was no answer, or none that makes sense."""
+    """Return ours for a failure of the client: there was no answer, or an invalid one."""
     message = f"{doing}: {error or type(error).__name__}"
     for meaning in _FAILURES:
         if isinstance(error, meaning.of):
@@ -250,7 +250,7 @@ def _from_client(error: Exception, doing: str, key: str) -> StorageError:
 
 _NO_ANSWER = "Received error when attempting"
 SILENT_S, FORGET_S = 5.0, 60.0
-"""How long a metadata service may give no answer at all, as where a pod starts, before it counts as dead."""
+"""How long a metadata service may not answer at all, for instance while a pod starts, before it counts as dead."""
 _BUSY_SERVICE = re.compile(rf"non 200 response (?:429|5\d\d)\b|{_NO_ANSWER}|Credential refresh failed")
 _PROVIDERS = {
     "assume-role-with-web-identity": (
@@ -277,7 +277,7 @@ def guard_providers(session: Any, where: str, silent: dict[str, tuple[float, flo
 
     Args:
         where: for messages.
-        silent: since when, and when last, the service of a provider gave no answer; kept for the next session.
+        silent: since when, and when last, the service of a provider did not answer; kept for the next session.
     """
     for provider in session.get_component("credential_provider").providers:
         _guard(provider, where, silent)
@@ -306,9 +306,9 @@ def _guard(provider: Any, where: str, silent: dict[str, tuple[float, float]]) ->
 
 
 def _note_busy(provider: Any) -> list[int]:
-    """Return a list that gets each status by which the metadata service of the instance reports that it is busy.
+    """Return a list that collects each status by which the metadata service of the instance reports that it is busy.
 
-    botocore treats such an answer as "this is no instance". 401 means that the token before it was not issued.
+    botocore treats such an answer as "this is no instance". 401 means that the earlier request for a token failed.
     """
     busy: list[int] = []
     fetcher = getattr(provider, "_role_fetcher", None)
@@ -326,7 +326,7 @@ def _note_busy(provider: Any) -> list[int]:
 
 @contextmanager
 def _provider_errors(method: str, where: str, silent: dict[str, tuple[float, float]]) -> Iterator[None]:
-    """Raise ours for what a provider raises in the block; a service that gives no answer is retryable for `SILENT_S`."""
+    """Convert a provider's errors in the block to ours; a service that does not answer is retryable for `SILENT_S`."""
     begun_s = monotonic()
     try:
         yield

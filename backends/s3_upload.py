@@ -2,10 +2,9 @@
 
 Guarantees, besides those of the contract:
 
-- A whole part is sent at once, from the caller's memory, with its checksum ahead of it, and cancelled when nothing moves for
-  a while; only what covers a part in pieces is copied, until the part is whole. With writes at multiples of the part size
-  nothing is copied.
-- The key is absent until `finish`, and never one that another writer created meanwhile: completion states that condition,
+- A whole part is sent at once, from the caller's memory, after its checksum, and cancelled when it stalls; only writes
+  that cover a part in pieces are copied, until it is whole. With writes at multiples of the part size nothing is copied.
+- The key is absent until `finish`, which never replaces an object of another writer: completion states that condition,
   and a checksum over all of it where those of the parts can be combined. An answer lost after its effect is a success.
 - Failed calls may be repeated: a part that the store has is not sent again.
 - ``abort``, and a ``begin`` that failed, leave no upload behind, unless the store cannot be reached.
@@ -41,7 +40,7 @@ def choose_part_bytes(size: int, wanted: int) -> int:
 
 
 class PartPiece(msgspec.Struct, frozen=True):
-    """What one write brings for one part: from *start* within it, *views* one after the other."""
+    """The piece of one part in one write: from *start* within the part, *views* one after the other."""
 
     part: int
     start: int
@@ -54,7 +53,7 @@ class PartPiece(msgspec.Struct, frozen=True):
 
 
 def cut(offset: int, runs: Sequence[memoryview], part_bytes: int) -> Iterator[PartPiece]:
-    """Yield the pieces of parts that *runs*, one after the other from *offset*, are made of."""
+    """Cut *runs*, one after the other from *offset*, into pieces of parts."""
     views: list[memoryview] = []
     start = offset
     for run in runs:
@@ -80,7 +79,7 @@ class Gathered:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that are there; what was written twice counts once."""
+        """Bytes that were written; those written twice count once."""
         return sum(self._spans.values())
 
     @property
@@ -104,7 +103,7 @@ class S3Upload:
     """One data file of *size* bytes under *key*; see `aiockpt.storage.backend.Upload`.
 
     Args:
-        multipart: begun.
+        multipart: the multipart upload, begun.
         hashing: limits threads that hash.
         left: called once, when this upload is over.
     """
@@ -176,7 +175,7 @@ class S3Upload:
         whole: Sequence[PartPiece],
         partial: Sequence[tuple[PartPiece, Gathered]],
     ) -> list[int]:
-        """Pass on the runs, copy pieces of parts, and return the sums of the whole ones: all in one hop to a thread."""
+        """Pass the runs to *seen*, copy pieces of parts, and return the sums of the whole ones, in one hop to a thread."""
 
         def work() -> list[int]:
             if seen is not None:
@@ -303,7 +302,7 @@ class Multipart:
         return {} if (summing := self._checks.summing) is None else summing.field(value)
 
     def _check_all(self, parts: Sequence[SentPart]) -> dict[str, str]:
-        """Return the parameters that state the checksum of all parts, where it can be had, and that the parts have one."""
+        """Return the parameters that state that the parts have checksums, and that of all of them where it is known."""
         if (summing := self._checks.summing) is None:
             return {}
         value = summing.of_all([(part.sum, part.size) for part in parts])

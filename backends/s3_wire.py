@@ -1,4 +1,4 @@
-"""Transfer of large HTTP bodies between the socket and the caller's memory, with nothing in between.
+"""Transfer of large HTTP bodies directly between the socket and the caller's memory.
 
 aiohttp handles the HTTP. Between the headers and the end of a body of known length there is nothing to parse, so those
 bytes pass the event loop's own ``sock_recv_into`` and ``sock_sendall``: one copy, which the kernel makes, where the
@@ -8,11 +8,11 @@ time a GiB instead of 0.62, and 1.4 × the throughput.
 
 Guarantees:
 
-- What aiohttp had read ahead comes first, and what it has to send goes first; the connection is aiohttp's again afterwards,
-  and is reused.
-- Over TLS a body that comes is decrypted straight into the caller's memory: asyncio's TLS is given a protocol of ours for so
-  long. What is sent goes through aiohttp, and so does a body of unknown length.
-- A body that ends early is an error of aiohttp's, whichever way it came.
+- Bytes that aiohttp has read ahead, or still has to send, go first; afterwards the connection is returned to aiohttp, and
+  reused.
+- Over TLS a response body is decrypted straight into the caller's memory: asyncio's TLS gets a protocol of ours meanwhile.
+  A request body goes through aiohttp, and so does a body of unknown length.
+- A body that ends early is an error of aiohttp's, whichever way it was received.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from aiockpt.backends.ranges import Buffers
 SLICE_BYTES = 1 << 20
 _WITH_HEADERS_BYTES = 32 << 10
 _READ_AHEAD_BYTES = 1 << 20
-# Seconds between two checks whether an encrypted body still comes.
+# Seconds between two checks whether an encrypted body is still being received.
 LOOK_S = 0.5
 
 
 async def receive(response: ClientResponse, buffers: Buffers, moved: Callable[[], object]) -> int:
-    """Put the body of *response* into *buffers*; return how many bytes came, also those that do not fit.
+    """Put the body of *response* into *buffers*; return how many bytes were received, also those that do not fit.
 
     Args:
-        moved: called whenever something came.
+        moved: called whenever bytes were received.
 
     Raises:
         ClientPayloadError: the connection ended before the body did.
@@ -70,7 +70,7 @@ async def receive(response: ClientResponse, buffers: Buffers, moved: Callable[[]
 
 
 def _put(buffers: Buffers, piece: bytes) -> int:
-    """Copy what fits of *piece*; return all of its bytes."""
+    """Copy as much of *piece* as fits; return its whole length."""
     buffers.fill(memoryview(piece)[: buffers.left_bytes])
     return len(piece)
 
@@ -99,7 +99,7 @@ async def send(writer: StreamWriter, views: Sequence[memoryview], moved: Callabl
 
 
 def _cut(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield *views* in slices, a small one first: it goes with the headers, and leaves nothing behind in the transport."""
+    """Yield *views* in slices, a small one first: it is sent with the headers, and leaves the transport's buffer empty."""
     size = _WITH_HEADERS_BYTES
     for view in views:
         start = 0
@@ -109,7 +109,7 @@ def _cut(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def open_plain(transport: asyncio.Transport | None) -> socket.socket | None:
-    """Return a second handle of the socket below *transport*; None where its bytes are not those of the answer."""
+    """Return a second handle of the socket below *transport*; None where it is closing, encrypted or has no socket."""
     if transport is None or transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
         return None
     below = transport.get_extra_info("socket")
@@ -121,12 +121,12 @@ def open_plain(transport: asyncio.Transport | None) -> socket.socket | None:
 
 
 def _decrypts(transport: asyncio.Transport) -> bool:
-    """Return whether asyncio's own TLS is below *transport*: that fills buffers of its protocol's."""
+    """Return whether *transport* is asyncio's own TLS, which fills the buffers of its protocol."""
     return type(transport).__module__ == "asyncio.sslproto" and not transport.is_closing()
 
 
 class _Filler(asyncio.BufferedProtocol):
-    """Replaces aiohttp's protocol while a body comes through TLS, and fills the caller's memory with it."""
+    """Replaces aiohttp's protocol while a body is received through TLS, and fills the caller's memory with it."""
 
     def __init__(self, transport: asyncio.Transport, buffers: Buffers, moved: Callable[[], object]) -> None:
         self._transport = transport
@@ -139,29 +139,29 @@ class _Filler(asyncio.BufferedProtocol):
         """Wait until the memory is full.
 
         Raises:
-            ClientPayloadError: the connection ended before.
+            ClientPayloadError: the connection ended before that.
         """
         self._transport.pause_reading()
         self._transport.set_protocol(self)
-        self._transport.resume_reading()  # which also delivers what was decrypted and not yet read
+        self._transport.resume_reading()  # which also delivers bytes that are decrypted and not yet read
         try:
             while not self._whole.done():
                 left = self._buffers.left_bytes
                 await asyncio.wait([self._whole], timeout=LOOK_S)
                 if self._buffers.left_bytes != left:
-                    self._moved()  # not by the callbacks below, which are no task's
+                    self._moved()  # not in the callbacks below, which run in no task
         finally:
             self._transport.set_protocol(self._client)
         self._whole.result()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the memory for the next bytes."""
         room = self._buffers.room
         assert room is not None, "the body is whole, and the client has its connection back"
         return room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Record what came; hand the connection back as soon as all is there."""
+        """Record the received bytes; hand the connection back as soon as the body is complete."""
         self._buffers.advance(nbytes)
         if self._buffers.room is None:
             self._transport.set_protocol(self._client)

@@ -2,15 +2,15 @@
 
 Guarantees, besides those of the contract:
 
-- What was written survives the process that wrote it, by SIGKILL too, until the host restarts: ``durable`` is False.
-  (Where systemd's RemoveIPC is on, it also goes when a person's last login session ends; jobs of a scheduler and of
-  system users are not concerned.)
+- Objects survive the process that wrote them, also its SIGKILL, until the host restarts: ``durable`` is False.
+  (Where systemd's RemoveIPC is on, they are also removed when a person's last login session ends; jobs of a scheduler
+  and of system users are not affected.)
 - Everything lies below one folder of the user with mode 0700. A folder of that name that belongs to another user, is
   a link, or is open to others is refused, by readers too: /dev/shm is open to all, and its names can be squatted on.
-- ``create`` refuses a file that the memory which is free now cannot hold: the alternative is the kernel killing training.
+- ``create`` refuses a file that does not fit into the free memory: else the kernel would kill training.
 
-It is the local backend with two things left out that cost and give nothing here, flushes and O_DIRECT, and with
-folders that are the user's alone.
+It is the local backend without flushes and O_DIRECT, which are useless here, and with folders that only the user can
+access.
 """
 
 from __future__ import annotations
@@ -116,21 +116,21 @@ class ShmBackend:
         return await self._local.now_ns()
 
     async def space(self) -> Space:
-        """Return what the mount has left, or the host where that is less: the mount's figure may be in use elsewhere."""
+        """Return the free space of the mount, or of the host where that is less: other users may occupy the memory."""
         mounted = await self._local.space()
         if mounted.free_bytes is None:
             return mounted
         return Space(min(mounted.free_bytes, available_bytes()), mounted.total_bytes, mounted.free_files)
 
     async def close(self) -> None:
-        """Release what no reader needs; the objects stay."""
+        """Release the memory that no reader needs; the objects stay."""
         await self._local.close()
 
     def __repr__(self) -> str:
         return f"<ShmBackend {self.url!r} in {self._home!r}>"
 
     async def _guard(self, key: str, make: bool = False) -> None:
-        """Check once that the user's folder is the user's. Once is enough: in a sticky directory it then stays so."""
+        """Check once that the folder belongs to the user alone. In a sticky directory it then stays so."""
         if not self._ours:
             try:
                 self._ours = await run_blocking(self._guards, self._check_home, make)
@@ -142,11 +142,11 @@ class ShmBackend:
     # What follows runs on a worker thread.
 
     def _check_home(self, make: bool) -> bool:
-        """Return whether the user's folder is there, and *make* it if wanted.
+        """Return whether the user's folder exists; with *make*, create it first.
 
         Raises:
-            StorageError: there is no shared memory here.
-            StorageAccessError: the folder is not, or not only, the user's.
+            StorageError: this host has no shared memory.
+            StorageAccessError: the folder belongs to another user, or others have access to it.
         """
         if make:
             self._make_home()
@@ -157,7 +157,7 @@ class ShmBackend:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise StorageAccessError(
                 f"{self._home} is not a private folder of user {os.geteuid()} (owner {found.st_uid}, mode"
-                f" {stat.filemode(found.st_mode)}): somebody else could read or change what is saved; remove it, or"
+                f" {stat.filemode(found.st_mode)}): another user could read or change what is saved; remove it, or"
                 " let an administrator do so"
             )
         return True
@@ -168,12 +168,12 @@ class ShmBackend:
                 self._files.mkdir(self._home)
         except FileNotFoundError as error:
             raise StorageError(
-                f"{self._mount} is not there: this host has no shared memory of that kind; use a path on a RAM disk"
+                f"{self._mount} does not exist: this host has no shared memory of that kind; use a path on a RAM disk"
             ) from error
 
 
 class ShmFiles:
-    """*files* as memory needs them: nothing is flushed, and a new folder is closed to other users.
+    """*files* for shared memory: nothing is flushed, and a new folder is closed to other users.
 
     (The seam's ``mkdir`` has no mode, so that one call goes to the operating system itself.)
     """

@@ -1,4 +1,4 @@
-"""The command ``python -m benchmarks``: ``list`` the questions, ``run`` some, ``table`` what was run."""
+"""The command ``python -m benchmarks``: ``list`` the scenarios, ``run`` some, print the ``table`` of the results."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def size(text: str) -> int:
 
 
 def chosen(names: list[str], sets: list[str], contenders: list[str]) -> dict[str, dict[str, Any]]:
-    """Return scenario → the settings that *sets* gives it, in the types of the table.
+    """Return scenario → its settings from *sets*, in the types of the table.
 
     Raises:
-        typer.BadParameter: a scenario, a contender or a setting that none has.
+        typer.BadParameter: an unknown scenario, contender or setting.
     """
     for name in names:
         if name not in SCENARIOS:
@@ -67,7 +67,7 @@ def _parse(scenario: Scenario, setting: str, text: str) -> Any:
 
 
 def show(text: str) -> None:
-    """Print Markdown: drawn at a terminal, as it is to whatever else reads it."""
+    """Print Markdown: rendered on a terminal, as plain text elsewhere."""
     if sys.stdout.isatty():
         Console().print(Markdown(text))
     else:
@@ -76,7 +76,7 @@ def show(text: str) -> None:
 
 @app.command("list")
 def list_scenarios() -> None:
-    """Say what can be asked, of whom, and what that needs."""
+    """List the scenarios, their contenders and requirements."""
     rows = ["| scenario | question | contenders | floors | size | needs |", "| --- | --- | --- | --- | --- | --- |"]
     for one in SCENARIOS.values():
         floors = [*one.floors, *(name for name in one.contenders if name.startswith(("floor", "raw")))]

@@ -1,4 +1,4 @@
-"""The tables that a reader sees, as data: which figure stands in which column, and how it is written."""
+"""The result tables as data: the figure of each column, and its format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESAMPLES = 2000
 
 
 class Cell(NamedTuple):
-    """One figure where it stands: of *row*, among all *rows* of the scenario."""
+    """One figure in its table: of *row*, among all *rows* of the scenario."""
 
     report: Report
     rows: Rows
@@ -30,7 +30,7 @@ Show = Callable[[Cell], str]
 
 
 class Column(NamedTuple):
-    """A heading, the figure below it, and how it is shown."""
+    """A heading, the figure below it, and its format."""
 
     heading: str
     scenario: str
@@ -39,21 +39,21 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A title, and the columns behind the first, which names the rows."""
+    """A title, and the columns after the first, which names the rows."""
 
     title: str
     columns: tuple[Column, ...]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people read them."""
+    """Return seconds in a readable unit."""
     if 0 < abs(seconds) < 1e-4:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def size(count: float) -> str:
-    """Return bytes as people read them."""
+    """Return bytes in a readable unit."""
     if count >= 1 << 30:
         return f"{count / (1 << 30):.2f} GiB"
     return f"{count / (1 << 20):.0f} MiB" if count >= 1 << 20 or not count else f"{count / 1024:.1f} KiB"
@@ -94,11 +94,11 @@ SHOWS: dict[str, Show] = {
     "MB/s": lambda cell: f"{cell.report.state_bytes / cell.metric.median / 1e6:,.0f} MB/s",
     "s/GiB": lambda cell: f"{cell.metric.median / (cell.report.state_bytes / (1 << 30)):.2f}",
 }
-"""How a figure is written that needs no other one; of a speed, the bytes are those that the report says."""
+"""Formats of figures that need no other figure; a speed uses the bytes of the report."""
 
 
 def of(row: str, metric: str) -> Show:
-    """Return what shows a median beside that of *row*'s *metric*."""
+    """Return a format: a median relative to that of *row*'s *metric*."""
 
     def show(cell: Cell) -> str:
         below = cell.rows.get(row, {}).get(metric)
@@ -108,7 +108,7 @@ def of(row: str, metric: str) -> Show:
 
 
 def of_own(metric: str) -> Show:
-    """Return what shows, sample by sample, the change beside another metric of the same row."""
+    """Return a format: the change, sample by sample, relative to another metric of the same row."""
 
     def show(cell: Cell) -> str:
         pairs = zip(cell.metric.samples, cell.rows[cell.row][metric].samples, strict=True)
@@ -118,12 +118,12 @@ def of_own(metric: str) -> Show:
 
 
 def share_of(metric: str) -> Show:
-    """Return what shows the sum of all samples as a share of that of *metric*."""
+    """Return a format: the sum of all samples as a share of that of *metric*."""
     return lambda cell: f"{sum(cell.metric.samples) / sum(cell.rows[cell.row][metric].samples):.1%}"
 
 
 def per(metric: str, unit: float, shown: str) -> Show:
-    """Return what shows a median for each *unit* of another metric's."""
+    """Return a format: a median for each *unit* of another metric."""
 
     def show(cell: Cell) -> str:
         amount = cell.rows[cell.row][metric].median / unit
@@ -133,7 +133,7 @@ def per(metric: str, unit: float, shown: str) -> Show:
 
 
 def by(metric: str, unit: float, shown: str) -> Show:
-    """Return what shows the median speed, in *unit*: sample by sample, over the seconds of *metric*."""
+    """Return a format: the median speed in *unit*, sample by sample over the seconds of *metric*."""
 
     def show(cell: Cell) -> str:
         pairs = zip(cell.metric.samples, cell.rows[cell.row][metric].samples, strict=True)
@@ -144,7 +144,7 @@ def by(metric: str, unit: float, shown: str) -> Show:
 
 
 def each(setting: str, unit: float, shown: str, *, inverse: bool = False) -> Show:
-    """Return what shows a median for each of as many as *setting* says, or how many that is in a unit."""
+    """Return a format: a median divided by the number in *setting*; *inverse*: that number for each unit."""
 
     def show(cell: Cell) -> str:
         amount = next(found[setting] for found in cell.report.settings.values() if setting in found)
@@ -155,12 +155,12 @@ def each(setting: str, unit: float, shown: str, *, inverse: bool = False) -> Sho
 
 
 def within(bound: float) -> Show:
-    """Return what shows a median duration, and says when it is above *bound* seconds."""
+    """Return a format: a median duration, marked when it is above *bound* seconds."""
     return lambda cell: duration(cell.metric.median) + (" (**missed**)" if cell.metric.median > bound else "")
 
 
 def compared(row: str, samples_of: str) -> Show:
-    """Return what shows the ratio to the medians of *row*, and its 90 % interval from resamples of the rounds."""
+    """Return a format: the ratio to the medians of *row*, and its 90 % interval from resamples of the rounds."""
 
     def show(cell: Cell) -> str:
         below = cell.rows.get(row, {}).get(samples_of)
@@ -186,7 +186,7 @@ def ratio_interval(above: list[float], below: list[float]) -> str:
 
 
 _Given = tuple[str, str, Show | str]
-"""Heading, metric (of another scenario: ``scenario/metric``), and how it is shown."""
+"""Heading, metric (of another scenario: ``scenario/metric``), and format."""
 
 
 def _table(title: str, scenario: str, *given: _Given) -> Table:

@@ -1,12 +1,12 @@
-"""A server that throws away what it gets and sends zeros: how fast an S3 client can be with no store in the way.
+"""A server that discards uploads and sends zeros: it shows the speed of an S3 client without the limits of a store.
 
-It speaks as much S3 as a client needs to put, get and head objects and to make them of parts, and as a checkpoint needs to
-be committed: it keeps small objects, and says that every folder is empty. Of large ones it keeps names and sizes. It checks
-no signature, and uses little of the processor, so that what is measured is the client.
+It implements the part of S3 that a client needs for put, get, head and multipart uploads, and that a checkpoint needs for
+its commit: it keeps small objects, and lists every folder as empty. Of large objects it keeps names and sizes. It checks no
+signature and uses little processor time, so that the client is measured.
 
     with draining() as (endpoint_url, pid): …
 
-It is another process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed; over TLS when it is
+It is a separate process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed; over TLS when it is
 given a certificate and its key (`authority` makes them).
 """
 
@@ -34,7 +34,7 @@ _ABSENT = b"<Error><Code>NoSuchKey</Code></Error>"
 
 
 class Drain(socketserver.ThreadingTCPServer):
-    """The server: sizes of objects, what is small, and the parts of those that are being made, by path."""
+    """The server: sizes of objects, contents of small ones, and parts of unfinished uploads, by path."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -48,7 +48,7 @@ class Drain(socketserver.ThreadingTCPServer):
         self.parts: dict[str, dict[str, int]] = {}
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Take a connection; TLS is begun by its own thread."""
+        """Accept a connection; its own thread begins TLS."""
         connection, address = super().get_request()
         if self.tls is not None:
             connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -63,7 +63,7 @@ class Connection(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
-        """Answer until the client has no more to ask."""
+        """Answer requests until the client closes the connection."""
         sink = memoryview(bytearray(_WINDOW_BYTES))
         try:
             while line := self.rfile.readline():
@@ -82,7 +82,7 @@ class Connection(socketserver.StreamRequestHandler):
         return found
 
     def _take(self, headers: Mapping[str, str], sink: memoryview) -> bytes | None:
-        """Take the body of a request; return it where it is small and comes in one piece."""
+        """Read the body of a request; return it where it is small and arrives in one piece."""
         size = int(headers.get("content-length", 0))
         if headers.get("expect", "").lower() == "100-continue":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -140,7 +140,7 @@ class Connection(socketserver.StreamRequestHandler):
         self.wfile.write(head.encode("latin-1") + body)
 
     def _send_object(self, method: str, path: str, wanted: str) -> None:
-        """Send what was kept, or zeros; the range that is *wanted*, or all."""
+        """Send the kept bytes, or zeros; the range *wanted*, or all."""
         size, kept = self.server.sizes[path], self.server.small.get(path)
         start, end, status, said = 0, size - 1, 200, "Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n"
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted):
@@ -161,7 +161,7 @@ def authority(folder: Path) -> tuple[Path, Path, Path]:
     """Make an authority of our own and a certificate for 127.0.0.1; return the authority's, the certificate, its key.
 
     Raises:
-        OSError, subprocess.CalledProcessError: ``openssl`` is not here or fails.
+        OSError, subprocess.CalledProcessError: ``openssl`` is not installed or fails.
     """
     ca, ca_key, server, key, request = (folder / name for name in ("ca.pem", "ca.key", "s.pem", "s.key", "s.csr"))
     name = folder / "name.ext"
@@ -190,7 +190,7 @@ def draining(certificate: Path | None = None, key: Path | None = None) -> Iterat
 
 
 def main() -> None:
-    """Serve, and say where."""
+    """Serve, and print the endpoint."""
     with Drain() as server:
         scheme = "http"
         if len(sys.argv) == 3:

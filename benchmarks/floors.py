@@ -1,4 +1,4 @@
-"""What the same machine does with the same bytes when nothing but the bytes is moved: how fast it could be.
+"""Floors: the time in which the same machine moves the same bytes and does nothing else.
 
 Guarantees:
 
@@ -63,7 +63,7 @@ def copy_by_torch(state: states.State, memory: mmap.mmap) -> None:
 
 
 def supports_direct_io(folder: Path) -> bool:
-    """Return whether the file system of *folder* takes ``O_DIRECT`` writes."""
+    """Return whether the file system of *folder* supports ``O_DIRECT`` writes."""
     probe = folder / "direct-io-probe"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
@@ -85,7 +85,7 @@ def opened(path: Path, flags: int, direct: bool | None = None) -> Iterator[int]:
     """Open *path* with ``O_DIRECT`` where its file system can, buffered otherwise; yield the descriptor.
 
     Args:
-        direct: what is known of the file system; None tries it.
+        direct: whether the file system supports it; None tries.
     """
     direct = supports_direct_io(path.parent) if direct is None else direct
     descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)

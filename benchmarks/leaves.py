@@ -3,8 +3,8 @@
     python -m benchmarks.leaves                                          # this checkout
     PYTHONPATH=OTHER_CHECKOUT python /path/to/benchmarks/leaves.py       # another one
 
-Prints, for parameters of a module, for those with their optimizer and for bare tensors, the least processor and wall time
-of a load of each, and the difference by tensor.
+Prints the least processor and wall time of a load, and the difference per tensor: for parameters of a module, for those
+with their optimizer, and for bare tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="leaves-"))
             ckpt, state = stack.enter_context(aiockpt.Checkpointer(place)), make(count, total_bytes // count // 4)
             ckpt.save(1, state).result()
-            pages.warm(Path(place))  # it was written past the page cache, and would be read so for ever
+            pages.warm(Path(place))  # it was written past the page cache, and would always be read so
             opened[count] = ckpt, state
         for _ in range(rounds + 2):  # the first two warm the process
             for count, (ckpt, state) in opened.items():

@@ -1,4 +1,4 @@
-"""On what was it measured? Facts of the machine, and the memory of a process and its children."""
+"""Facts of the machine that was measured, and the memory of a process and its children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a reader must know to judge a figure. It names no host."""
+    """The facts that a reader needs to judge a figure; no host name."""
 
     cpu: str
     cores: int
@@ -60,13 +60,13 @@ def _filesystem(work: Path) -> str:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the memory that *pid* and all its descendants take from the machine, shared pages counted once.
+    """Return the memory that *pid* and all its descendants use, shared pages counted once.
 
     Anonymous and shared memory only: pages of libraries and of mapped files can be dropped, and how they are divided
-    among processes changes when a stranger starts.
+    among processes changes when an unrelated one starts.
     """
     total = 0
-    with contextlib.suppress(OSError):  # it may end while it is read
+    with contextlib.suppress(OSError):  # the process may end meanwhile
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                 total += int(line.split()[1]) * 1024

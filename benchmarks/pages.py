@@ -1,4 +1,4 @@
-"""Is it in memory, or on the disk? The page cache made visible: flush, drop, warm and probe the pages of files.
+"""Control of the page cache: flush, drop, warm and probe the pages of files.
 
 Guarantees:
 
@@ -39,7 +39,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make the names below *folder*, and its own, durable: ``fsync`` of each folder and of the parent."""
+    """Make the names below *folder*, and its own name, durable: ``fsync`` of each folder and of the parent."""
     for path in folder.rglob("*"):
         if path.is_dir():
             sync(path)
@@ -77,7 +77,7 @@ def drop(folder: Path, *, at_most: float = 0.01) -> float:
     """Drop the pages of all files below *folder* from the page cache and return what is left as a fraction.
 
     Raises:
-        RuntimeError: more than *at_most* stayed, so a load would not be cold. (tmpfs has nowhere to drop them to.)
+        RuntimeError: more than *at_most* stayed, so a load would not be cold. (Pages of tmpfs cannot be dropped.)
     """
     for path in files(folder):
         descriptor = os.open(path, os.O_RDONLY)
@@ -110,13 +110,13 @@ def warm(folder: Path, *, at_least: float = 0.99) -> float:
 
 
 GROWTH_READS = 16
-"""Of 64 MiB, after which the page cache must have grown by one of them, or it grows no more."""
+"""Reads of 64 MiB within which the page cache must grow by one read, or it is full."""
 
 
 class Occupier:
     """Holds free memory with the page cache of a sparse file at *scratch*, all but *keep_free_bytes*.
 
-    A virtual machine gives free memory back to its host, and the first touch of it afterwards costs up to 20 times
+    A virtual machine returns free memory to its host, and the first touch of it afterwards costs up to 20 times
     more. Clean page cache stays with the guest and is handed out again at once, so that every contender's new pages
     cost the same. Reading a hole makes no disk traffic; reading on where the last ``fill`` ended finds no page twice.
     """
@@ -131,7 +131,7 @@ class Occupier:
         self._buffer = bytearray(64 * MIB)
 
     def fill(self) -> None:
-        """Take what has become free since the last time, as far as the page cache may grow (a container may limit it)."""
+        """Occupy the memory freed since the last time, as far as the page cache may grow (a container may limit it)."""
         before = _free_bytes()
         while before > self._keep_free_bytes:
             for _ in range(GROWTH_READS):
@@ -142,7 +142,7 @@ class Occupier:
             before = after
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all of it."""
         self._file.close()
         self._scratch.unlink()
 

@@ -1,4 +1,4 @@
-"""What a run leaves: one JSON file with the machine, the settings, and every sample of every metric."""
+"""The report of a run: one JSON file with the machine, the settings, and every sample of every metric."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """One run.
 
     Attributes:
-        machine: None of a run that was simulated.
+        machine: None for a simulated run.
         results: scenario → row → metric.
-        unavailable: contender → why it did not take part.
-        failures: one sentence for each visit that failed; a run with one is not to be believed.
-        settings: scenario → what it was run with, besides the size and the repetitions.
-        notes: scenario → what it has to say in words.
+        unavailable: contender → reason why it did not take part.
+        failures: one sentence for each failed visit; a run with any is not valid.
+        settings: scenario → its settings, besides the size and the repetitions.
+        notes: scenario → its notes in words.
     """
 
     machine: Machine | None
@@ -68,7 +68,7 @@ def _metric(name: str, values: list[float], state_bytes: int) -> Metric:
 
 
 def write(report: msgspec.Struct, path: Path) -> None:
-    """Write *report* to *path*, readable by a person."""
+    """Write *report* to *path*, indented."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

@@ -4,7 +4,7 @@ Guarantees:
 
 - Contenders and floors take turns within every round, so that a slow minute of the machine hits all of them.
 - Before a visit dirty pages are written, earlier files are gone, and free memory is held by the guest (`pages.Occupier`).
-- A visit that fails, or outlives its deadline, is reported and ended with its children; the others go on.
+- A visit that fails or exceeds its deadline is reported, and ended with its children; the others continue.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from benchmarks.visit import Outcome, Turn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SAMPLING_S, SMOKE_SAMPLING_S = 0.02, 1.0
-"""Between two looks at the memory of a visit; those of one that does everything, whose peak means nothing, cost much."""
+"""Seconds between two memory samples of a visit; a smoke visit, whose peak is meaningless, is sampled rarely."""
 KEEP_FREE_BYTES = 2 << 30
 END_S = 20.0
-"""For a visit that is told to end: its servers are ended on the way out."""
+"""Seconds for a visit to end after SIGTERM: it ends its servers first."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """The plan of a run.
 
     Attributes:
-        size_bytes: of the state; None: each scenario's own, of a run that shows that it runs.
+        size_bytes: of the state; None: each scenario's own size for a smoke run.
         only: these contenders, and the floors; all when empty.
         settings: scenario → name → value, instead of the scenario's own.
-        smoke: few visits that do everything: quick, shows that all work, and its figures are worth nothing.
+        smoke: few visits that do everything: a quick check that all work; its figures are meaningless.
     """
 
     scenarios: tuple[str, ...]
@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """What the visits brought so far."""
+    """The results of the visits so far."""
 
     def __init__(self) -> None:
         self.samples: dict[str, dict[str, Samples]] = {}
@@ -68,7 +68,7 @@ class Tally:
         self.notes: dict[str, list[str]] = {}
 
     def add(self, outcome: Outcome) -> None:
-        """Count *outcome* in."""
+        """Add *outcome*."""
         self.unavailable.update(outcome.unavailable)
         for scenario, row, samples in outcome.samples:
             kept = self.samples.setdefault(scenario, {}).setdefault(row, {})
@@ -79,13 +79,13 @@ class Tally:
 
 
 def run(plan: Plan, keep: Callable[[report.Report], object] = lambda _: None) -> report.Report:
-    """Carry out *plan* and return its report. What was made below ``plan.work`` is removed again.
+    """Carry out *plan* and return its report. Files made below ``plan.work`` are removed.
 
     Args:
-        keep: given the report so far after each visit: a run that is cut short is not lost.
+        keep: called with the report so far after each visit, so that an interrupted run is not lost.
     """
     plan.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.work) as own:  # nothing of another run, or of a killed one
+    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.work) as own:  # apart from all other runs
         return _run(msgspec.structs.replace(plan, work=Path(own)), keep)
 
 
@@ -122,7 +122,7 @@ def _report(plan: Plan, facts: machine.Machine | None, tally: Tally) -> report.R
 def _take_turns(
     visits: list[list[Turn]], occupier: pages.Occupier | None, tally: Tally, at_once: int, keep: Callable[[], object]
 ) -> None:
-    """Carry out *visits*, *at_once* at the same time (more than one spoils every figure), and count them in."""
+    """Carry out *visits*, *at_once* at the same time (more than one spoils every figure), and add their outcomes."""
     with ThreadPoolExecutor(at_once) as pool:
         for number, outcome in enumerate(pool.map(lambda visit: _attempt(occupier, visit), visits), start=1):
             if isinstance(outcome, str):
@@ -143,7 +143,7 @@ def _settings(plan: Plan, scenario: Scenario) -> dict[str, Any]:
 
 
 def _round(plan: Plan, number: int) -> list[list[Turn]]:
-    """Return the visits of one round: scenario by scenario, everyone in turn, each in a process of its own."""
+    """Return the visits of one round: scenario by scenario, each contender in turn, in a process of its own."""
     turns = []
     for scenario in (SCENARIOS[name] for name in plan.scenarios):
         names = tuple(
@@ -228,7 +228,7 @@ def _in_subprocess(visit: list[Turn], folder: Path) -> Outcome:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End *child*, where it still runs, and whatever it leaves behind in its session."""
+    """End *child*, if it still runs, and the processes left in its session."""
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -246,7 +246,7 @@ def _last_line(log: Path) -> str:
 
 
 class _PeakSampler:
-    """Samples the memory of a process tree from outside, so that the measured process loses nothing to it."""
+    """Samples the memory of a process tree from outside, so that sampling costs the measured process nothing."""
 
     def __init__(self, pid: int, every_s: float) -> None:
         self._pid = pid
@@ -268,7 +268,7 @@ class _PeakSampler:
 
 
 def _with_peak(outcome: Outcome, peak_bytes: int) -> Outcome:
-    """Return *outcome* with the peak of the process tree beyond what it took before its first save."""
+    """Return *outcome* with the peak of the process tree beyond its memory before its first save."""
     for scenario, _, samples in outcome.samples:
         if scenario == "memory":
             samples["beyond_bytes"] = [peak_bytes - samples["before_bytes"][0]]

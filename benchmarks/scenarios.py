@@ -1,7 +1,7 @@
-"""The table of scenarios: the question of each, what measures it, who takes part and how, the floors, and the sizes.
+"""The table of scenarios: the question of each, its measurement, contenders, floors and sizes.
 
-A contender is data: its name, and (``module:class``, arguments) of what saves and loads, or moves bytes, in this scenario.
-How figures are shown is in `benchmarks.columns`, what was promised of them in `benchmarks.targets`.
+A contender is data: its name, and (``module:class``, arguments) of the object that saves and loads, or moves bytes.
+`benchmarks.columns` has the formats of figures, `benchmarks.targets` their targets.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         measure: ``module:function`` that carries out a turn.
-        contenders: name → what it is. A floor that saves as a contender does is one, named so.
+        contenders: name → spec. A floor that saves like a contender is one, with "floor" in its name.
         floors: name → ``module:function`` that does nothing but move the same bytes.
-        size_bytes: of the state, unless the command says otherwise; 0 where the settings say what is measured.
-        rounds: in each everyone runs once, *repetitions* times.
-        paired: contenders take turns within one process, which they are compared in; else each has its own.
-        always: those without whom a paired comparison says nothing.
-        settings: what ``--set`` may change; *smoke* are those of a run that shows that it runs.
-        simulated: nothing of this machine is measured, or one thread's processor time alone.
-        needs: packages, or programs, that not everybody has.
+        size_bytes: of the state, unless the command overrides it; 0 where the settings define the size.
+        rounds: in each, every contender has one visit of *repetitions*.
+        paired: contenders take turns and are compared within one process; else each has its own.
+        always: contenders that a paired comparison needs.
+        settings: those that ``--set`` may change; *smoke*: those of a smoke run.
+        simulated: the machine is not measured, or one thread's processor time alone.
+        needs: optional packages or programs.
     """
 
     name: str
@@ -360,4 +360,4 @@ _ALL = (
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 MAIN = ("memory", "save", "warmed", "load", "train")
-"""What is run when no scenario is named: the main comparison."""
+"""Scenarios that run when none is named: the main comparison."""

@@ -1,4 +1,4 @@
-"""What is saved: a training state as an LLM job has it, bf16 parameters, fp32 masters and Adam moments.
+"""The state that is saved: that of an LLM training job, with bf16 parameters, fp32 masters and Adam moments.
 
 Guarantees:
 

@@ -1,7 +1,7 @@
-"""Training steps, timed: in quiet, and while something else goes on.
+"""Timed training steps: in quiet, and beside other work.
 
-Small operations make a loop depend on the interpreter and its lock, not on the arithmetic: the hardest kind of training to
-stay out of the way of. The loop's own model is tiny; the state that is saved is the big one, untouched. Torch is held to
+Small operations make a loop depend on the interpreter and its lock, not on the arithmetic: such training is the easiest to
+disturb. The loop's own model is tiny; the saved state is the big one, which the loop does not touch. Torch is held to
 one thread here: with more, steps this small measure the thread barrier and not the save.
 """
 
@@ -18,14 +18,14 @@ Clock = Callable[[], float]
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that *work* takes, with the collector's debts paid and nothing left to write beforehand."""
+    """Return the seconds that *work* takes, after a garbage collection and a flush of dirty pages."""
     gc.collect()
     os.sync()
     return seconds(work)
 
 
 def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Return the seconds that *work* takes, as things are."""
+    """Return the seconds that *work* takes, without preparation."""
     start = clock()
     work()
     return clock() - start
@@ -55,7 +55,7 @@ def small_step(*, optimizes: bool = True) -> Callable[[], None]:
 def run_steps(
     step: Callable[[], object], enough: Callable[[int], bool], clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Run steps until *enough* says so of their count; return the seconds that each took."""
+    """Run steps until *enough* returns True for their count; return the seconds of each."""
     took: list[float] = []
     before = clock()
     while not enough(len(took)):

@@ -1,4 +1,4 @@
-"""Reports as a reader sees them: Markdown, printed, and written into the README between markers."""
+"""Rendering of reports as Markdown: printed, or written into the README between markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report import Report
 from benchmarks.scenarios import MAIN
 
 MARKED = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-"""In the README: the files whose tables stand between two markers."""
+"""Markers in the README, with the files whose tables stand between them."""
 
 
 def render(report: Report) -> str:
@@ -47,7 +47,7 @@ def _conditions(report: Report) -> str:
 
 
 def _table(report: Report, table: Table) -> list[str]:
-    """Return one table, or nothing when none of it was measured."""
+    """Return one table; an empty list when none of it was measured."""
     names = dict.fromkeys(row for column in table.columns for row in report.results.get(column.scenario, {}))
     rows = []
     for name in names:
@@ -97,7 +97,7 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def marked(text: str, results: Path) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each marked part of *text*, and the tables that belong there: of its files, the largest state last."""
+    """Yield each marked part of *text*, and the tables of its files, the largest state last."""
     for match in MARKED.finditer(text):
         files = sorted(results.glob(match[2]))
         if not files:
@@ -110,7 +110,7 @@ def write(readme: Path, results: Path) -> None:
     """Put the tables of *results* between the markers of *readme*.
 
     Raises:
-        ValueError: there are no markers, or no file is what one names.
+        ValueError: there are no markers, or a marker names no file.
     """
     text = readme.read_text()
     found = list(marked(text, results))

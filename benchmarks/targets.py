@@ -1,4 +1,4 @@
-"""What was promised: each a figure, or a ratio of two figures, of one run, and its bound."""
+"""Targets: a figure, or a ratio of two figures, of one run, each with its bound."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ OURS = ("aiockpt", "aiockpt, retrying")
 class Target(msgspec.Struct, frozen=True):
     """*above* ÷ *below*, or *above* alone, shall be at most, or at least, *bound*; without one it is only shown.
 
-    A figure is ``scenario/row/metric``. Of several metrics, joined by ``|``, the smallest median counts (the best way to do
-    it); the row ``*`` is the best of all that are neither ours nor floors; ``GiB`` is as many as the state has.
+    A figure is ``scenario/row/metric``. Of several metrics, joined by ``|``, the smallest median counts (the best
+    way); the row ``*`` is the best of all that are neither ours nor floors; ``GiB`` is as many as the state has.
     """
 
     question: str
@@ -39,7 +39,7 @@ class Target(msgspec.Struct, frozen=True):
         return f"{ratio:.1%}" if not self.below and self.above.endswith("_fraction") else f"{ratio:.2f} ×"
 
     def verdict(self, ratio: float) -> str:
-        """Return whether *ratio* keeps the promise."""
+        """Return whether *ratio* meets the target."""
         if self.at_most is None and self.at_least is None:
             return "–"
         kept = ratio <= self.at_most if self.at_most is not None else ratio >= (self.at_least or 0.0)
@@ -64,7 +64,7 @@ _NAMES = {
     "WRITE": "save/floor: O_DIRECT write/direct_write_s",
     "RAW": "train/floor: memcpy + raw writer",
 }
-"""What stands for a figure, or for the beginning of one, below."""
+"""Abbreviations of figures, or of their beginnings, used below."""
 
 
 _NOT_OF = {"≥ 3 ×": ("clients-seaweed", "clients-hdfs"), "≤ 0.6 s/GiB": ("clients-tls",)}
@@ -72,7 +72,7 @@ _NOT_OF = {"≥ 3 ×": ("clients-seaweed", "clients-hdfs"), "≤ 0.6 s/GiB": ("c
 
 
 def _targets(table: str) -> tuple[Target, ...]:
-    """Return the targets of *table*: question; the promise as it is shown; its bound, if any; above; below, if any."""
+    """Return the targets of *table*: question; the target as displayed; its bound, if any; above; below, if any."""
     targets = []
     for line in table.strip().splitlines():
         question, text, bound, above, below = (part.strip() for part in line.split(";"))

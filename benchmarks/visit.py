@@ -1,4 +1,4 @@
-"""What one process does: a visit, which is one or more turns, carried out in a subprocess, and its outcome."""
+"""A visit: one or more turns, carried out in a subprocess, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.report import Samples
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Some contenders in one scenario: one alone, or all that the scenario compares within one process.
+    """A turn of one scenario: one contender alone, or all that the scenario compares within one process.
 
     Attributes:
         folder: an empty folder below which the turn writes.
         repetitions: timed saves or loads, after the first.
         settings: those of the scenario, by name.
         number: of the round.
-        smoke: show that it runs, in so few steps that the figures are worth nothing.
+        smoke: a check that it runs, in so few steps that the figures are meaningless.
     """
 
     scenario: str
@@ -33,12 +33,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct):
-    """What came of a visit.
+    """The outcome of a visit.
 
     Attributes:
         samples: (scenario, row) and its samples.
-        unavailable: contender → why it is not available here.
-        notes: scenario → what it has to say in words.
+        unavailable: contender → reason why it is not available here.
+        notes: scenario → its notes in words.
     """
 
     samples: list[tuple[str, str, Samples]] = msgspec.field(default_factory=list)
@@ -46,11 +46,11 @@ class Outcome(msgspec.Struct):
     notes: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
     def add(self, turn: Turn, row: str, samples: Samples) -> None:
-        """Count the samples of one row in."""
+        """Add the samples of one row."""
         self.samples.append((turn.scenario, row, samples))
 
     def note(self, turn: Turn, text: str) -> None:
-        """Say *text* below the tables, once."""
+        """Add the note *text*, shown below the tables, once."""
         said = self.notes.setdefault(turn.scenario, [])
         if text not in said:
             said.append(text)
@@ -60,7 +60,7 @@ Measure = Callable[[Turn, Outcome], None]
 
 
 def resolve(name: str) -> Any:
-    """Import what *name*, ``module:attribute`` below this package, means."""
+    """Import the object *name*, ``module:attribute`` below this package."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(f"benchmarks.{module}"), attribute)
 

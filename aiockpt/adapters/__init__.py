@@ -1,1 +1,1 @@
-"""Framework state → the neutral language of `aiockpt.state`, and back."""
+"""Conversion of framework state to the neutral types of `aiockpt.state`, and back."""

@@ -1,7 +1,7 @@
-"""Memory overlap of tensors, by address: it also finds overlaps between tensors that nothing else connects.
+"""Memory overlap of tensors, by address: this also finds overlaps between otherwise unrelated tensors.
 
-A shard may begin anywhere in a tensor (a slice of a flat parameter). Only where every byte between the first and the last
-is a tensor's own, what lies there is part of it; the gaps of a strided one may belong to other tensors.
+A shard may begin anywhere in a tensor (a slice of a flat parameter). Memory between the first and the last byte of a dense
+tensor is part of it; the gaps of a strided tensor may belong to other tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from aiockpt.adapters.tensors import bytes_of, local_tensors
 
 
 class TensorMemory:
-    """The memory of some tensors. Valid while they live, and stay where they are.
+    """The memory of some tensors. Valid while they live and do not move.
 
     Args:
-        around: include what lies beside them in their storages: torch counts the changes of all views together.
+        around: include the rest of their storages: torch counts the changes of all views of a storage together.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, around: bool = False) -> None:
@@ -57,7 +57,7 @@ class _Spans:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the one after its last."""
+    """Return the address of a tensor's first byte, and the address after its last."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -66,14 +66,14 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor's storage, and of the one after its last."""
+    """Return the address of the first byte of a tensor's storage, and the address after its last."""
     storage = tensor.untyped_storage()
     start = storage.data_ptr()
     return start, start + (storage.nbytes() if tensor.numel() else 0)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has all the memory between its ends, in whatever order of its axes."""
+    """Return whether a tensor fills all memory between its ends, in any order of its axes."""
     if tensor.is_contiguous():
         return True
     elements = 1

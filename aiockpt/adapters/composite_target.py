@@ -1,7 +1,7 @@
-"""Loading of composite tensors: filled part by part in place where they are made as they were saved, else made anew.
+"""Loading of composite tensors: filled part by part in place where they are composed as the saved ones, else made anew.
 
-A subclass must be of the class that was saved with the same facts (the size of its blocks, its dtype …); then its parts
-are filled where they lie. Of what is quantised or sparse the scales and the indices are part of the value, and change.
+A subclass must be of the saved class with the same facts (the size of its blocks, its dtype …); then its parts are filled
+in place. The scales of a quantised tensor and the indices of a sparse one are part of the value, and change.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from aiockpt.state.tree import TAG, Node, Path, damaged
 
 
 def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk | None:
-    """Request what the composite tensor of *node* is made of; return a function that returns it in a step: *live*, filled.
+    """Request the parts of the composite tensor of *node*; return a function that, in a step, returns *live*, filled.
 
     Args:
-        live: what is at *path* now; a new tensor is made where it is not a tensor.
+        live: the present value at *path*; where it is not a tensor, a new one is made.
 
     Returns:
-        None, and a note, where it does not fit.
+        None where it does not fit, which is noted.
     """
     if not isinstance(live, torch.Tensor):
         return matcher.values.request(path, node)
@@ -64,13 +64,13 @@ def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.T
     """Request a plain value, or a composite tensor among plain values; return a function that returns it in a step.
 
     Args:
-        like: the tensor whose state it is: a new one that is spread over ranks is spread like it.
+        like: the tensor that the value is state of: a new tensor that is spread over ranks is spread like it.
     """
     if is_composite_node(node) and isinstance(live, torch.Tensor):
         return ask_composite(path, live, node, matcher) or (lambda: live)
     if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
         return _ask_new_spread(path, like, node, matcher) or (lambda: live)
-    # As it was saved, type included: the type here now may differ from the later one (LBFGS's step size).
+    # As it was saved, type included: the present type may not be the final one (LBFGS's step size).
     return matcher.values.fresh(path, node, live)
 
 
@@ -83,10 +83,10 @@ def load_tensor(
     *,
     stored: str | None = None,
 ) -> None:
-    """Fill a tensor that has a name of its own, an ordinary one or one that is made of others, from the checkpoint.
+    """Fill a tensor with a name of its own, ordinary or composite, from the checkpoint.
 
     Args:
-        node: what was saved there other than an ordinary tensor; ``UNSET`` for nothing.
+        node: the stored value there, if it is not an ordinary tensor; else ``UNSET``.
         flat, stored: as for `Matcher.want`.
     """
     if node is not msgspec.UNSET:
@@ -140,7 +140,7 @@ def _there(node: Mapping[str, Any]) -> str:
 
 
 def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher) -> str | None:
-    """Return the key of the part of a spread tensor that this rank has of one like *like*; None, and a note, for none."""
+    """Return the key of the stored part with this rank's elements of *like*; None, which is noted, without one."""
     matcher.pass_over(path)
     key, parts = box_key(boxes_of(like, path)), node.get("parts")
     if type(parts) is not dict or not all(map(is_composite_node, parts.values())):
@@ -149,8 +149,8 @@ def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher)
         return key
     matcher.problem(
         join_name(path),
-        f"elements {key} of shape {tuple(like.shape)} are here, and the checkpoint has the parts "
-        f"{', '.join(sorted(parts)) or 'of no rank'}: a tensor that is made of others is not cut anew; load it with the "
+        f"elements {key} of shape {tuple(like.shape)} on this rank, but the checkpoint has the parts "
+        f"{', '.join(sorted(parts)) or 'of no rank'}: a composite tensor cannot be resharded; load it with the "
         "sharding that it was saved with",
     )
     return None
@@ -198,7 +198,7 @@ def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) ->
         if not replace_content(live, made()):
             raise StateMismatchError(
                 matcher.stored.where,
-                [f"{join_name(path)}: {in_words(live)} is held by others and cannot become what was saved"],
+                [f"{join_name(path)}: {in_words(live)} is referenced by other objects and cannot become the saved one"],
                 "The state is partly overwritten: build it anew, without views or gradients of this tensor.",
             )
         return live
@@ -207,7 +207,7 @@ def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) ->
 
 
 def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk | None:
-    """Request a new tensor, on the CPU, of the class of *live*, which keeps what it has; None, and a note, as above."""
+    """Request a new tensor on the CPU, of the class of *live*, which is not changed; None as in `ask_composite`."""
     if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
@@ -245,7 +245,7 @@ def _misfit(live: torch.Tensor, here: Parts, written: CompositeNode, path: Path,
 
 
 def _fill_in_place(path: Path, here: Parts, written: CompositeNode, matcher: Matcher) -> bool:
-    """Have the parts filled where they lie, if all of them fit; return whether they do."""
+    """Request that the parts be filled in place, if all of them fit; return whether they do."""
     if here.tensors.keys() != written.tensors.keys():
         return False
     nested = {key for key, node in written.tensors.items() if is_composite_node(node)}

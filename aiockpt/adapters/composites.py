@@ -1,13 +1,13 @@
-"""Composite tensors, made of other tensors (wrapper subclasses, quantised, sparse): taken apart, and put together.
+"""Composite tensors, made of other tensors (wrapper subclasses, quantised, sparse): decomposition and reassembly.
 
-- A *wrapper subclass* (torchao's 8-bit optimizer state and int8 weights, fp8 …) says itself what it is made of, by
-  torch's ``__tensor_flatten__`` and ``__tensor_unflatten__``. Where an instance is there it is filled; a new one is only
-  made of a class that this program has declared safe to load (``torch.serialization.add_safe_globals``, which such
-  libraries call when they are imported): nothing is imported or looked up because a checkpoint says so.
-- A *quantised* one is its integers, with scales and zero points.
-- A *sparse* one is its indices and values.
+- A *wrapper subclass* (torchao's 8-bit optimizer state and int8 weights, fp8 …) describes its parts by torch's
+  ``__tensor_flatten__`` and ``__tensor_unflatten__``. A present instance is filled. A new one is made only of a class that
+  this program has declared safe to load (``torch.serialization.add_safe_globals``, which such libraries call when they
+  are imported): nothing is imported or looked up on behalf of a checkpoint.
+- A *quantised* one consists of its integers, with scales and zero points.
+- A *sparse* one consists of its indices and values.
 
-What it is made of is stored under names of its own (``model.weight.codes``), bit by bit; the rest is a plain value.
+The parts are stored under names of their own (``model.weight.codes``), bit by bit; the rest is a plain value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged, refus
 SUBCLASS, QUANTIZED, SPARSE = "subclass", "quantized", "sparse"
 KINDS = (SUBCLASS, QUANTIZED, SPARSE)
 _UNFINISHED = frozenset({"AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor"})
-"""Subclasses of torch's own that stand for a tensor which is not there, or not yet."""
+"""Subclasses of torch itself that stand for a tensor without data, or not yet with data."""
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
@@ -42,13 +42,13 @@ _SCALED_AS_A_WHOLE = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """What a tensor is made of.
+    """The parts of a composite tensor.
 
     Attributes:
-        kind: which of the three.
+        kind: one of the three kinds.
         cls: name of its class.
-        tensors: those that hold its value, by name.
-        facts: what else there is to know, plain values where they are such.
+        tensors: the tensors that hold its value, by name.
+        facts: all other properties, as plain values where possible.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 def is_composite(tensor: object) -> bool:
-    """Return whether a tensor is made of others, or its class has a codec of the user."""
+    """Return whether a tensor is composite, or its class has a codec of the user."""
     cls = type(tensor)
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -76,12 +76,12 @@ def is_composite(tensor: object) -> bool:
 
 
 def has_own_bytes(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether *value* is a tensor that is not made of others."""
+    """Return whether *value* is a tensor that is not composite."""
     return isinstance(value, torch.Tensor) and not is_composite(value)
 
 
 def decompose(tensor: Any) -> Parts:
-    """Return what a composite tensor is made of: for a subclass the tensors themselves, else copies or views."""
+    """Return the parts of a composite tensor: for a subclass the tensors themselves, else copies or views."""
     name = class_name(type(tensor))
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -106,7 +106,7 @@ def _take_quantized(plain: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[
 
 
 def find_class(name: str, here: type | None) -> type | None:
-    """Return the class called *name*, if it is that of what is *here*, or was declared safe to load; else None."""
+    """Return the class called *name* if it is the class *here*, or was declared safe to load; else None."""
     declared = (one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals())
     safe = (one for one in declared if isinstance(one, type) and issubclass(one, torch.Tensor))
     return next((cls for cls in (here, *safe) if cls is not None and class_name(cls) == name), None)
@@ -115,7 +115,7 @@ def find_class(name: str, here: type | None) -> type | None:
 def put_together(
     written: CompositeNode, cls: type | None, tensors: Mapping[str, torch.Tensor], facts: Any
 ) -> torch.Tensor:
-    """Return a tensor that is made of *tensors*; raises whatever torch, or the class, raises for parts that do not fit."""
+    """Return a tensor made of *tensors*; errors of torch, or of the class, for parts that do not fit pass through."""
     shape = written.shape
     if written.kind == SUBCLASS:
         unflatten: Any = getattr(cls, "__tensor_unflatten__")  # noqa: B009  torch.Tensor does not declare it
@@ -164,7 +164,7 @@ def replace_content(live: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 def in_words(tensor: torch.Tensor) -> str:
-    """Return what a composite tensor is, for a message."""
+    """Return the kind of a composite tensor, for a message."""
     if is_dtensor(tensor):
         return f"a DTensor of {in_words(local_of(tensor))}"
     if tensor.is_quantized:
@@ -174,14 +174,14 @@ def in_words(tensor: torch.Tensor) -> str:
 
 # Nodes of composite tensors in the tree of values.
 #
-# ``{"$": "composite"}`` has a node for each tensor that it is made of. One that is spread over ranks (a DTensor around a
-# wrapper subclass) is ``{"$": "spread"}``: the parts of all ranks, by which elements of the whole they are. A part is made
-# of its own tensors, independent of other parts, so it loads only where the sharding is the same.
+# ``{"$": "composite"}`` has a node for each tensor of the composite. One that is spread over ranks (a DTensor around a
+# wrapper subclass) is ``{"$": "spread"}``: the parts of all ranks, keyed by their elements of the whole. A part has its own
+# tensors, independent of other parts, so it loads only under the same sharding.
 
 
 COMPOSITE, SPREAD = "composite", "spread"
 FACTS, SHOWN_FACTS = "facts", "facts_shown"
-"""What is known of a tensor beside its parts: as plain values, or where it holds other objects as their ``repr()``."""
+"""Keys of a tensor's facts: as plain values, or, where they contain other objects, as their ``repr()``."""
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -250,7 +250,7 @@ def write_facts(parts: Parts, path: Path, encoder: Encoder) -> dict[str, Node]:
 
 
 def box_key(boxes: tuple[Box, ...]) -> str:
-    """Return which elements of a whole a part has, as text."""
+    """Return the key of a part: its elements of the whole, as text."""
     axes = (zip(box.offsets, box.sizes, strict=True) for box in boxes)
     return "+".join(",".join(f"{low}:{low + size}" for low, size in ranges) for ranges in axes)
 
@@ -259,7 +259,7 @@ def read_written(node: Mapping[str, Any], path: Path) -> CompositeNode:
     """Return the content of the node of one composite tensor.
 
     Raises:
-        ManifestError: no such node is ever written.
+        ManifestError: the node is malformed.
     """
     try:
         dtype = _DTYPES[field(node, "dtype", str)]
@@ -293,7 +293,7 @@ def class_to_make(written: CompositeNode, path: Path, here: type | None) -> type
     """Return the class of a new tensor; None where its kind determines it.
 
     Raises:
-        UsageError: the program has not declared it, or what it is made of cannot be written down.
+        UsageError: the program has not declared it, or its facts were stored only as ``repr()``.
     """
     if written.kind != SUBCLASS:
         return None
@@ -310,7 +310,7 @@ def class_to_make(written: CompositeNode, path: Path, here: type | None) -> type
 
 
 def read_composite(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
-    """Return the value of a composite tensor's node where nothing is here that it could fill."""
+    """Return a new tensor from the node of a composite one; used where no present tensor can be filled."""
     written = read_written(node, path)
     tensors = {key: decoder.decode(inner, (*path, key)) for key, inner in written.tensors.items()}
     facts = decoder.decode(written.facts, (*path, FACTS))
@@ -321,7 +321,7 @@ def read_composite(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any
 
 
 def read_spread(node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
-    """Return the parts of a spread tensor for readers without a state; nothing else can be made of them."""
+    """Return the parts of a spread tensor, for readers without a state only: the parts cannot be joined."""
     if decoder.describes_only:
         return {key: decoder.decode(part, (*path, f"@{key}")) for key, part in field(node, "parts", dict).items()}
     raise UsageError(f"{join_name(path)}: saved in parts by several ranks; load it into the DTensor that it was")

@@ -1,4 +1,4 @@
-"""Differences between a state and a checkpoint, and which of them are raised: collected by leaf, judged at the end."""
+"""Differences between a state and a checkpoint: collected leaf by leaf; at the end they are raised, or only reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiockpt.format.names import Names, join_name, prefixes
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
 
-# What an object refuses in its own ``load_state_dict()`` is a difference, found when the state is partly overwritten.
+# A refusal by an object's own ``load_state_dict()`` is a difference that is found when the state is partly overwritten.
 
 
 PARTLY_OVERWRITTEN = "The state is partly overwritten and not usable: build it anew, then load what fits it."
@@ -27,13 +27,13 @@ PARTLY_OVERWRITTEN = "The state is partly overwritten and not usable: build it a
 
 @contextmanager
 def asking(owner: object, path: Path, where: str) -> Iterator[None]:
-    """Run the own loading of *owner*, at *path* of the state, in this context.
+    """Context for a call of the ``load_state_dict()`` of *owner*, at *path* of the state.
 
     Args:
-        where: what to call the checkpoint.
+        where: the name of the checkpoint in messages.
 
     Raises:
-        StateMismatchError: it refuses.
+        StateMismatchError: the call raised, which means that *owner* refuses the stored state.
     """
     try:
         yield
@@ -44,12 +44,12 @@ def asking(owner: object, path: Path, where: str) -> Iterator[None]:
         raise StateMismatchError(where, [refusal], PARTLY_OVERWRITTEN) from error
 
 
-# Tensors of a state that share a part of their memory. What one gets must be what the other gets.
+# Tensors of a state that share a part of their memory. The checkpoint must have equal values for the shared elements.
 #
-# (Views of one buffer that lie across each other, a tensor beside its transpose or beside another view of its bytes, and
-# one whose own elements share memory: after `expand`, `unfold`, `as_strided`.) Otherwise the element filled last would win.
-# So each is read into memory of its own first, and they are put in place together, only where the checkpoint has the same
-# values for what they share, as it has when they were saved so.
+# (Overlapping views of one buffer, a tensor and its transpose or another view of its bytes, and a tensor whose own elements
+# share memory: after `expand`, `unfold`, `as_strided`.) Otherwise the element that is filled last would win. So each is
+# first read into separate memory. Then they are copied into place together, if the checkpoint has equal values for the
+# shared elements, which is the case where they were saved like this.
 
 
 _ALIGNMENT = 64
@@ -59,7 +59,7 @@ _ADVICE = (
 
 
 class Apart(msgspec.Struct, frozen=True, eq=False):
-    """A tensor that shares memory with others, and what is read for it."""
+    """A tensor that shares memory with others, and the separate tensor that is read for it."""
 
     name: str
     live: torch.Tensor
@@ -67,10 +67,10 @@ class Apart(msgspec.Struct, frozen=True, eq=False):
 
 
 def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShard], list[Callable[[], None]]]:
-    """Return *wanted* with memory of their own for those that overlap, and what puts these in place when they are filled.
+    """Return *wanted* with separate memory for tensors that overlap, and steps that copy these into place once filled.
 
     Args:
-        where: what to call the checkpoint in messages.
+        where: the name of the checkpoint in messages.
     """
     apart = list(wanted)
     steps: list[Callable[[], None]] = []
@@ -86,9 +86,9 @@ def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShar
 
 
 def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
-    """Yield the numbers of those whose memory overlaps, by the addresses between their first and last bytes.
+    """Yield the indices of tensors whose address ranges, from first to last byte, overlap.
 
-    One by itself, where its own elements share memory.
+    A tensor whose own elements share memory is a cluster, too.
     """
     if _lie_apart(wanted):
         return
@@ -111,7 +111,7 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
 
 
 def _lie_apart(wanted: Sequence[TensorShard]) -> bool:
-    """Return whether all are dense and no address is in two of them, as is usual and quick to see; False where unsure."""
+    """Return whether all are dense and no two overlap, which is usual and cheap to check; False where that is unclear."""
     tensors = [shard.data for shard in wanted]
     if not all(tensor.is_contiguous() for tensor in tensors):
         return False
@@ -129,7 +129,7 @@ def _put_together(cluster: list[Apart], where: str) -> None:
     """Copy all of a cluster into place.
 
     Raises:
-        StateMismatchError: they have different values for the same memory.
+        StateMismatchError: the checkpoint has different values for the same memory.
     """
     spans = [span_of(one.live) for one in cluster]
     base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
@@ -148,13 +148,13 @@ def _put_together(cluster: list[Apart], where: str) -> None:
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Fill *into*; of elements that `expand` made of one, only the first: torch refuses to write to them all."""
+    """Fill *into*; only the first of elements that `expand` has multiplied: torch refuses to write to all of them."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in into.stride())
     into[once].copy_(source[once])
 
 
 def _view_at(tensor: torch.Tensor, base: int, memory: torch.Tensor) -> torch.Tensor:
-    """Return the view of *memory*, whose first byte stands for the address *base*, that *tensor* is of its own."""
+    """Return the view of *memory* (its first byte stands for address *base*) that has the layout of *tensor*."""
     place = (tensor.data_ptr() - base) // tensor.element_size()
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(memory.untyped_storage(), place, tensor.shape, tensor.stride())
@@ -164,7 +164,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-# The ``strict=`` of a load, for parts of the state: the differences that it raises, and those that it only reports.
+# The ``strict=`` of a load, also for parts of the state: it decides which differences are raised, and which only reported.
 
 
 Strict = bool | Mapping[str, bool]
@@ -174,10 +174,10 @@ class Strictness:
     """Decides for each name of the state whether a difference there is raised.
 
     Args:
-        strict: for all of it, or for parts: the longest entry that a name begins with decides, and what has none is strict.
+        strict: a bool for all names, or a mapping: its longest entry that is a prefix of a name decides; others are strict.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: *strict* is neither.
     """
 
     def __init__(self, strict: Strict) -> None:
@@ -187,7 +187,7 @@ class Strictness:
             type(one) is bool for one in (self._rest, *self._parts.values())
         ):
             raise UsageError(
-                f'strict= takes True, False, or which for parts of the state, {{"model": False}}: {strict!r}'
+                f'strict= takes True, False, or a dict for parts of the state, {{"model": False}}: {strict!r}'
             )
 
     def __call__(self, name: str) -> bool:
@@ -195,13 +195,13 @@ class Strictness:
         return next((self._parts[part] for part in prefixes(name) if part in self._parts), self._rest)
 
     def refuse_idle(self, met: Collection[str]) -> None:
-        """Refuse entries that are nothing here.
+        """Refuse entries that match no name.
 
         Args:
-            met: the name of every leaf of the state, or that only the checkpoint has in it, and of all that they are in.
+            met: the names of all leaves, of the state or of the checkpoint alone, and all prefixes of them.
 
         Raises:
-            UsageError: says which.
+            UsageError: there are such entries; the message lists them.
         """
         refuse_idle("strict", set(self._parts) - set(met), met, "is nothing")
 
@@ -224,7 +224,7 @@ class _Problem(msgspec.Struct):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What did not fit, and is not raised; the fields are those of `LoadTarget`."""
+    """The differences that are not raised; the fields are those of `LoadTarget`."""
 
     unexpected: tuple[str, ...]
     unexpected_claimed: tuple[str, ...]
@@ -232,13 +232,13 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class Differences:
-    """Differences found while a state is matched. Names of the state are *places* here, *names* are the checkpoint's.
+    """The differences found while a state is matched. Here *places* are names of the state, *names* those of the checkpoint.
 
     Attributes:
-        is_strict: says of each place whether a difference there is raised.
-        missing: places that the checkpoint does not have.
-        optimizers: places at which there are optimizers.
-        used: names that something of the state is filled from, or that it is known not to need.
+        is_strict: returns whether a difference at a place is raised.
+        missing: places that the checkpoint lacks.
+        optimizers: places of optimizers.
+        used: names from which the state is filled, or that are known not to be needed.
     """
 
     def __init__(self, stored: Stored, strict: Strict) -> None:
@@ -255,29 +255,29 @@ class Differences:
         self._hints: list[tuple[_Problem, str]] = []
 
     def note_place(self, place: str) -> None:
-        """Note that the state has something there."""
+        """Note that the state has a leaf at *place*."""
         if self._judges_parts:
             self._places.update(prefixes(place))
 
     def add(self, place: str, text: str) -> None:
-        """Note a difference, in words."""
+        """Note a difference, as text."""
         self._problems.append(_Problem(place, text))
 
     def miss(self, place: str, reason: str) -> None:
-        """Note that the checkpoint has nothing for what is there, and why."""
+        """Note that the checkpoint lacks the leaf at *place*, and why."""
         self.missing.append(place)
         self.add(place, reason)
 
     def hint(self, name: str) -> None:
-        """Have the last difference list the unused names of the checkpoint that are near *name*, which was not found."""
+        """Request that the last difference list the unused names of the checkpoint that are similar to *name*."""
         self._hints.append((self._problems[-1], name))
 
     def claim(self, name: str, place: str) -> None:
-        """Note that what the checkpoint has below *name* belongs to *place*, so that a rest is a difference."""
+        """Note that everything below *name* in the checkpoint belongs to *place*: an unused rest is a difference."""
         self._claimed[name] = place
 
     def pass_over(self, name: str) -> None:
-        """Note that what the checkpoint has below *name* is known, and not all of it wanted: the rest is no difference."""
+        """Note that the content below *name* in the checkpoint is known: an unused rest is not a difference."""
         self._passed_over.add(name)
 
     def known_names(self) -> Names:
@@ -285,15 +285,15 @@ class Differences:
         return Names((*self.used, *self._claimed, *self._passed_over))
 
     def judge(self, scope: Collection[str] | None, *, state_is_whole: bool) -> Judged:
-        """Return what did not fit.
+        """Raise the differences that are strict; return the others.
 
         Args:
             scope: names below which unused entries of the checkpoint are reported; None for all.
-            state_is_whole: False where other ranks may need what this one does not.
+            state_is_whole: False where other ranks may need entries that this rank does not use.
 
         Raises:
-            StateMismatchError: something differs where that is strict.
-            UsageError: ``strict`` names nothing.
+            StateMismatchError: there is a difference at a strict place.
+            UsageError: an entry of ``strict`` matches nothing.
         """
         unexpected = list(self._stored.unused(self.used, self._passed_over, self.known_names()))
         if scope is not None:
@@ -316,12 +316,12 @@ class Differences:
         return Judged(tuple(unexpected), tuple(strictly_spare), tuple(problems))
 
     def _place_of(self, name: str) -> str | None:
-        """Return where in the state tensor or value *name* would be; None where nothing claims it."""
+        """Return the place of the state that claims tensor or value *name*; None where there is none."""
         part = next((part for part in prefixes(name) if part in self._claimed), None)
         return None if part is None else self._claimed[part] + name[len(part) :]
 
     def _add_hints(self, unexpected: Sequence[str]) -> None:
-        """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
+        """Add to each missing leaf the similar names that are unused in the checkpoint."""
         free = {part for name in unexpected for part in prefixes(name)}
         there = {part for name in self._stored.names() for part in prefixes(name)}
         notes: dict[str, str] = {}

@@ -1,16 +1,16 @@
-"""Boxes of DTensors, and of what FSDP makes of parameters: which elements of the global tensor are in the local one.
+"""Boxes of DTensors and of parameters under FSDP: which elements of the global tensor are in the local one.
 
-Of DTensors for any mesh and any placements but Partial.
+DTensors may have any mesh and any placements except Partial.
 
 The arithmetic is our own, because torch's offset helper is wrong for strided shards: for each axis of the tensor we keep
 the runs of indices that this rank has, and cut them placement by placement (`aiockpt.state.geometry.chunk_runs`).
 
 Guarantees:
 
-- What does not add up to the local tensor's shape is refused; nothing is guessed.
-- No communication: a rank needs only its own coordinate. One outside the mesh holds nothing.
+- Boxes that do not add up to the local tensor's shape are refused; nothing is guessed.
+- No communication: a rank needs only its own coordinate. A rank outside the mesh holds nothing.
 
-Importing this module does not import ``torch.distributed.tensor``: where that is not loaded, there are no DTensors.
+Importing this module does not import ``torch.distributed.tensor``: as long as that is not loaded, no DTensor exists.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 # ``RaggedShard(dims, local_units)`` gives rank *i* of an axis ``local_units[i] / sum(local_units)`` of the elements, in the
 # order in which they lie in memory. The placement is detected by its ``local_units``: veScale is not imported.
 #
-# Guarantee: what does not add up is refused; nothing is guessed.
+# Guarantee: a range that does not add up is refused; nothing is guessed.
 
 
 def ragged_range(spec: DTensorSpec, path: Path) -> FlatRange | None:
-    """Return what this rank has of a tensor that is cut raggedly; None where it is cut in other ways.
+    """Return this rank's range of a tensor with a ragged placement; None for a tensor without one.
 
     Raises:
-        UnsupportedStateError: another placement cuts it, too; or its elements do not divide into the units.
+        UnsupportedStateError: another placement also cuts it, or its elements do not divide into the units.
     """
     ragged = [axis for axis, placement in enumerate(spec.placements) if hasattr(placement, "local_units")]
     if not ragged:
@@ -82,7 +82,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor, outside autograd, once collectives that still compute it are done."""
+    """Return the local tensor, detached from autograd, after collectives that still compute it have ended."""
     local: Any = tensor._local_tensor
     module = sys.modules.get("torch.distributed._functional_collectives")
     if module is not None and isinstance(local, module.AsyncCollectiveTensor):
@@ -91,7 +91,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
-    """Return what this rank holds of *tensor*, which is at *path* of the state.
+    """Return this rank's part of *tensor*, which is at *path* of the state.
 
     Raises:
         UnsupportedStateError: a placement is Partial or unknown, or the local tensor has another shape than expected.
@@ -119,12 +119,12 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
     blocks = runs_to_boxes(axes)
     if local.is_contiguous() and boxes_follow(axes):
         return LocalShards(shape, (LocalPiece(tuple(box for box, _ in blocks), local),))
-    # Stepping through outer axes would make a box of every row: some strided parts are far fewer.
+    # Stepping through outer axes would make one box for each row; some strided parts need far fewer.
     return LocalShards(shape, tuple(LocalPiece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
 
 
 def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:
-    """Return which elements of *tensor*, at *path*, are in the local one, in their order; empty for no elements.
+    """Return the boxes of *tensor*, at *path*, whose elements are in the local tensor, in order; empty for no elements.
 
     Raises:
         UnsupportedStateError: as for `hold_dtensor`.
@@ -137,7 +137,7 @@ def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:
 
 
 def part_of_spec(spec: DTensorSpec, path: Path) -> Box | None:
-    """Return the one box that this rank has of a tensor spread as *spec* says; None when it has none.
+    """Return the one box that this rank has of a tensor spread by *spec*; None without elements.
 
     Raises:
         UnsupportedStateError: it has several boxes, or as for `hold_dtensor`.
@@ -171,7 +171,7 @@ def _held_runs(spec: DTensorSpec, path: Path) -> list[list[Run]] | None:
 
 
 def _cutting_order(spec: DTensorSpec, path: Path) -> Iterator[int]:
-    """Yield the axes of the mesh over which the tensor is cut: left to right, unless the DTensor says otherwise."""
+    """Yield the axes of the mesh over which the tensor is cut: left to right, unless the spec has another order."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     cuts = []
@@ -196,7 +196,7 @@ def empty_like_dtensor(like: DTensor, dtype: torch.dtype, axes: Sequence[int] | 
     """Return a new DTensor of *dtype* on the same mesh with the same placements; no communication.
 
     Args:
-        axes: in which order they lie in the memory of each rank, slowest first; None takes the layout of *like*.
+        axes: the order of the axes in the memory of each rank, slowest first; None takes the layout of *like*.
     """
     local = local_of(like)
     if axes is None:
@@ -206,7 +206,7 @@ def empty_like_dtensor(like: DTensor, dtype: torch.dtype, axes: Sequence[int] | 
 
 
 def placements_of(tensor: DTensor) -> tuple[str, ...]:
-    """Return how a DTensor lies on each axis of its mesh: "R", or "S" and the axis that is cut; else nothing."""
+    """Return the placement on each mesh axis: "R", or "S" and the axis that is cut; an empty tuple for others."""
     from torch.distributed.tensor import Replicate, Shard
 
     said = ["R" if type(one) is Replicate else f"S{one.dim}" if type(one) is Shard else "" for one in tensor.placements]
@@ -220,12 +220,12 @@ def dtensor_placed(
     dtype: torch.dtype,
     axes: Sequence[int] | None = None,
 ) -> DTensor | None:
-    """Return a new DTensor on the mesh of *like*, placed as `placements_of` says; no communication.
+    """Return a new DTensor on the mesh of *like*, with *placements* as `placements_of` returns them; no communication.
 
-    On a mesh with another number of axes it is replicated. None for invalid placements.
+    On a mesh with another number of axes it is replicated. Return None for invalid placements.
 
     Args:
-        axes: in which order they lie in memory, slowest first; None is their own order.
+        axes: the order of the axes in memory, slowest first; None is row-major.
     """
     from torch.distributed.tensor import Replicate, Shard, empty
 
@@ -240,7 +240,7 @@ def dtensor_placed(
 
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, stride: Sequence[int] | None = None) -> DTensor:
-    """Return a DTensor in the memory of *local*, which has the part that this rank has of *like*; no communication.
+    """Return a DTensor in the memory of *local*, which is this rank's part of a tensor like *like*; no communication.
 
     Args:
         stride: of the global tensor; None is that of *like*.
@@ -258,21 +258,21 @@ def as_dtensor(local: torch.Tensor, like: torch.Tensor, stride: Sequence[int] | 
     )
 
 
-# Shards of the parameters of modules under FSDP: what this rank has of them. Nothing is gathered.
+# This rank's shards of the parameters of modules under FSDP. Nothing is gathered.
 #
-# FSDP1 (``FullyShardedDataParallel``) puts the parameters of a module one after the other into a flat one (with padding
-# between them) and gives each rank an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this
-# share, empty on the ranks that have nothing of it; so is the optimizer's state of it. What was flattened may be a part of
-# the parameter (tensor parallelism under FSDP1), and its axes lie as they lay in memory (``channels_last``). FSDP1's private
-# ``FlatParamHandle`` is the only place that says which elements these are; the tests pin its source.
+# FSDP1 (``FullyShardedDataParallel``) concatenates the parameters of a module into a flat one (with padding between them)
+# and assigns each rank an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this share, empty
+# on ranks without elements of it; so is its optimizer state. The flattened tensor may be a part of the parameter (tensor
+# parallelism under FSDP1), and is flattened in the order of its axes in memory (``channels_last``). Only FSDP1's private
+# ``FlatParamHandle`` records which elements these are; the tests pin its source.
 #
 # FSDP2 (``fully_shard``) has DTensors as parameters, which are read directly. It hooks ``state_dict()`` and
-# ``load_state_dict()`` for one thing only: to show the sharded parameters instead of those gathered for a forward pass.
+# ``load_state_dict()`` for one purpose only: to show the sharded parameters instead of those gathered for a forward pass.
 # `show_shards` does the same, so these hooks are ignored.
 
 
 FSDP = "torch.distributed.fsdp"
-"""A program that has not imported it has no such module."""
+"""Only a program that has imported it can have such a module."""
 _FSDP2 = f"{FSDP}._fully_shard."
 
 
@@ -288,9 +288,9 @@ def is_own_hook(hook: Any) -> bool:
 
 
 def show_shards(module: nn.Module) -> None:
-    """Have all modules below *module* show their sharded parameters: what was gathered is freed, nothing is sent.
+    """Make all modules below *module* show their sharded parameters: gathered ones are freed, nothing is sent.
 
-    After a forward pass without a backward pass the outermost module keeps what it gathered, but optimizers and
+    After a forward pass without a backward pass the outermost module keeps its gathered parameters, but optimizers and
     checkpoints use the shards only.
     """
     fsdp: Any = sys.modules.get(FSDP)
@@ -302,10 +302,10 @@ def show_shards(module: nn.Module) -> None:
 
 
 def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, FlatRange]]:
-    """Yield each parameter below *module* (at *path* of the state) that is a slice, and what it has of the original.
+    """Yield each parameter below *module* (at *path* of the state) that is a slice, and its range of the original.
 
     Raises:
-        UnsupportedStateError: the original parameters are not there, or are gathered at the moment.
+        UnsupportedStateError: the original parameters are not exposed, or are gathered at the moment.
     """
     handles: list[Any] = [member._handle for member in module.modules() if is_fsdp1(member)]
     for handle in handles:
@@ -327,7 +327,7 @@ def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, F
 
 
 def _range_of(flat: Any, number: int, path: Path) -> FlatRange:
-    """Return what this rank has of original parameter *number* of a flat one."""
+    """Return this rank's range of original parameter *number* of a flat one."""
     info, sizes = flat._shard_param_infos[number], tuple(flat._shapes[number])
     start, count = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
     axes = None if flat._contiguities[number] else _axes_in_memory(flat._strides[number], sizes, path)
@@ -341,7 +341,7 @@ def _range_of(flat: Any, number: int, path: Path) -> FlatRange:
 
 
 def _axes_in_memory(strides: Sequence[int], sizes: tuple[int, ...], path: Path) -> tuple[int, ...]:
-    """Return the axes from the slowest to the fastest: FSDP1 flattens what is not contiguous as it lies in memory."""
+    """Return the axes from slowest to fastest: FSDP1 flattens a parameter in the order of its memory."""
     axes = sorted(range(len(sizes)), key=lambda axis: -strides[axis])
     step = 1
     for axis in reversed(axes):
@@ -352,7 +352,7 @@ def _axes_in_memory(strides: Sequence[int], sizes: tuple[int, ...], path: Path) 
 
 
 def _part_of(spec: Any, path: Path) -> tuple[Box | None, tuple[int, ...]]:
-    """Return which box tensor parallelism gave to this rank before FSDP1 flattened it, and the global shape."""
+    """Return the box that tensor parallelism assigned to this rank before FSDP1 flattened it, and the global shape."""
     if not hasattr(spec, "device_mesh"):
         refuse(path, f"FSDP1 over a parameter that is spread in its own way, {kind_in_words(spec)}; use FSDP2")
     return part_of_spec(spec, path), tuple(spec.shape)

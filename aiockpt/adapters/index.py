@@ -1,6 +1,6 @@
 """Index of the tensors of a state by identity: their names, and which are slices of a flat parameter.
 
-Optimizers hold parameters, not names; the names are those that the modules of the same state define.
+Optimizers hold parameters without names; the modules of the same state define the names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Index:
     """The tensors of a state by identity; valid while they live.
 
     Args:
-        state: as for saving. Its sharded modules are made to show their shards.
+        state: as for saving. The index makes its sharded modules show their shards.
 
     Attributes:
         paths: of each parameter, buffer and bare tensor; the first path of a shared one, modules before bare leaves.
-        slices: what a parameter that is a slice of a flat one has of the original.
-        holders: the modules of the state, and the dicts in it that have tensors, by their paths.
+        slices: the range of the original parameter, for each parameter that is a slice of a flat one.
+        holders: the modules of the state, and its dicts with tensors, by their paths.
 
     Raises:
         UnsupportedStateError: *state* is not made of dicts with text as keys.
@@ -50,7 +50,7 @@ class Index:
             self.paths.setdefault(identity, place)
 
     def path_of(self, tensor: torch.Tensor) -> Path | None:
-        """Return the path of *tensor*, or of a bare one in the same memory (a ``state_dict()`` has such); or None."""
+        """Return the path of *tensor*, or of a bare tensor in the same memory (as in a ``state_dict()``); or None."""
         found = self.paths.get(id(tensor))
         if found is not None or not self._bare:
             return found
@@ -61,11 +61,11 @@ class Index:
         return self._by_memory.get(_memory_of(tensor)) if tensor.numel() else None
 
     def slice_of(self, tensor: torch.Tensor) -> FlatRange | None:
-        """Return what *tensor* has of the original parameter; None when it is no slice."""
+        """Return the range of the original parameter that *tensor* holds; None if it is not a slice."""
         return self.slices.get(id(tensor))
 
     def holder_of(self, path: Path) -> tuple[Path, nn.Module | Mapping[Any, Any] | None]:
-        """Return the path of the module, or of the dict, that the tensor at *path* is a part of, and that; or None."""
+        """Return the path of the module or dict that contains the tensor at *path*, and the module or dict, or None."""
         for length in range(len(path) - 1, -1, -1):
             holder = self.holders.get(path[:length])
             if isinstance(holder, nn.Module) or (holder is not None and length == len(path) - 1):
@@ -73,7 +73,7 @@ class Index:
         return (), None
 
     def loads_itself(self, parameter: torch.Tensor) -> bool:
-        """Return whether *parameter* is of a module that loads itself, and may get another shape from it."""
+        """Return whether *parameter* is of a module that loads itself, which may change the shape."""
         modules = (holder for holder in self.holders.values() if isinstance(holder, nn.Module))
         parts = (part for module in modules for part in walk_parts(module, (), loads_directly))
         return any(parameter is one for _, member, direct in parts if not direct for one in member.parameters())
@@ -107,7 +107,7 @@ class Index:
 
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key that tensors of the same elements in the same memory share; this rank may hold no elements of them."""
+    """Return a key that tensors of the same elements in the same memory share, even without elements on this rank."""
     return tensor.shape, *(memory_key(local) for local in local_tensors(tensor))
 
 

@@ -1,4 +1,4 @@
-"""Kinds of values of a state, as far as saving and loading differ."""
+"""Kinds of values in a state, one for each way of saving and loading."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Stateful(Protocol):
 
 
 def kind_of(value: Any) -> Kind:
-    """Return how *value* is saved and loaded; "value" for all that the tree of values writes, or refuses.
+    """Return how *value* is saved and loaded; "value" for everything that the tree of values writes, or refuses.
 
-    A dict, list or tuple is a "container", walked part by part, when there is an object in it at any depth; a dict with
-    text keys also for a tensor. Else it is a "value", read as a whole.
+    A dict, list or tuple that contains an object at any depth is a "container", walked part by part; so is a dict with
+    text keys that contains a tensor. Any other is a "value", read as a whole.
     """
     cls = type(value)
     if isinstance(value, torch.Tensor):
@@ -79,9 +79,9 @@ def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = Tru
     """Return whether a dict, list or tuple is a container.
 
     Args:
-        seen: what was walked already.
-        named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
-        depth: how many containers it lies in. What lies too deep is a value, and refused as that.
+        seen: the containers walked already.
+        named: whether all outer containers are dicts with text keys, so that a tensor in it has a name of its own.
+        depth: the number of outer containers. Beyond the limit it is a value, and refused as one.
     """
     if (id(container), named) in seen or depth > MAX_DEPTH:
         return False
@@ -100,30 +100,30 @@ def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = Tru
 
 
 def _counts(value: Any, named: bool) -> bool:
-    """Return whether a value makes a container of what it lies in: an object does, a tensor by a name of its own."""
+    """Return whether a value makes the dict, list or tuple around it a container: an object does, and a named tensor."""
     if isinstance(value, torch.Tensor):
         return named
     return not isinstance(value, type) and _kind_of_object(value) != "value"
 
 
 def reads_data(value: object) -> bool:
-    """Return whether an object yields samples, so that its state belongs to a rank out of so many."""
+    """Return whether an object yields samples, so that its state depends on the rank and the number of ranks."""
     return isinstance(value, DataLoader | Dataset | Sampler)
 
 
 def _belongs_to_rank(value: Stateful) -> bool:
-    """Return whether an object's state is this rank's own by nature: random generators and what reads data."""
+    """Return whether an object's state belongs to this rank by nature: random generators and readers of data."""
     return reads_data(value) or bool(getattr(value, "aiockpt_per_rank", False))
 
 
 NAMES = ("params", "param_names")
-"""What a group of torch has beside its values."""
+"""Keys of a group that torch itself adds."""
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
-"""What a group has that is a property of the job."""
+"""Keys of a group that are properties of the job."""
 
 
 def default_keys(optimizer: Optimizer) -> list[str]:
-    """Return what each group of *optimizer* has by default, sorted, but for how a step is computed."""
+    """Return the default keys of each group of *optimizer*, sorted, without those for how a step is computed."""
     defaults = getattr(optimizer, "defaults", None)
     if not isinstance(defaults, Mapping):
         return []

@@ -1,8 +1,8 @@
 """Values of torch and numpy in the tree of values: tensors by reference, the rest as tagged objects.
 
-A `Run` is one pass over the values of a state. A tensor or array becomes a node that names a tensor of the checkpoint; the
-`put` passed to `LeafWriter` stores it, `LeafReader` has it. Everything else (dtypes, devices, sizes, numpy scalars, arrays
-of text or dates) is written in place.
+A `Run` is one pass over the values of a state. A tensor or array becomes a node that names a tensor of the checkpoint: the
+`put` passed to `LeafWriter` stores the tensor, `LeafReader` provides it. All other values (dtypes, devices, sizes, numpy
+scalars, arrays of text or dates) are written in place.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 _TENSOR_KINDS = "biufc"
 """Kinds of numpy dtypes (``dtype.kind``) that torch may have too."""
 _RAW_KINDS = "biufcSUMm"
-"""Kinds of numpy dtypes whose bytes are their value."""
+"""Kinds of numpy dtypes whose bytes are the value."""
 
 _NUMBERS: dict[type, Any] = {float: np.float64, int: np.int64, bool: np.bool_}
-"""Types of which many are stored as a tensor."""
+"""Types whose long lists are stored as a tensor."""
 _NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)
 
 Put = Callable[[Path, torch.Tensor], str]
@@ -44,7 +44,7 @@ class LeafWriter:
     """Values → nodes.
 
     Args:
-        put: stores a tensor that is at a path, and returns its name in the checkpoint.
+        put: stores the tensor at a path, and returns its name in the checkpoint.
     """
 
     def __init__(self, put: Put) -> None:
@@ -70,15 +70,15 @@ class LeafWriter:
         return None
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
-        """Store long bytes as a U8 tensor; its digest shows whether ranks, or two places of a state, have the same."""
+        """Store long bytes as a U8 tensor; the digest shows whether ranks, or two places of a state, have equal bytes."""
         name = self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return {TAG: "stored", "name": name, "digest": digest128(data)}
 
     def encode_numbers(self, values: Collection[Any], path: Path, *, in_order: bool) -> Node | None:
         """Store many numbers of one type as a tensor, or return None.
 
-        It is longer than they are, by up to an eighth: a list that grows has the same shape most of the time, so that the
-        plan of the last save stands.
+        The tensor is longer than the list, by up to an eighth: so the shape for a growing list seldom changes, and the plan
+        of the last save stays valid.
         """
         classes = set(map(type, values))
         dtype = _NUMBERS.get(classes.pop()) if len(classes) == 1 else None
@@ -106,13 +106,13 @@ class LeafWriter:
 
 
 def _capacity(count: int) -> int:
-    """Return how many numbers are stored for *count*: the next multiple of a power of two that is an eighth of it."""
+    """Return the stored length for *count* numbers: the next multiple of a power of two of about an eighth of it."""
     step = max(1 << max(count.bit_length() - 4, 0), 256)
     return -(-count // step) * step
 
 
 def write_tensor(tensor: torch.Tensor, name: str) -> Node:
-    """Return the node of a tensor that is *name* in the checkpoint; a kind of device other than the CPU is noted."""
+    """Return the node of a tensor called *name* in the checkpoint, with its device type unless that is the CPU."""
     node = {TAG: "tensor", "name": name}
     return node if tensor.device.type == "cpu" else {**node, "device": tensor.device.type}
 
@@ -129,8 +129,8 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         return None
 
 
-# One walk's results. Tensors of modules, optimizers and containers are kept by the plan (`aiockpt.adapters.native`); those
-# that an object's ``state_dict()`` returns, or that lie in lists and the like, are new each time and are gathered by a `Run`
+# Results of one walk. The plan (`aiockpt.adapters.native`) keeps the tensors of modules, optimizers and containers. Tensors
+# that an object's ``state_dict()`` returns, or that lie in lists and the like, are new in each walk; a `Run` gathers them
 # while it writes the nodes of the values.
 
 
@@ -143,12 +143,12 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class KeptTensors:
-    """The tensors that stay where they are between walks, as a cold walk finds them, and the watch over them.
+    """The tensors that a cold walk finds and that persist between walks, with the watch over them.
 
     Attributes:
-        choice: what of the state is saved.
+        choice: the part of the state to save.
         leaves: the tensors, by name.
-        left_out: what is not saved; see `ShardedState`.
+        left_out: the leaves that are not saved; see `ShardedState`.
     """
 
     def __init__(self, choice: LeafChoice) -> None:
@@ -166,7 +166,7 @@ class KeptTensors:
         may_differ: bool | None = None,
         is_buffer: bool = False,
     ) -> None:
-        """Accept a tensor that stays where it is between walks; arguments as for `describe`.
+        """Accept a tensor that persists between walks; arguments as for `describe`.
 
         Args:
             may_differ: None where the tensor itself determines it.
@@ -179,7 +179,7 @@ class KeptTensors:
         self.watch.tensor(tensor)
 
     def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Accept a tensor of a module, or skip it; return whether it is made of others, and is still to be saved."""
+        """Accept a tensor of a module, or skip it; return whether it is composite, and still to be saved by the caller."""
         if self.choice.by_rule:
             self.watch.attribute(_REQUIRES_GRAD, tensor)
         if not self.choice.keeps(path, tensor):
@@ -191,7 +191,7 @@ class KeptTensors:
         return False
 
     def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
-        """Note what is not saved; a tensor with what it is."""
+        """Note that the leaf at *path* is not saved; for a tensor, also its dtype and shape."""
         is_tensor = isinstance(value, torch.Tensor)
         self.left_out[join_name(path)] = facts_of(value, flat) if is_tensor else None  # type: ignore[arg-type]
         if is_plain(value):
@@ -199,7 +199,7 @@ class KeptTensors:
 
 
 class Stale(Exception):  # noqa: N818  not an error: the walk starts anew
-    """The state is not made of the objects that the plan was made for."""
+    """The state does not consist of the objects that the plan was made for."""
 
 
 class Run:
@@ -208,7 +208,7 @@ class Run:
     Attributes:
         leaves: the tensors gathered so far.
         per_rank: the nodes of this rank's own values, by name.
-        left_out: what was not saved, by name; see `ShardedState`.
+        left_out: the leaves that were not saved, by name; see `ShardedState`.
     """
 
     def __init__(self, codecs: CodecRegistry, rank: int) -> None:
@@ -221,7 +221,7 @@ class Run:
 
     @property
     def written(self) -> int:
-        """How much was encoded, in characters and nodes."""
+        """Size of the encoded values, in characters and nodes."""
         return self._encoder.written + self._own_encoder.written
 
     def encode(self, value: Any, path: Path) -> Node:
@@ -237,10 +237,10 @@ class Run:
         return self._gather(tensor_name(path), path, tensor, flat, is_buffer)
 
     def same(self, found: object, expected: object) -> None:
-        """Check that the state still holds the object that was walked.
+        """Check that the state still holds the object of the cold walk.
 
         Raises:
-            Stale: it does not.
+            Stale: it holds another one.
         """
         if found is not expected:
             raise Stale
@@ -286,7 +286,7 @@ class LeafReader:
             return _read_numbers(tensor, field(node, "count", int))
         if kind == "stored":
             return tensor.numpy().tobytes()
-        # What was one array is one again, by its address: the tensors live as long as the reader.
+        # Restores arrays with several references as one, by address: the tensors live as long as the reader.
         return self._arrays.setdefault(memory_key(tensor) or id(node), tensor.detach().numpy())
 
 

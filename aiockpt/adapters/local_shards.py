@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor that is spread over ranks: a global shape, and local tensors with their boxes."""
+"""This rank's part of a tensor that is spread over ranks: a global shape, and local tensors with their boxes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from aiockpt.state.geometry import Box, flat_range_boxes
 
 
 class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Boxes of the global tensor and the local tensor that has their elements, in this order.
+    """Boxes of the global tensor, and the local tensor with their elements, in this order.
 
-    One box: the local tensor has its sizes, and any strides. Several: it is contiguous. No box: it is empty.
+    With one box, the local tensor has its sizes and any strides; with several, it is contiguous; without any, empty.
     """
 
     boxes: tuple[Box, ...]
@@ -26,13 +26,13 @@ class LocalShards(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class FlatRange(msgspec.Struct, frozen=True):
-    """Elements [*start*, *end*) of a flattened tensor, that is what a flat-parameter shard holds of it.
+    """Elements [*start*, *end*) of a flattened tensor: the part of it in a flat-parameter shard.
 
     Attributes:
         shape: of the global tensor.
-        start, end: elements of what was flattened.
-        part: the box of the global tensor that was flattened, where tensor parallelism cut it before; None is all of it.
-        axes: its axes as they lay in memory when it was flattened, slowest first (``channels_last``); None is in order.
+        start, end: elements of the flattened tensor.
+        part: the box of the global tensor that was flattened, where tensor parallelism had cut it; None for all of it.
+        axes: the order of its axes in memory when it was flattened, slowest first (``channels_last``); None is row-major.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class FlatRange(msgspec.Struct, frozen=True):
     axes: tuple[int, ...] | None = None
 
     def hold(self, tensor: torch.Tensor) -> LocalShards:
-        """Return what a rank holds if its 1-D *tensor* has these elements."""
+        """Return the local shards of a rank whose 1-D *tensor* has these elements."""
         part = self.part or Box.whole(self.shape)
         axes = self.axes or tuple(range(part.ndim))
         laid_out = flat_range_boxes([part.sizes[axis] for axis in axes], self.start, self.end)
@@ -60,7 +60,7 @@ class FlatRange(msgspec.Struct, frozen=True):
 
 
 def _place(box: Box, axes: tuple[int, ...], offsets: tuple[int, ...]) -> Box:
-    """Return a box of what was flattened as one of the global tensor, in which it begins at *offsets*."""
+    """Return a box of the flattened tensor as a box of the global one, in which that tensor begins at *offsets*."""
     back = [axes.index(axis) for axis in range(box.ndim)]
     return Box(
         tuple(box.offsets[place] + offset for place, offset in zip(back, offsets, strict=True)),

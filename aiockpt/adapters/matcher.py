@@ -1,8 +1,8 @@
 """Matching of a state's leaves with a checkpoint's entries.
 
-Adapters request what an object holds; the matcher finds it under its name in the checkpoint, notes which tensor is to
-be filled, and collects every difference. Nothing of the state changes before `LoadTarget.apply`, except that the engine
-fills the tensors of `LoadTarget.wanted`.
+Adapters request the leaves of an object; the matcher finds each under its name in the checkpoint, notes which tensors to
+fill, and collects every difference. The state does not change before `LoadTarget.apply`, except that the engine fills the
+tensors of `LoadTarget.wanted`.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Path, damaged
 
 _LONG_WAY = -1
-"""In place of a number in `Matcher._places`: another way than `Matcher.want_plain` fills what begins at the address."""
+"""Value in `Matcher._places` for a tensor at that address that is filled in another way than by `Matcher.fill_plain`."""
 
 # The result of the match: tensors to fill, and steps to apply when they are.
 
 
 class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
-    """A load that is ready to go.
+    """A load that is ready to run.
 
     Attributes:
         wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
-        missing: names of the state that the checkpoint does not have.
-        unexpected: names of the checkpoint that the state of this rank does not have.
-        unexpected_claimed: those of them that belong to something the state does have, and is strict about, so that they
-            are a difference unless another rank has them.
+        missing: names of the state that the checkpoint lacks.
+        unexpected: names of the checkpoint that the state of this rank lacks.
+        unexpected_claimed: those of them that lie below a strict object of the state, so that they are a difference
+            unless another rank has them.
         left_out: names of the state that stay as they are, because the checkpoint was made without them.
-        problems: every difference, in words; not empty only where ``strict`` is False.
-        told: reports of what is removed or replaced, in words; what refuses to be filled is added by `apply`.
+        problems: the differences that are not raised, as text; empty unless ``strict`` is False there.
+        notes: reports of what is removed or replaced, in words; what refuses to be filled is added by `apply`.
         rewritten: the leaves that are overwritten, by name or by path.
-        steps: what `apply` has still to do.
-        may_refuse: whether `apply` calls objects that may refuse what they get: then all ranks must be notified.
-        renamed: name in the checkpoint → name in the state, of what rules have renamed.
+        steps: the remaining steps of `apply`.
+        may_refuse: whether `apply` calls objects that may refuse a value; all ranks must be notified of a refusal.
+        renamed: name in the checkpoint → name in the state, of the leaves that rules have renamed.
     """
 
     wanted: tuple[TensorShard, ...]
@@ -86,7 +86,7 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
         return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self.steps)} to apply>"
 
     def apply(self) -> None:
-        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again.
+        """Set everything but tensors, once all tensors are filled. Idempotent; a step that raised is retried.
 
         All values are decoded before the first object changes.
         """
@@ -116,20 +116,20 @@ class Matcher:
         self._sorted_names: list[str] | None = None
         self._last: tuple[Path, str] = ((), "")
         self._only = None if only is None else {split_name(name): name for name in only}
-        self._met: set[str] = set()
+        self._seen: set[str] = set()
         self._names: set[str] = set()
         self._rename: Renaming | Renamed | None = None
         if rename is not None:
             self._rename = Renamed(rename, stored.names()) if isinstance(rename, Rules) else Renaming(rename)
         self.asks_for_all = only is None and rename is None and not isinstance(strict, Mapping)
         self._wanted: list[TensorShard] = []
-        # With the tensor, so that its address is no other tensor's meanwhile.
+        # Keeps the tensor alive, so that its address is not used for another one.
         self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
         self._places: dict[int, int] = {}
         self._left_out: list[str] = []
         self._may_refuse = False
         self._rewritten: list[str | Path] = []
-        self._told: list[str] = []
+        self._notes: list[str] = []
         self.values = ValueRequests(self, codecs)
         self._steps: list[Callable[[], object]] = []
         self._last_steps: list[Callable[[], object]] = []
@@ -137,13 +137,13 @@ class Matcher:
     # ---------------------------------------------------------------- names
 
     def name_of(self, path: Path) -> str:
-        """Return the name of the leaf at *path* in the state; what is asked of the same leaf again is remembered."""
+        """Return the name of the leaf at *path* in the state; that of the last leaf is cached."""
         if path is not self._last[0]:
             self._last = path, join_name(path)
         return self._last[1]
 
     def stored_name(self, path: Path) -> str:
-        """Return what the leaf at *path* of the state is called in the checkpoint."""
+        """Return the name in the checkpoint of the leaf at *path* of the state."""
         name = self.name_of(path)
         if self._rename is None:
             return name
@@ -161,7 +161,7 @@ class Matcher:
             return True
         self._names.update(prefixes(self.name_of(path)))
         hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
-        self._met.update(hits)
+        self._seen.update(hits)
         return bool(hits)
 
     def touches(self, path: Path) -> bool:
@@ -193,7 +193,7 @@ class Matcher:
         return find_flat(self.stored.per_rank, self.stored_name(path))
 
     def find_of_another(self, path: Path) -> FoundNode | None:
-        """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
+        """Return the node at *path* of the saved rank from which a rank without a node derives its own, or None."""
         ranks = max(self.stored.saved_world_size, 1)
         return find_flat(self.stored.every_rank.get(str(self.stored.rank % ranks)), self.stored_name(path))
 
@@ -204,19 +204,19 @@ class Matcher:
         return node if type(node) is dict and node.get(TAG) == kind else None
 
     def note(self, what: str) -> None:
-        """Report what the load changes beside what was asked for."""
-        self._told.append(what)
+        """Report a change that the load makes besides those requested."""
+        self._notes.append(what)
 
     # ---------------------------------------------------------------- tensors
 
     def want(
         self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, stored: str | None = None
     ) -> bool:
-        """Have *tensor* filled from the checkpoint; return whether it will be.
+        """Request that *tensor* be filled from the checkpoint; return whether it will be.
 
         Args:
-            flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
-            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+            flat: the range of the original tensor that a 1-D *tensor* holds; None for a whole tensor.
+            stored: its name in the checkpoint, if not `stored_name` of *path*.
         """
         if not self.selects(path) or not self.enter(path, stored or self.stored_name(path), tensor, flat):
             return False
@@ -224,16 +224,16 @@ class Matcher:
         return True
 
     def want_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Have ordinary tensors filled that fit what is stored under their own *names*, as most do; return which will be.
+        """Request ordinary tensors that fit those stored under their own *names*, as most do; return which will be filled.
 
-        The short way of `want`, for many at once: to any doubt the long one has the answer.
+        The fast path of `want`, for many at once; pass all others to `want`.
         """
         taken = self.fill_plain(names, tensors)
         self._rewritten += compress(names, taken)
         return taken
 
     def fill_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Have those of *tensors* filled, as `fill` does, that fit what is stored under *names*; return which."""
+        """Request those of *tensors* that fit the stored *names*, whatever `selects` returns; return which."""
         if not self.asks_for_all:
             return [False] * len(names)
         facts = list(map(self.stored.tensors.get, names))
@@ -250,11 +250,11 @@ class Matcher:
         return taken
 
     def skip(self, name: str) -> None:
-        """Skip tensor *name* of the checkpoint: this rank has nothing of it, so that it is no difference."""
+        """Skip tensor *name* of the checkpoint, which this rank does not need: it is not a difference."""
         self._differences.used.add(name)
 
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
-        """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
+        """Note that the owner of *tensor*, at *path*, fills it from *name*: tensors that share its memory must agree."""
         stored_as = self.stored.same_tensor(name)
         key = self._memory_of([tensor])
         other, other_stored_as, _ = self._filled.setdefault(key, (self.name_of(path), stored_as, tensor))
@@ -262,7 +262,7 @@ class Matcher:
             self.problem(self.name_of(path), _two_tensors(other, other_stored_as, name))
 
     def _memory_of(self, tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
-        """Return the key of some tensors in `_filled`, where those that took the short way and begin there get theirs."""
+        """Return the key of some tensors in `_filled`; add the entries of tensors at their addresses from the fast path."""
         keys = []
         for tensor in tensors:
             if (key := memory_key(tensor)) is not None:
@@ -290,14 +290,14 @@ class Matcher:
         *,
         beside: str | None = None,
     ) -> torch.Tensor:
-        """Have *live* filled from tensor *name* where it fits, else a new tensor, and return which; whatever `selects` says.
+        """Request that *live* be filled from tensor *name* if it fits, else a new tensor; return which. Ignores `selects`.
 
         Args:
-            like: the tensor whose device (and sharding, where the shape is the same) a new one gets, or a device. It lies
-                in memory as it did when it was saved; like this one where that is not known to be another order.
-            flat: the elements of which tensor *like* has, when it is a slice.
-            beside: the name of the tensor that *like* is; where that is known to have had another order, and this one is
-                not, this one was row-major.
+            like: the tensor whose device (and, for the same shape, sharding) a new one gets, or a device. The axes of a new
+                one have the saved order in memory; without a recorded order, that of *like*.
+            flat: the range of the original tensor that *like* holds, when it is a slice.
+            beside: the stored name of *like*. If an order is recorded for that tensor and not for *name*, then *name* was
+                row-major.
         """
         facts = self.stored.facts(name)
         if facts is None:
@@ -314,7 +314,7 @@ class Matcher:
         return tensor
 
     def enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
-        """Have *tensor* filled from tensor *name*, whatever `selects` says; return whether it will be, and note why not."""
+        """Request *tensor* from tensor *name*, ignoring `selects`; return whether it will be, or note why not."""
         facts = self.stored.facts(name)
         if facts is None:
             if not self.stays(path, tensor, flat, stored=name):
@@ -340,7 +340,7 @@ class Matcher:
         return True
 
     def _miss_tensor(self, path: Path) -> None:
-        """Note that the checkpoint has no such tensor, and perhaps a value in its place."""
+        """Note that the checkpoint lacks the tensor, or has a value in its place."""
         found = self.find(path)
         if found is None:
             self.miss(path)
@@ -358,11 +358,11 @@ class Matcher:
         return self._differences.is_strict(self.name_of(path))
 
     def claim(self, path: Path) -> None:
-        """Note that whatever the checkpoint has below *path* belongs to the state, so that a rest is a difference."""
+        """Note that everything below *path* in the checkpoint belongs to the state: an unused rest is a difference."""
         self._differences.claim(self.stored_name(path), self.name_of(path))
 
     def miss(self, path: Path, reason: str | None = None) -> None:
-        """Note that the checkpoint does not have the leaf at *path*."""
+        """Note that the checkpoint lacks the leaf at *path*."""
         if not self.selects(path) or self.stays(path):
             return
         name, stored_as = self.name_of(path), self.stored_name(path)
@@ -383,11 +383,11 @@ class Matcher:
         *,
         stored: str | None = None,
     ) -> bool:
-        """Note that the leaf at *path* stays as it is, if the checkpoint was made without it; return whether.
+        """Return whether the checkpoint was made without the leaf at *path*; note that the leaf then stays as it is.
 
         Args:
-            tensor: what is there, if it is a tensor, and *flat* which elements it has: it must be what was left out.
-            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+            tensor, flat: the present tensor, if any, and its range: dtype and shape must be those that were left out.
+            stored: its name in the checkpoint, if not `stored_name` of *path*.
         """
         name = stored or self.stored_name(path)
         if not self.stored.leaves_out(name):
@@ -408,15 +408,15 @@ class Matcher:
         return [other for other in self.stored.left_out if other.startswith((f"{name}.", f"{name}["))]
 
     def pass_over(self, path: Path, *, stored: str | None = None) -> None:
-        """Note that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference.
+        """Note that the content below *path* in the checkpoint is known: an unused rest is not a difference.
 
         Args:
-            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+            stored: its name in the checkpoint, if not `stored_name` of *path*.
         """
         self._differences.pass_over(stored or self.stored_name(path))
 
     def note_optimizer(self, path: Path) -> None:
-        """Note that an optimizer is at *path*: a difference there advises how to load another make-up."""
+        """Note an optimizer at *path*: for a difference there, the error advises how to load changed optimizers."""
         self._differences.optimizers.add(self.name_of(path))
 
     def mismatch(self, path: Path, problem: str) -> None:
@@ -431,10 +431,10 @@ class Matcher:
     # ---------------------------------------------------------------- the end
 
     def later(self, step: Callable[[], object], *, last: bool = False, may_refuse: bool = False) -> None:
-        """Have *step* run once the tensors are filled; after all others with *last*.
+        """Run *step* once the tensors are filled; with *last*, after all other steps.
 
         Args:
-            may_refuse: whether it hands something to an object that may not accept it.
+            may_refuse: whether it passes a value to an object that may refuse it.
         """
         self._may_refuse = self._may_refuse or may_refuse
         (self._last_steps if last else self._steps).append(step)
@@ -449,7 +449,7 @@ class Matcher:
         last: bool = False,
         may_refuse: bool = True,
     ) -> None:
-        """Have ``take`` pass what *state* returns to *owner*, at *path*, in a step; the flags are those of `later`."""
+        """In a step, call *take*, which passes the result of *state* to *owner*, at *path*; flags as for `later`."""
 
         def step() -> None:
             with asking(owner, path, self.stored.where):
@@ -461,11 +461,11 @@ class Matcher:
         """Return the target.
 
         Raises:
-            StateMismatchError: something differs, and strict.
-            UsageError: ``only`` or ``strict`` names nothing of the state, or an entry of the mapping renames nothing.
+            StateMismatchError: there are strict differences.
+            UsageError: an entry of ``only`` or ``strict`` matches nothing, or one of the mapping renames nothing.
         """
         if self._only is not None:
-            refuse_idle("only", set(self._only.values()) - self._met, self._names)
+            refuse_idle("only", set(self._only.values()) - self._seen, self._names)
         if self._rename is not None:
             self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
         if self._judge_unexpected:
@@ -486,7 +486,7 @@ class Matcher:
             unexpected_claimed=judged.unexpected_claimed,
             left_out=tuple(self._left_out),
             problems=judged.problems,
-            notes=self._told,
+            notes=self._notes,
             rewritten=self._rewritten,
             steps=[*together, *self.values.decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,

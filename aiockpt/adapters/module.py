@@ -1,9 +1,9 @@
 """Saving and loading of ``nn.Module``: its parts, their names, and both directions.
 
-A module is saved *directly*, parameter by parameter: parameters and persistent buffers by their fully qualified names, in
-the memory they are in, and the values of ``get_extra_state()`` as plain values. Below it a module that saves itself (it
-overrides or hooks ``state_dict()``, or is TorchScript) is saved by its ``state_dict()``; only this part of the tree is.
-The second half of this file loads.
+A module is saved *directly*: parameters and persistent buffers by their fully qualified names, from their own memory, and
+the value of ``get_extra_state()`` as a plain value. A submodule that saves itself (it overrides or hooks ``state_dict()``,
+or is TorchScript) is saved by its ``state_dict()``; the rest of the tree is still saved directly. The second half of this
+file loads.
 
 Names are those of the bare module: what `DistributedDataParallel` (``module.``) and `torch.compile` (``_orig_mod.``) put
 around it, at any depth, is skipped, so that a checkpoint of one loads into the other. The same holds for FSDP1's wrapper
@@ -48,7 +48,7 @@ MAX_MODULES_DEPTH = 256
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _FSDP1_WRAPPED = "_fsdp_wrapped_module"
 Slices = Callable[[torch.Tensor], FlatRange | None]
-"""Which part of an original parameter a tensor is; None when it is whole."""
+"""Returns the range of the original parameter that a tensor holds; None for a whole tensor."""
 
 
 def wrapped_name(module: nn.Module) -> str | None:
@@ -72,14 +72,14 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def walk_modules(module: nn.Module, path: Path) -> Iterator[tuple[Path, nn.Module]]:
-    """Yield each module below *module* and itself, with its path, wrappers left out; a shared one at each path."""
+    """Yield *module* and each module below it, with its path without wrappers; a shared module once for each path."""
     return ((place, member) for place, member, _ in walk_parts(module, path, lambda member: True))
 
 
 def walk_parts(
     module: nn.Module, path: Path, is_direct: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[Path, nn.Module, bool]]:
-    """Yield each module below *module* and itself, with its path and whether it is direct; nothing below one that is not."""
+    """Yield *module* and each module below it, with its path and whether it is direct; do not descend into others."""
     module = unwrap(module)
     if len(path) > MAX_MODULES_DEPTH:
         refuse(path[:8], f"modules nested deeper than {MAX_MODULES_DEPTH} levels (does one contain itself?)")
@@ -159,7 +159,7 @@ class ModulePart:
                 self._metadata |= _versions(member, member_path[len(path) :])
 
     def refresh(self, value: object, run: Run) -> Node:
-        """Return the node of the module's values; the tensors of what is direct were kept by the walk."""
+        """Return the node of the module's values; the walk has kept the tensors of its direct parts."""
         run.same(value, self._module)
         values = {
             below(self._path, (*path, EXTRA)): run.encode(member.get_extra_state(), (*path, EXTRA))
@@ -194,13 +194,13 @@ class ModulePart:
 
 
 def _live_parameters(member: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters by the keys of ``state_dict()``, which has others for them."""
+    """Return the live parameters by their keys in ``state_dict()``, which itself contains other tensors for them."""
     live = dict(member.named_parameters(remove_duplicate=False))
     return {plain: live[key] for plain, key in plain_keys(unwrap(member), live).items()}
 
 
 def _versions(member: nn.Module, relative: Path) -> dict[str, Any]:
-    """Return the version metadata that the modules below one that loads itself are to get on a load."""
+    """Return the version metadata for the modules below one that loads itself."""
     return {
         ".".join(map(str, place)): {"version": module._version}
         for place, module in walk_modules(member, relative)
@@ -215,7 +215,7 @@ def _watch_wrappers(module: nn.Module, watch: Watch) -> None:
 
 
 def _watch_names(member: nn.Module, watch: Watch) -> None:
-    """Watch which parameters there are: optimizers are saved by these names. TorchScript never changes its own."""
+    """Watch the names of parameters, by which optimizers are saved. Those of TorchScript never change."""
     for below_it in member.modules():
         if not isinstance(below_it, torch.jit.ScriptModule):
             watch.names(below_it)
@@ -245,10 +245,10 @@ def split_key(key: str) -> Path:
 
 
 def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ``state_dict()`` of a bare module, by names without wrappers, and what is not usual of its versions.
+    """Return the ``state_dict()`` of a bare module, by names without wrappers, and its version metadata that is not default.
 
     Raises:
-        UnsupportedStateError: it is no dict by text.
+        UnsupportedStateError: it is not a dict with text keys.
     """
     bare = unwrap(module)
     state: Any = bare.state_dict()
@@ -265,12 +265,12 @@ def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, 
 
 
 def plain_version(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the version metadata of a module, as far as JSON has it."""
+    """Return the version metadata of a module, as far as JSON can represent it."""
     return {key: value for key, value in notes.items() if isinstance(value, bool | int | str | None)}
 
 
 def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
-    """Return each of *keys* of a bare module's ``state_dict()``, by the same without wrappers."""
+    """Return name without wrappers → key, for *keys* of a bare module's ``state_dict()``."""
     drop = {
         f"{name}.{inner}".lstrip(".")
         for name, member in bare.named_modules(remove_duplicate=False)
@@ -280,20 +280,20 @@ def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         kept = [part for place, part in enumerate(parts) if ".".join(parts[: place + 1]) not in drop]
-        # A wrapper and what it wraps are one: of the two it is the inner one that was saved.
+        # A wrapper and the module in it have one name; the inner module is the one that was saved.
         plain[".".join(kept)] = key
     return plain
 
 
 # Loading of a module: filled directly, or by its own ``load_state_dict()``.
 #
-# - *Directly*, the rule: each parameter and buffer in the memory it is in, ``set_extra_state()`` with the value.
+# - *Directly*, the rule: each parameter and buffer is filled in place, ``set_extra_state()`` receives the stored value.
 # - *Its own way*, for the smallest part of the tree that loads itself (it overrides or hooks ``load_state_dict()``
-#   or ``_load_from_state_dict()``, is lazy, or is TorchScript): it gets all that is stored below its name, in the shapes in
-#   which it is stored, as new tensors. So it handles a buffer that grew while training, a layer that has no shape yet and
-#   keys that only appear later. What it refuses is a `StateMismatchError` that says that the state is partly overwritten.
+#   or ``_load_from_state_dict()``, is lazy, or is TorchScript): it receives everything stored below its name, in the stored
+#   shapes, as new tensors. So it handles a buffer that grew while training, a layer without a shape yet, and keys that
+#   appear only later. If it refuses, a `StateMismatchError` reports that the state is partly overwritten.
 #
-# A module loads from what was saved as a module, and from a saved ``module.state_dict()``; and the other way round.
+# A module loads from a saved module and from a saved ``module.state_dict()``, and vice versa.
 
 
 _WHOLE = "it has its own load_state_dict()"
@@ -303,13 +303,13 @@ SetItem = Callable[[MutableMapping[str, Any], str, Callable[[], Any]], None]
 
 
 class SavedModule(msgspec.Struct, frozen=True):
-    """What the checkpoint has for one module.
+    """The content of the checkpoint for one module.
 
     Attributes:
         path: of the module in the state.
         name: of the module in the checkpoint.
         keys: key of ``state_dict()`` → the key under which it was saved, where a ``state_dict()`` was saved as a dict.
-        values: what is no tensor, by the key of ``state_dict()``.
+        values: what is not a tensor, by the key of ``state_dict()``.
         metadata: see `aiockpt.state.tree.METADATA`; None where it was not saved.
     """
 
@@ -320,12 +320,12 @@ class SavedModule(msgspec.Struct, frozen=True):
     metadata: Mapping[str, Any] | None
 
     def name_of(self, bare: str) -> str:
-        """Return what the leaf of this key of ``state_dict()`` is called in the checkpoint."""
+        """Return the name in the checkpoint of the leaf with this key of ``state_dict()``."""
         parts = (self.keys.get(bare, bare),) if self.keys else bare.split(".")
         return join_name((*split_name(self.name), *parts))
 
     def stored_name(self, path: Path, matcher: Matcher) -> str:
-        """Return what the leaf at *path* of the state is called in the checkpoint."""
+        """Return the name in the checkpoint of the leaf at *path* of the state."""
         key = self.keys.get(below(self.path, path)) if self.keys else None
         return matcher.stored_name(path) if key is None else join_name((*split_name(self.name), key))
 
@@ -357,12 +357,12 @@ def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _bare_module(name: Any, all_keys: Mapping[str, Any]) -> str:
-    """Return the name of a module in ``state_dict()._metadata`` without what wrappers put into it."""
+    """Return the name of a module in ``state_dict()._metadata`` without the parts that wrappers add."""
     return bare_key(f"{name}.".lstrip(".") + EXTRA, all_keys).removesuffix(EXTRA).removesuffix(".")
 
 
 def bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
-    """Return a key of ``state_dict()`` without what wrappers put into it."""
+    """Return a key of ``state_dict()`` without the parts that wrappers add."""
     parts = [part for part in key.split(".") if part not in _WRAPPERS]
     wrapped = len(parts) > 1 and parts[0] == _DATA_PARALLEL and all(_is_wrapped(other) for other in all_keys)
     return ".".join(parts[1:] if wrapped else parts)
@@ -390,7 +390,7 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
             tensors.append(tensor)
         if has_extra(member):
             _load_extra(member, member_path, source, matcher)
-    # What was saved under its own name, whole and by no other way, is most of every module.
+    # The fast path covers most of every module: tensors stored whole, under their own names.
     is_usual = not source.keys and not source.values and all(slices(tensor) is None for tensor in tensors)
     taken = matcher.want_plain(names, tensors) if is_usual else repeat(False)
     for (member_path, key), tensor in compress(zip(places, tensors, strict=True), map(not_, taken)):
@@ -401,7 +401,7 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
 
 
 def _fills_directly(member: nn.Module, slices: Slices) -> bool:
-    """Return whether a module is filled in place: also one that loads itself if this rank has only slices of it."""
+    """Return whether a module is filled in place; so is one that loads itself, where this rank has only slices of it."""
     if loads_directly(member):
         return True
     return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
@@ -421,7 +421,7 @@ def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Mat
 
 
 class OwnLoad:
-    """One module that loads itself, being prepared: what is stored below its name, by its own keys."""
+    """The prepared load of one module that loads itself: everything stored below its name, by its own keys."""
 
     def __init__(self, member: nn.Module, path: Path, source: SavedModule, matcher: Matcher) -> None:
         self._bare = unwrap(member)
@@ -432,13 +432,13 @@ class OwnLoad:
         self._values: dict[str, Callable[[], Any]] = {}
 
     def prepare(self) -> None:
-        """Request all that is stored of it."""
+        """Request everything that is stored of the module."""
         matcher = self._matcher
         if not matcher.selects_whole(self._path, _WHOLE):
             return
         current, versions = own_state(self._bare, self._path)
         values = dict(self._stored_values())
-        parts = set(tensor_names(list(values.values())))  # what values are made of is no key of its own
+        parts = set(tensor_names(list(values.values())))  # tensors that are parts of values are not keys of their own
         tensors = {key: name for key, name in self._stored_tensors(current) if name not in parts}
         stay = [key for key in current if key not in tensors and key not in values and self._stays(key, current[key])]
         if current and len(stay) == len(current):
@@ -467,7 +467,7 @@ class OwnLoad:
     def find_renames(self) -> dict[Path, str]:
         """Return the name in the checkpoint of each parameter that the module loads from another key than its own.
 
-        A copy of the module without memory loads stand-ins of what is stored; then its parameters show where they went.
+        A copy of the module without memory loads stand-ins of the stored tensors; its parameters show where each went.
         (So a parametrization loads what an old ``weight_norm`` saved.) A module that cannot be copied renames nothing.
         """
         current, versions = own_state(self._bare, self._path)
@@ -481,7 +481,7 @@ class OwnLoad:
         try:
             trial = copy.deepcopy(self._bare, {id(one): _without_memory(one) for one in own})
             trial.load_state_dict(_as_state_dict(trial, made, self._metadata(versions)), strict=False, assign=True)
-        except Exception:  # noqa: BLE001  what is not found is reported as missing; the load itself raises what is wrong
+        except Exception:  # noqa: BLE001  a missing key is reported elsewhere; the load itself raises the error
             return {}
         parameters = dict(trial.named_parameters(remove_duplicate=False))
         went = {key: keys.get(parameters[own].data_ptr()) for key, own in plain_keys(trial, parameters).items()}
@@ -499,7 +499,7 @@ class OwnLoad:
         return self._matcher.stays(leaf, tensor, stored=self._source.stored_name(leaf, self._matcher))
 
     def _current(self, key: str) -> Any:
-        """Return what is there now of what was left out, so that the module gets all its keys."""
+        """Return the current value of a key that the save left out, so that the module receives all its keys."""
         return own_state(self._bare, self._path)[0][key]
 
     def _leaf(self, key: str) -> Path:
@@ -531,7 +531,7 @@ class OwnLoad:
                 yield key.removeprefix(f"{prefix}.") if prefix else key, node
 
     def _want(self, key: str, name: str, live: Any, made: dict[str, torch.Tensor]) -> None:
-        """Request one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
+        """Request one stored tensor into a new one: on the CPU, or spread like *live* where that is spread in this shape."""
         matcher, leaf = self._matcher, self._leaf(key)
         facts = matcher.stored.facts(name)
         assert facts is not None
@@ -553,7 +553,7 @@ class OwnLoad:
     def _metadata(self, current: Mapping[str, Any]) -> dict[str, Any]:
         """Return the version metadata for `Module._load_from_state_dict`.
 
-        Where versions were not saved, they default to those of the classes that are here.
+        Versions that were not saved default to those of the current classes.
         """
         saved, prefix = self._source.metadata, below(self._source.path, self._path)
         if saved is None:
@@ -602,7 +602,7 @@ def _takes_strict(module: nn.Module) -> bool:
 
 
 def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Matcher, set_item: SetItem) -> None:
-    """Fill a ``module.state_dict()``, the dict at *path* of the state, from what was saved so (`is_saved_module`).
+    """Fill a ``module.state_dict()``, the dict at *path* of the state, from a saved module (`is_saved_module`).
 
     Args:
         set_item: sets one plain value of a dict, in place where it can.
@@ -631,8 +631,8 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
 def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) -> bool:
     """Return whether the dict at *path* of the state was saved as a module, or as the dict of one wrapped otherwise.
 
-    (One of two ``state_dict()``s is of DDP or ``torch.compile``, the other is not: no key is in both, but for what
-    wrappers put into them.)
+    (Where only one of two ``state_dict()``s is of DDP or ``torch.compile``, their keys agree only without the parts that
+    wrappers add.)
     """
     if matcher.find_tagged(path, "module") is not None:
         return True

@@ -1,13 +1,13 @@
 """Walks of a state into neutral terms: a full one first, then cached ones at almost no cost.
 
 `StateWalker` turns a nested dict of modules, optimizers, objects with ``state_dict()``, tensors and plain values into a
-`ShardedState`. The first (*cold*) walk makes a plan: which tensors there are, under which names, which share memory. A
-later (*warm*) walk checks that nothing has moved (`aiockpt.adapters.watch`) and reads the plain values anew.
+`ShardedState`. The first (*cold*) walk makes a plan: the tensors, their names, and which of them share memory. A later
+(*warm*) walk checks that nothing has moved (`aiockpt.adapters.watch`) and reads the plain values again.
 
 Guarantees:
 
-- What cannot be saved is refused by its path, before anything is written.
-- Memory that several names share is stored once, the others are aliases.
+- A value that cannot be saved is refused by its path, before anything is written.
+- Memory that several names share is stored once, under the first name; the other names are aliases.
 - Any doubt causes a cold walk: a cached walk is never served over moved, retied, resized or replaced tensors.
 - Tensors are not copied and not changed; the state is only read.
 """
@@ -44,8 +44,8 @@ from aiockpt.state.tree import TAG, Node, Path, write_metadata
 
 # Limits on the tree of plain values, for every reader (docs/format.md#limits), and the leaves that make it large.
 #
-# A tree that grows while the program trains (a log, a history) is warned of at a half, three quarters and seven eighths of
-# the limits, so that no run begins to fail without a warning.
+# For a tree that grows while the program trains (a log, a history), a warning is logged at a half, three quarters and seven
+# eighths of the limits, so that a run does not begin to fail without one.
 
 
 MIB = 1 << 20
@@ -62,10 +62,10 @@ class TreeSize:
         self._warned = 0
 
     def check(self, values: Node) -> None:
-        """Refuse a tree that readers would reject, and warn of one that grows towards it.
+        """Refuse a tree that readers would reject; log a warning for one that approaches their limits.
 
         Raises:
-            UnsupportedStateError: names the leaves that make it large.
+            UnsupportedStateError: it exceeds a limit; the message names the largest leaves.
         """
         raw = msgspec.json.encode(values)
         try:
@@ -88,7 +88,7 @@ class TreeSize:
 
 
 def _biggest(values: Node) -> str:
-    """Return in words which leaves have the most text."""
+    """Return as text which leaves are the largest."""
     found = sorted(_leaves(values, (), _size(values) // (4 * SHOWN)), key=lambda leaf: -leaf[1])[:SHOWN]
     return "The biggest: " + ", ".join(f"{join_name(path) or 'all'} ({size / MIB:.1f} MiB)" for path, size in found)
 
@@ -114,24 +114,24 @@ _DATA = attrgetter("data")
 _FACTS = attrgetter("name", "dtype", "shape", "boxes", "axes")
 _VIEW = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device"))
 PLANS = 2
-"""Selections whose last state is remembered: a run may save all of a state now and then, and a part of it often."""
+"""Number of selections whose plan is kept: a run may save a part of its state often and all of it now and then."""
 CHECKED_SIZE = 1 << 16
-"""Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
+"""Size, in nodes and characters, above which every walk checks the tree against the limits of the format."""
 
 
 Refresh = Callable[[Any, Run], Node]
-"""Returns the node of one part of the state as it is now; raises `Stale` where that is not what the plan was made for."""
+"""Returns the current node of one part of the state; raises `Stale` where that is not what the plan was made for."""
 
 
 class StateWalker:
-    """Walks states of one job, and keeps what is known of the last one, of each of the last `PLANS` selections.
+    """Walks the states of one job, and keeps the plan of the last state for each of the last `PLANS` selections.
 
-    Between walks it keeps the tensors of the last states alive; `release` ends that.
+    Between walks it keeps the tensors of these states alive; `release` drops them.
 
     Args:
         codecs: the user's classes; None uses those of `aiockpt.register_codec`.
-        rank: the rank whose own values are meant.
-        alone: whether no other rank has a part of the states.
+        rank: the rank whose own values are saved.
+        alone: whether this rank alone has the state.
     """
 
     def __init__(self, codecs: CodecRegistry | None = None, *, rank: int = 0, alone: bool = True) -> None:
@@ -143,17 +143,17 @@ class StateWalker:
         self.cold_walks = 0
 
     def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
-        """Return what *state* holds now, as far as *selection* chooses it.
+        """Return the part of *state* that *selection* chooses, as it is now.
 
         Raises:
             UnsupportedStateError: a leaf cannot be saved; it is named.
-            UsageError: *selection* names what the state does not have, or a part of what is saved as a whole.
+            UsageError: *selection* names something that the state lacks, or a part of an object that is saved as a whole.
         """
         plan = self._plans.pop(selection, None)
         known = KnownState() if plan is None else plan.known
         if plan is not None and plan.watch.holds():
             try:
-                with collector_paused():  # tensors that are gathered anew are objects enough to set it off
+                with collector_paused():  # gathered tensors are numerous enough to trigger it
                     walked = plan.run(state, self._codecs, self._rank, self._size)
             except Stale:
                 pass
@@ -170,13 +170,13 @@ class StateWalker:
         return walked
 
     def release(self) -> None:
-        """Release the last states, and all that is known of them."""
+        """Release the last states and their plans."""
         while self._plans:
             self._plans.popitem()[1].known.release()
 
 
 class _StatePlan:
-    """One cold walk: the parts of a state, its tensors, the watch over them, and what is *known* of them."""
+    """The plan of one cold walk: the parts of a state, its tensors, their watch, and the facts *known* of them."""
 
     def __init__(self, state: Mapping[str, Any], selection: Selection, known: KnownState, *, alone: bool) -> None:
         self.known = known
@@ -195,7 +195,7 @@ class _StatePlan:
     def run(
         self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, size: TreeSize, *, check: bool = False
     ) -> ShardedState:
-        """Read the values of *state* and return all of it."""
+        """Read the values of *state*; return them with the tensors of the plan."""
         run = Run(codecs, rank)
         values = self._root(state, run)
         if check or run.written > CHECKED_SIZE:
@@ -213,10 +213,10 @@ class _StatePlan:
         return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out, known=self.known)
 
     def _store_structure(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
-        """Put what was gathered anew behind what is kept; return the digest of the structure.
+        """Append the gathered tensors to the kept ones; return the digest of the structure.
 
-        Only what was gathered anew can have changed that. Where it is what it was in the last walk, the shards of then
-        stand for it: the same objects in the same tuple show that nothing has moved (see `are_same`).
+        Only gathered tensors can have changed the structure. Where they are those of the last walk, its shards are used
+        again: the same objects in the same tuple show that nothing has moved (see `are_same`).
         """
         facts = (tuple(map(_FACTS, found)), tuple(alias.items()))
         known = self._structure is not None and self._structure[0] == facts
@@ -232,19 +232,19 @@ class _StatePlan:
 
 
 class _Kept(msgspec.Struct, frozen=True, eq=False):
-    """A tensor in a container, which the plan has already: *node* stays the same for as long as the tensor does."""
+    """A tensor in a container that the plan keeps: *node* is valid as long as the tensor stays the same."""
 
     tensor: torch.Tensor
     node: Node
 
 
 def _container(container: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh:
-    """Plan a dict, list or tuple that holds more than plain values; it may be another one in each walk."""
+    """Plan a dict, list or tuple that holds more than plain values; it may be another object in each walk."""
     cls, keys = type(container), [key for key, _ in members(container)]
     parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
     written_as = cls if path else dict
     nodes = [(key, part.node if isinstance(part, _Kept) else None) for key, part in zip(keys, parts, strict=True)]
-    # Tensors are looked at in one pass of C code: a call for each was half of a lazy save of bare tensors.
+    # One pass of C code checks all tensors: a call for each took half of a lazy save of bare tensors.
     kept = [part.tensor for part in parts if isinstance(part, _Kept)]
     is_kept = [isinstance(part, _Kept) for part in parts]
     others = [(place, part) for place, part in enumerate(parts) if not isinstance(part, _Kept)]
@@ -298,7 +298,7 @@ def _part(value: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh | 
             return _container(value, path, index, plan)
         case "value":
             return partial(_refresh_value, path)
-        case "tensor" if is_composite(value):  # written anew each time: its parts may be other objects by then
+        case "tensor" if is_composite(value):  # encoded in each walk: its parts may be other objects by then
             return _same_object(value, lambda run: run.encode(value, path))
         case "tensor":
             plan.keep(path, value)
@@ -312,7 +312,7 @@ def _part(value: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh | 
 
 
 def _same_object(expected: object, write: Callable[[Run], Node]) -> Refresh:
-    """Return what writes one object, which is to stay the same in each walk."""
+    """Return the function that writes one object, which must be the same in each walk."""
 
     def refresh(value: object, run: Run) -> Node:
         run.same(value, expected)
@@ -326,7 +326,7 @@ def _left_out(value: Any, run: Run) -> Node:
 
 
 def _refresh_value(path: Path, value: Any, run: Run) -> Node:
-    """Write a plain value, read anew each time."""
+    """Write a plain value, which each walk reads again."""
     if type(value) not in _CONTAINERS and kind_of(value) != "value":
         raise Stale
     try:
@@ -341,7 +341,7 @@ def _refresh_value(path: Path, value: Any, run: Run) -> Node:
 def _tie(
     leaves: Iterable[Leaf], known: Mapping[Hashable, str], seen: dict[Hashable, str]
 ) -> tuple[list[TensorShard], dict[str, str]]:
-    """Return each distinct memory once, and the other names of it; *known* are memories stored already."""
+    """Return each distinct memory once, and its other names as aliases; *known* memories are stored already."""
     distinct: list[TensorShard] = []
     alias: dict[str, str] = {}
     for leaf in leaves:
@@ -355,6 +355,6 @@ def _tie(
 
 
 def _places(shards: Sequence[TensorShard]) -> Iterable[Hashable]:
-    """Return where each tensor is, and how it is seen there; comparable while the tensors live."""
+    """Return the memory of each tensor and its view of it; comparable while the tensors live."""
     tensors = list(map(_DATA, shards))
     return zip(*(map(get, tensors) for get in _VIEW), strict=True)

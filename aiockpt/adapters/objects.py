@@ -1,7 +1,7 @@
-"""Objects that return and load their own state, in both directions: any with ``state_dict()``, loaders, what is of one rank.
+"""Saving and loading of objects with a state of their own: any with ``state_dict()``, loaders, and values of one rank.
 
-What belongs to one rank (`aiockpt.adapters.rng.per_rank`, random generators, what reads data) is stored for each rank by
-itself. The readers of a loader are stored under their data-parallel ranks, so that any number of them goes on.
+A value of one rank (`aiockpt.adapters.rng.per_rank`, a random generator, a reader of data) is stored separately for each
+rank. The readers of a loader are stored under their data-parallel ranks, so that any number of readers can continue.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from aiockpt.state.tree import TAG, Node, Path, damaged, refuse
 
 
 def write_stateful(value: Stateful, path: Path, run: Run) -> Node:
-    """Write an object with ``state_dict()``, whatever that returns."""
+    """Write an object with ``state_dict()``, which may return any value."""
     node = {TAG: "stateful", "value": run.encode(get_state(value), path)}
     cls = scheduler_class(value)
     return node if cls is None else {**node, "class": cls}
 
 
 def load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
-    """Load an object; the checkpoint may have what its ``state_dict()`` returned, saved as a plain dict."""
+    """Load an object; the checkpoint may instead have its ``state_dict()``, saved as a plain dict."""
     if not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
     found = matcher.find(path)
@@ -66,9 +66,9 @@ def load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
 
 
 def write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
-    """Write what the readers of a loader share, and what this data-parallel rank's have, under its number.
+    """Write the state that the readers of a loader share, and that of this data-parallel rank, under its number.
 
-    So peers that read the same data write the same, and the union of all ranks' trees has every data-parallel rank once.
+    So peers that read the same data write equal trees, and the union of all trees has every data-parallel rank once.
     """
     held, rank = loader.held(), str(loader.rank)
     own = {rank: run.encode(held.own, (*path, "readers", rank))} if loader.saves else {}
@@ -77,8 +77,8 @@ def write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
 
 
 def load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
-    """Load what the readers here go on from: the state of as many stored readers as they need."""
-    if not matcher.selects_whole(path, "a loader goes on as a whole"):
+    """Load the state from which the readers of this rank continue: that of as many stored readers as they need."""
+    if not matcher.selects_whole(path, "a loader resumes as a whole"):
         return
     node = matcher.find_tagged(path, "loader")
     if node is None:
@@ -104,7 +104,7 @@ def load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
 
 
 def write_own(value: Any, path: Path, index: Index, run: Run) -> Node:
-    """Write what belongs to this rank: an object, or the value that `per_rank` wraps."""
+    """Write a value of this rank: an object, or the value that `per_rank` wraps."""
     held = of_this_rank(value, index)
     is_object = kind_of(held) in ("stateful", "per_rank")
     run.per_rank[join_name(path)] = run.encode_own(with_data(held, held.state_dict()) if is_object else held, path)
@@ -112,7 +112,7 @@ def write_own(value: Any, path: Path, index: Index, run: Run) -> Node:
 
 
 def load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
-    """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
+    """Load a value of this rank: an object, or the value that `per_rank` wraps."""
     if not matcher.selects_whole(path, "it belongs to one rank"):
         return
     holder = of_this_rank(value, index)
@@ -145,7 +145,7 @@ def load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
 
 
 def _why_none(path: Path, matcher: Matcher) -> str | None:
-    """Return why the checkpoint has nothing for this rank at *path*, and a remedy; None if it has nothing for any rank."""
+    """Return why the checkpoint has no value of this rank at *path*, and a remedy; None if it has one of no rank."""
     if matcher.find(path) is None:
         return None
     if matcher.find_tagged(path, "per_rank") is None:
@@ -155,7 +155,7 @@ def _why_none(path: Path, matcher: Matcher) -> str | None:
 
 
 def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
-    """Derive random numbers for a rank that is not in the checkpoint; return whether there is a state to derive from."""
+    """Derive the generators of a rank that is not in the checkpoint; return whether it has a state to derive them from."""
     found = matcher.find_of_another(path)
     if found is None:
         return False
@@ -166,13 +166,13 @@ def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
     return True
 
 
-# State of learning rate schedulers: what ``state_dict()`` returns, except what the program makes anew.
+# State of learning rate schedulers: their ``state_dict()``, without the objects that the program makes anew.
 #
-# ``LRScheduler.state_dict()`` returns all attributes, whatever they are. Of a class that does not override it:
+# ``LRScheduler.state_dict()`` returns all attributes. Of a class that does not override it:
 #
-# - functions, and lists and dicts with functions in them, are left out, as torch's own ``LambdaLR`` leaves them out: the
-#   scheduler that loads keeps its own. So are an optimizer under another name than ``optimizer``, and weak references;
-# - a scheduler inside (a warm-up around another one) is saved and loaded by its own state.
+# - functions, and lists and dicts with functions in them, are left out, as by torch's own ``LambdaLR``: the scheduler that
+#   loads keeps its own. So are an optimizer under another name than ``optimizer``, and weak references;
+# - an inner scheduler (a warm-up around another one) is saved and loaded by its own state.
 #
 # A scheduler of another class whose attributes have other names is a mismatch: it would accept them and never read them.
 
@@ -212,12 +212,12 @@ def set_state(value: Any, state: Any) -> None:
 
 
 def keep_lists(value: Any, state: Any, note: Callable[[str], object]) -> Any:
-    """Return the *state* for a scheduler with the lists that are here, where each has an item for each group.
+    """Return *state* with the lists of the scheduler *value* in place of those that have an item for each saved group.
 
-    A scheduler with as many rates as its optimizer had groups when it was saved would step none of the others.
+    With the saved lists, the scheduler would step only as many groups as its optimizer had at the save.
 
     Args:
-        tell: called with a report of which lists stay.
+        note: called with a report of the lists that stay.
     """
     if not isinstance(value, LRScheduler) or not isinstance(state, dict):
         return state
@@ -229,7 +229,7 @@ def keep_lists(value: Any, state: Any, note: Callable[[str], object]) -> Any:
         kept = {key: own[key] for key in state if _length(state[key]) == was and _length(own.get(key)) == count}
     if kept:
         note(
-            f"{_words(kept)} stay as they are here: they were of other groups of the optimizer, and there are {count} now"
+            f"{_words(kept)} keep their present values: the saved ones are for other groups; the optimizer has {count} now"
         )
     inner = zip(getattr(value, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
     parts = [keep_lists(one, part, note) for one, part in inner]
@@ -241,16 +241,16 @@ def _length(value: object) -> int | None:
 
 
 def scheduler_class(value: Any) -> str | None:
-    """Return what the class of a scheduler is called in checkpoints; None for another object."""
+    """Return the name of a scheduler's class in checkpoints; None for another object."""
     return class_name(type(value)) if isinstance(value, LRScheduler) else None
 
 
 def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str | None:
-    """Return the reason why a scheduler cannot continue with what another one saved, or None.
+    """Return why a scheduler cannot continue from the saved state of another, or None.
 
     Args:
-        saved_by: the class that did; None where unknown.
-        keys: of its state.
+        saved_by: the class that saved it; None where unknown.
+        keys: the keys of the saved state.
     """
     if not isinstance(value, LRScheduler):
         return None
@@ -277,7 +277,7 @@ def _returns_attributes(value: Any) -> bool:
 
 
 def _has_function(item: Any) -> bool:
-    """Return whether an attribute is, or has in it at any depth, what the program makes anew."""
+    """Return whether an attribute is, or contains at any depth, an object that the program makes anew."""
     if isinstance(item, _FUNCTIONS):
         return True
     if type(item) is dict:
@@ -289,25 +289,25 @@ def _words(keys: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, keys)))
 
 
-# State of ``aiockpt.per_rank(optimizer)``: all that an optimizer holds on this rank, as it lies, for this rank alone.
+# State of ``aiockpt.per_rank(optimizer)``: the whole local state of an optimizer, as it is, for this rank alone.
 #
-# For state that ranks rightly have differently (preconditioners of their own, other values of groups for one parameter). It
-# comes back on the same number of ranks, for the same parameters spread in the same way: nothing of it can be resharded.
-# A DTensor is saved as the part that this rank has of it, and made again on the mesh of its parameter.
+# For state in which ranks differ on purpose (their own preconditioners, different group values for one parameter). It loads
+# on the same number of ranks, for the same parameters with the same sharding: it cannot be resharded. A DTensor is saved
+# as its local part, and made again on the mesh of its parameter.
 
 
 _PLACED, _SHAPE, _LOCAL = "dtensor placed", "of shape", "local"
-"""Keys of what stands for a DTensor."""
+"""Keys of the dict that stands for a DTensor."""
 
 
 def of_this_rank(value: Any, index: Index) -> Any:
-    """Return what belongs to this rank: an object, or what `per_rank` wraps; an optimizer as `OwnOptimizer`."""
+    """Return the value of this rank: an object, or what `per_rank` wraps; an optimizer as `OwnOptimizer`."""
     held = value.value if isinstance(value, PerRank) else value
     return OwnOptimizer(held, index) if isinstance(held, Optimizer) else held
 
 
 class OwnOptimizer:
-    """An optimizer as an object with a state of this rank; its parameters that *index* does not find are part of that."""
+    """An optimizer as an object with a state of this rank, which includes its parameters that are not in *index*."""
 
     def __init__(self, optimizer: Optimizer, index: Index) -> None:
         self._optimizer = optimizer
@@ -326,8 +326,8 @@ class OwnOptimizer:
         }
 
     def _loose(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the number and the local part of each parameter that no module of the state holds, where it has some."""
-        if not self._index.paths:  # the weights are kept elsewhere, and only what was learnt of them is meant
+        """Yield the number and local part of each parameter that no module of the state holds, if the state has modules."""
+        if not self._index.paths:  # the weights are saved elsewhere; only the optimizer's state is meant
             return
         parameters = [parameter for group in self._keeper.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
@@ -335,7 +335,7 @@ class OwnOptimizer:
                 yield number, local_of(parameter) if is_dtensor(parameter) else parameter
 
     def _shapes(self) -> list[list[list[int]]]:
-        """Return the shape of what this rank has of each parameter of each group."""
+        """Return the shape of this rank's part of each parameter of each group."""
         groups = (
             [local_of(one) if is_dtensor(one) else one for one in group["params"]]
             for group in self._keeper.param_groups
@@ -343,19 +343,19 @@ class OwnOptimizer:
         return [[list(one.shape) for one in some] for some in groups]
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load such a state.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: it is not that of this optimizer, or its parameters are spread in another way here.
+            ValueError: it is of another optimizer, or the parameters are spread differently here.
         """
         keeper, here = self._keeper, self._shapes()
-        own = {class_name(type(keeper)), class_name(type(innermost(keeper)))}  # 0.1.0 has written that of the wrapper
+        own = {class_name(type(keeper)), class_name(type(innermost(keeper)))}  # 0.1.0 wrote the class of the wrapper
         if saved["class"] not in own or saved["shapes"] != here:
             raise ValueError(
                 f"it was saved for a {saved['class']} with parts of shapes {saved['shapes']}, and here is a "
                 f"{class_name(type(keeper))} with parts of shapes {here}; what belongs to one rank is not resharded"
             )
-        loose = saved.get("parameters", {})  # 0.1.0 has not written them
+        loose = saved.get("parameters", {})  # 0.1.0 did not write them
         with torch.no_grad():
             for number, local in self._loose():
                 if number in loose:
@@ -379,7 +379,7 @@ class OwnOptimizer:
 
 
 def _decompose(value: Any) -> Any:
-    """Return a value of the state in which each DTensor is what it is made of."""
+    """Return a value of the state with each DTensor replaced by its local part and description."""
     if is_dtensor(value):
         placements = placements_of(value)
         if not placements:
@@ -391,7 +391,7 @@ def _decompose(value: Any) -> Any:
 
 
 def _put_together(value: Any, parameter: torch.Tensor) -> Any:
-    """Return the value again, its DTensors on the mesh of *parameter*."""
+    """Return the value that `_decompose` received, with its DTensors on the mesh of *parameter*."""
     if type(value) is dict and value.keys() == {_PLACED, _SHAPE, _LOCAL}:
         local, made = value[_LOCAL], None
         if is_dtensor(parameter):

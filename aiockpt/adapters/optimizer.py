@@ -1,10 +1,10 @@
 """Saving of optimizers: by the names of their parameters, not by their numbers.
 
 Names are those that the modules of the same state define: ``optimizer.state.model.layers.0.weight.exp_avg``. So the state
-of a parameter is found again when the order, the groups or the sharding changed.
+of a parameter is found again after the order, the groups or the sharding has changed.
 
-- A plain ``torch.optim.Optimizer`` is read directly, its tensors in the memory they are in.
-- One that overrides or hooks ``state_dict()`` is read by it, with numbers made names.
+- A plain ``torch.optim.Optimizer`` is read directly, its tensors from their own memory.
+- One that overrides or hooks ``state_dict()`` is read through that, and its numbers are converted to names.
 
 `aiockpt.adapters.optimizer_target` loads.
 """
@@ -41,16 +41,16 @@ from aiockpt.state.tree import TAG, Node, Path, refuse
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Optimizer state of a parameter that is spread over ranks: what a rank has of it. By shapes, never guessed.
+# Optimizer state of a parameter that is spread over ranks: this rank's part of it, determined by shapes, never guessed.
 #
-# - A DTensor is spread as its placements say.
-# - A plain tensor of the shape of the rank's part is that part of the state, if under its key *every* parameter has one of
-#   the shape of its part (what has that shape by chance would else be cut into pieces).
-# - One of the shape of the whole parameter is a replica.
-# - One without axes (a step count), and what is no tensor, is saved by ranks that hold elements of the parameter: on the
-#   others no step ever reaches it.
-# - Anything else (a preconditioner) must be the same on all ranks: its digest goes into the vote of each, so that a save in
-#   which they differ fails and names it. What is each rank's own is put into ``aiockpt.per_rank``.
+# - A DTensor is spread by its placements.
+# - A plain tensor with the shape of the rank's part is that part of the state, if *every* parameter has a tensor with the
+#   shape of its part under the same key. (A tensor that has the shape by chance would otherwise be cut into pieces.)
+# - A tensor with the shape of the whole parameter is a replica.
+# - A 0-d tensor (a step count), or a value that is not a tensor, is saved by ranks that hold elements of the parameter: on
+#   the other ranks no step ever updates it.
+# - Anything else (a preconditioner) must be equal on all ranks: its digest is part of each rank's vote, so that a save in
+#   which ranks differ fails and names it. State that belongs to each rank is wrapped in ``aiockpt.per_rank``.
 
 
 logger = logging.getLogger("aiockpt")
@@ -58,29 +58,29 @@ State = Mapping[Any, Any]
 _logged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose own parameters were logged."""
 Form = Literal["like", "part", "whole", "own"]
-"""How a state tensor lies beside its parameter: spread as it says itself (or beside one that is not spread), a plain part,
-a plain replica, or something of its own that all ranks have alike."""
+"""Relation of a state tensor to its parameter: spread by its own placements (or the parameter is not spread), a plain part,
+a plain replica, or a tensor of another shape that is equal on all ranks."""
 
 
 class Owner(msgspec.Struct, frozen=True, eq=False):
-    """A parameter, and what slice of a flat one it is; None when it is whole, or a DTensor."""
+    """A parameter, and its slice of a flat one; None for a whole parameter or a DTensor."""
 
     parameter: torch.Tensor
     flat: FlatRange | None
 
     @property
     def is_spread(self) -> bool:
-        """Whether other ranks may have other elements of it."""
+        """Whether other ranks may have other elements of the parameter."""
         return self.flat is not None or is_dtensor(self.parameter)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.flat.shape if self.flat is not None else tuple(self.parameter.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the part that this rank has."""
+        """Shape of this rank's part."""
         return tuple((local_of(self.parameter) if is_dtensor(self.parameter) else self.parameter).shape)
 
     @property
@@ -90,14 +90,14 @@ class Owner(msgspec.Struct, frozen=True, eq=False):
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """What to save of a state tensor.
+    """The part of a state tensor to save.
 
     Attributes:
         source: the state tensor.
-        tensor: itself, or a DTensor in its memory.
-        flat: which slice of what it is; None when it is none.
-        form: see above.
-        placements: how a DTensor is spread, where that is not like its parameter (`placements_of`).
+        tensor: the same, or a DTensor in its memory.
+        flat: the range of a flat parameter that it is a slice of; else None.
+        form: see `Form`.
+        placements: those of a DTensor that is not spread like its parameter (`placements_of`).
     """
 
     source: torch.Tensor
@@ -120,7 +120,7 @@ def _find_cut(owners: Mapping[Path, Owner], states: Iterable[tuple[Path, State]]
 
 
 def _place(owner: Owner, value: torch.Tensor, *, is_cut: bool) -> Placed | None:
-    """Return what to save of the state tensor *value* of a parameter; None where other ranks save it."""
+    """Return the part of the state tensor *value* of a parameter to save; None where other ranks save it."""
     if is_dtensor(value):
         return Placed(value, value, None, "like", _placements(value, owner.parameter))
     if not owner.is_spread or is_spread(value):
@@ -137,13 +137,13 @@ def _place(owner: Owner, value: torch.Tensor, *, is_cut: bool) -> Placed | None:
 
 
 def _placements(value: DTensor, parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return how a DTensor is spread; nothing where it is spread as its parameter is."""
+    """Return the placements of a DTensor; an empty tuple where it is spread like its parameter."""
     alike = is_dtensor(parameter) and value.shape == parameter.shape and value.placements == parameter.placements
     return () if alike else placements_of(value)
 
 
 def form_of(owner: Owner, live: object, saved: Form, shape: tuple[int, ...]) -> Form:
-    """Return how a state tensor is to lie beside its parameter here: as the one that is there, else as it was saved.
+    """Return the form of a state tensor after a load: that of the present one (*live*), else the saved one.
 
     Args:
         shape: of the tensor in the checkpoint.
@@ -165,22 +165,22 @@ def digest_of(tensor: torch.Tensor) -> str:
     return digest128(flat.numpy().data)
 
 
-# The optimizer that has the state of this rank: itself, but for torch's ``ZeroRedundancyOptimizer``.
+# The optimizer with this rank's state: the optimizer itself, except for torch's ``ZeroRedundancyOptimizer``.
 #
-# That one assigns each rank some of the parameters, and an optimizer of its own for them in ``optim``; its ``state_dict()``
-# needs all state gathered on one rank before. Saving and loading do not: each rank saves what its own optimizer has, by the
-# names of the parameters, and loads the state of the parameters that it has. So the state moves between any number of ranks,
-# and between ``ZeroRedundancyOptimizer`` and the optimizer that it wraps.
+# ``ZeroRedundancyOptimizer`` assigns each rank some of the parameters, and keeps an optimizer for them in ``optim``; its
+# ``state_dict()`` needs all state gathered on one rank. Here nothing is gathered: each rank saves the state of its own
+# optimizer by the names of the parameters, and loads the state of the parameters that it has. So the state moves between
+# any number of ranks, and between ``ZeroRedundancyOptimizer`` and the optimizer that it wraps.
 
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
-    """Return the optimizer that has the state of the parameters that *optimizer*, at *path*, has on this rank.
+    """Return the optimizer with the state of those parameters that *optimizer*, at *path*, has on this rank.
 
     Raises:
-        UnsupportedStateError: it is one that steps while the gradients are computed, which has no such optimizer.
+        UnsupportedStateError: it steps while the gradients are computed (``overlap_with_ddp``), and has no such optimizer.
     """
     module = sys.modules.get(_MODULE)
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
@@ -196,8 +196,8 @@ def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
 
 
 class OptimizerView(msgspec.Struct, frozen=True):
-    """An optimizer by names: its groups, the path of each parameter of each group, the state of each parameter that has
-    some, and what else there is."""
+    """An optimizer by names: its groups, the path of each parameter of each group, the state of each parameter with state,
+    and the rest of its state."""
 
     groups: Sequence[Mapping[str, Any]]
     members: Sequence[Sequence[Path]]
@@ -231,11 +231,11 @@ def _hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
 def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Path]]:
     """Return the path of each parameter of each group.
 
-    One that is in no module and no tensor of the state (the temperature of a loss) is a part of the optimizer, by its
-    group and its place there: ``optimizer.parameters[0][3]``.
+    A parameter that is in no module and no tensor of the state (the temperature of a loss) is named as a part of the
+    optimizer, by group and position: ``optimizer.parameters[0][3]``.
 
     Raises:
-        UnsupportedStateError: the state has no module and no tensor at all, so that a model is missing.
+        UnsupportedStateError: the state has neither a module nor a tensor, so the model is missing.
     """
     for number, group in enumerate(optimizer.param_groups if not index.paths else ()):
         for place, parameter in enumerate(group["params"]):
@@ -267,7 +267,7 @@ def parameters_of(
 
 
 def own_parameters(optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index) -> dict[Path, torch.Tensor]:
-    """Return the parameters that are parts of the optimizer, by their paths."""
+    """Return the parameters that are saved as parts of the optimizer, by their paths."""
     every = parameters_of(optimizer, members)
     return {path: parameter for _, parameter, path in every if index.path_of(parameter) is None}
 
@@ -317,7 +317,7 @@ class OptimizerPart:
             self._content = _SavedState(self._view, self._owners, path)
             for place, placed in self._content.tensors:
                 plan.keep(place, placed.tensor, placed.flat, may_differ=False)
-                if placed.form == "part":  # the walk has a DTensor in its memory, which becomes stale if it moves
+                if placed.form == "part":  # the walk keeps a DTensor in its memory, which is stale once it moves
                     watch.tensor(placed.source)
 
     def _watch_plain(self, watch: Watch) -> None:
@@ -334,7 +334,7 @@ class OptimizerPart:
             watch.mapping(state) if len(tensors) == len(state) else watch.keys(state, tensors)
 
     def refresh(self, value: object, run: Run) -> Node:
-        """Return the node of the optimizer's values; the tensors of a plain one were kept by the walk."""
+        """Return the node of the optimizer's values; the walk has kept the tensors of a plain optimizer."""
         run.same(value, self._optimizer)
         if self._plain:
             rest = {key: self._keeper.state[key] for key in self._view.rest}
@@ -379,7 +379,7 @@ class OptimizerPart:
         nodes = {}
         for key, value in group.items():
             if key not in NAMES:
-                # Reading one on a device would wait for all that computes there.
+                # Reading a tensor on a device would wait for all kernels there.
                 alike = digests if isinstance(value, torch.Tensor) and value.device.type == "cpu" else None
                 nodes[key] = self._encode(value, (*self._path, "groups", number, key), run, alike)
         return nodes
@@ -396,11 +396,11 @@ class OptimizerPart:
 
 
 class _SavedState:
-    """What one rank saves of the state of the parameters of an optimizer at a path.
+    """This rank's part of the parameters' state of an optimizer at a path.
 
     Attributes:
-        tensors: with their paths.
-        values: (parameter, its state, key) of what is no tensor.
+        tensors: the tensors to save, with their paths.
+        values: (parameter, its state, key) of each value that is not a tensor.
     """
 
     def __init__(self, view: OptimizerView, owners: Mapping[Path, Owner], path: Path) -> None:
@@ -422,7 +422,7 @@ class _SavedState:
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """Which parameters have which tensors, by their numbers in the groups: most have the same."""
+        """The sets of tensors that parameters have, with the numbers of these parameters; most have the same."""
         numbers = {owner: number for number, owner in enumerate(owner for some in self._members for owner in some)}
         rows: dict[tuple[tuple[Any, Form, tuple[str, ...]], ...], list[int]] = {}
         for owner, row in self._rows:
@@ -447,9 +447,9 @@ def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[i
 
 
 def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView:
-    """Return the optimizer as it is; the mappings are its own."""
+    """Return a view of a plain optimizer; the mappings are its own."""
     owners = {id(parameter): owner for _, parameter, owner in parameters_of(optimizer, members)}
-    # The state of a parameter that has left the groups can no longer be reached; torch would refuse to save it.
+    # The state of a parameter that is no longer in a group is unreachable; torch would refuse to save it.
     kept = keeper_of(optimizer).state
     states = [(owners[id(key)], state) for key, state in kept.items() if id(key) in owners]
     for owner, state in states:
@@ -460,7 +460,7 @@ def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Optim
 
 
 def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView | None:
-    """Return what ``state_dict()`` returns, by names; None when it has another form than torch's."""
+    """Return the content of ``state_dict()``, by names; None when it does not have the form of torch's."""
     state_dict = optimizer.state_dict()
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
     if set(state_dict) != {"state", "param_groups"} or not isinstance(groups, list) or not isinstance(states, dict):

@@ -1,14 +1,14 @@
-"""Loading of optimizers whose make-up has changed since the step was saved: state follows its parameter, by name.
+"""Loading of optimizers that have changed since the save (classes, groups, number): state follows its parameter, by name.
 
 Requested by ``load(…, optimizer_state="by_parameter")``. All optimizers of the checkpoint count as one store of state:
 
-- A parameter gets its state from the optimizer that had it; where several had it, from the one with the name of the
-  optimizer here. It must fit: an optimizer whose groups have the same values by default, a group of the same kind, a
-  parameter of the same shape and dtype. What does not fit, and what is new, begins anew, and is reported by name.
-- A group with just the parameters of a group of the checkpoint continues with its values. Any other keeps what the program
-  set (what its group has and differs from the optimizer's default), and loads the rest, such as a learning rate that a
-  schedule has moved; what differs is reported.
-- State of the checkpoint whose parameter no optimizer here has is skipped, and reported.
+- A parameter gets its state from the saved optimizer that had it; where several had it, from the one with the name of the
+  optimizer here. The state must fit: from an optimizer whose groups have the same default keys, from a group of the same
+  kind, for a parameter of the same shape and dtype. Otherwise it begins anew, as for a new parameter, and is reported.
+- A group with exactly the parameters of a saved group continues with its values. Any other group keeps the values that the
+  program set (those that differ from the optimizer's defaults), and loads the rest, such as a learning rate that a schedule
+  has changed. Differing values are reported.
+- Saved state whose parameter is in no optimizer here is skipped, and reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiockpt.state.tree import TAG, Node, Path
 
 
 def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher) -> None:
-    """Request the state of each parameter of an optimizer, from whichever optimizer of the checkpoint has it."""
+    """Request the state of each parameter of an optimizer, from the optimizer of the checkpoint that has it."""
     if not matcher.optimizers:
         load_optimizer(optimizer, path, index, matcher)
     elif is_plain(optimizer) or matcher.selects_whole(path, "it has its own load_state_dict()"):
@@ -38,7 +38,7 @@ def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher
 
 
 def note_unused(matcher: Matcher) -> None:
-    """Report which state of the checkpoint is skipped, because no optimizer of the whole state has its parameter."""
+    """Report the state of the checkpoint that is skipped because no optimizer of the state has its parameter."""
     for saved in matcher.optimizers or ():
         name = join_name(saved.path)
         for one in [one for some in saved.members for one in some if one not in saved.met]:
@@ -46,7 +46,7 @@ def note_unused(matcher: Matcher) -> None:
 
 
 class _FoundState(msgspec.Struct, frozen=True):
-    """An optimizer of the checkpoint: what it calls the parameters here, and why its class does not fit, or None."""
+    """An optimizer of the checkpoint, its identifiers of the parameters here, and why its class does not fit, or None."""
 
     saved: SavedOptimizer
     ids: dict[Path, Id]
@@ -91,7 +91,7 @@ class _ByParameter:
         target.apply_later(groups, states, self._rest())
 
     def _want_own_parameters(self) -> None:
-        """Request parameters that have no name but their place, where the places are what they were."""
+        """Request the parameters that are named by position only, where the positions are unchanged."""
         first, target = self._sources[0].saved, self._target
         same = first.path == self._at and list(map(len, first.members)) == list(map(len, target.members))
         for owner, parameter in own_parameters(target.optimizer, target.members, target.index).items():
@@ -113,7 +113,7 @@ class _ByParameter:
             self._matcher.note(f"{join_name(place)}: begins anew: {why}")
 
     def _choose(self, owner: Path, number: int) -> _FoundState | None:
-        """Return the optimizer of the checkpoint that *owner*, in the group *number* here, gets its state from; or None."""
+        """Return the optimizer of the checkpoint that has the state for *owner*, in group *number* here; or None."""
         having = [source for source in self._sources if owner in source.ids]
         for source in having:
             source.saved.met.add(source.ids[owner])
@@ -132,7 +132,7 @@ class _ByParameter:
     # ---------------------------------------------------------------- groups
 
     def _group_misfit(self, source: _FoundState, owner: Path, number: int) -> str | None:
-        """Return in words why state does not fit, because the same class stepped its group in another way; or None."""
+        """Return as text why state does not fit: its group was stepped in another way by the same class; or None."""
         saved = source.saved.groups[source.group_of[source.ids[owner]]]
         here = self._here(number)
         if (lacking := here.keys() - saved.keys()) and (theirs := saved.keys() - here.keys()):
@@ -140,12 +140,12 @@ class _ByParameter:
         if self._is_as_saved(source, number):
             return None
         for key in sorted(here.keys() & saved.keys()):
-            if type(here[key]) in (bool, str) and saved[key] != here[key] and self._is_given(number, key):
+            if type(here[key]) in (bool, str) and saved[key] != here[key] and self._is_set(number, key):
                 return f"a group with {key}={here[key]!r} in the state, {key}={saved[key]!r} in the checkpoint"
         return None
 
     def _values_of(self, number: int, chosen: Mapping[Path, _FoundState]) -> dict[str, Node]:
-        """Return what the group *number* gets from the groups that its parameters, each with its source, were in."""
+        """Return the values of group *number* from the saved groups of its parameters, each with its source."""
         used = list({id(source): source for source in chosen.values()}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
             ids = [used[0].ids[owner] for owner in chosen]
@@ -163,7 +163,7 @@ class _ByParameter:
             own = self._matcher.values.encoder().encode(here[key], (key,))
             if all(node == own for node in nodes):
                 continue
-            takes = all(node == nodes[0] for node in nodes) and not self._is_given(number, key)
+            takes = all(node == nodes[0] for node in nodes) and not self._is_set(number, key)
             there = " and ".join(dict.fromkeys(map(_shown, nodes)))
             which = "that of the checkpoint" if takes else "what is here"
             self._matcher.note(
@@ -174,7 +174,7 @@ class _ByParameter:
         return taken
 
     def _is_as_saved(self, source: _FoundState, number: int) -> bool:
-        """Return whether a group has just the parameters of one of the checkpoint."""
+        """Return whether a group has exactly the parameters of a saved one."""
         ids = {source.ids.get(owner) for owner in self._target.members[number]}
         return any(set(some) == ids for some in source.saved.members if some)
 
@@ -182,11 +182,11 @@ class _ByParameter:
         group = self._target.optimizer.param_groups[number]
         return {key: value for key, value in group.items() if key not in (*NAMES, *HOW_TO_STEP)}
 
-    def _is_given(self, number: int, key: str) -> bool:
+    def _is_set(self, number: int, key: str) -> bool:
         """Return whether the program set a value of the group other than the optimizer's default."""
         group = self._target.optimizer.param_groups[number]
         defaults = getattr(self._target.keeper, "defaults", {})
-        # A schedule that was made before the load has moved the rate, and keeps what it was.
+        # A schedule made before the load has changed the rate, and keeps the initial one.
         value = group.get("initial_lr", group[key]) if key == "lr" else group[key]
         return key not in defaults or bool(defaults[key] != value)
 

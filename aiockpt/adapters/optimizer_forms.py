@@ -1,14 +1,14 @@
-"""Forms of optimizer state in checkpoints, and one normal form, `SavedOptimizer`, for all of them.
+"""Forms of optimizer state in checkpoints, and `SavedOptimizer`, the normal form for all of them.
 
-Programs save an optimizer itself, or the dict that they got from it:
+Programs save an optimizer itself, or a dict that it returned:
 
-- *by names*: what `aiockpt.adapters.optimizer` writes of an ``Optimizer``; names as in the whole state.
+- *by names*: an ``Optimizer``, as `aiockpt.adapters.optimizer` writes it; names as in the whole state.
 - *by numbers*: ``optimizer.state_dict()``; numbers count the parameters of all groups.
 - *by names in the module*: torch's ``get_optimizer_state_dict(model, optimizer)`` (also in ``get_state_dict``), and
 - the same *flat*: with ``flatten_optimizer_state_dict=True``.
 
-`read_form` makes a `SavedOptimizer` of any of them, and of such a dict in the state; `pair_up` matches its parameters with
-others.
+`read_form` converts any of them, and such a dict in the state, to a `SavedOptimizer`; `pair_up` matches its parameters
+with others.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
 
 Id = str | int
-"""What a form calls a parameter."""
+"""The identifier of a parameter in a form: a number or a name."""
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
     """The content of a checkpoint for one optimizer.
 
     Attributes:
-        path: where it is in the checkpoint.
+        path: its place in the checkpoint.
         groups: the values of each group.
         members: the parameters of each group.
-        state: of each parameter, by key; tensors as the tree of values writes them.
-        is_dict: whether a program saved what it got from its optimizer, and not the optimizer.
-        flat: whether that is the flat form.
-        class_name, keys: which class saved it, and what its groups have by default; None where unknown.
+        state: the state of each parameter, by key; tensors as nodes of the tree of values.
+        is_dict: whether a program saved a dict from its optimizer, and not the optimizer itself.
+        flat: whether the dict has the flat form.
+        class_name, keys: the class that was saved, and the default keys of its groups; None where unknown.
         rest: state that belongs to no parameter, or None.
-        rows: how the tensors of each parameter lay beside it, where it was spread over ranks.
+        rows: the relation of the state tensors to each parameter that was spread over ranks.
         met: the parameters of it that are matched in the state.
     """
 
@@ -70,7 +70,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         return {one: number for number, some in enumerate(self.members) for one in some}
 
     def value_names(self, ids: Iterable[Id]) -> Iterator[Path]:
-        """Yield where in a saved dict the values of the groups and of the parameters *ids* are; nothing for an optimizer."""
+        """Yield the places in a saved dict of the values of the groups and the parameters *ids*; else nothing."""
         if self.is_dict and not self.flat:
             yield ("param_groups",)
             yield from (("state", one) for one in ids)
@@ -83,10 +83,10 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
 
 
 def read_form(node: Node, path: Path) -> SavedOptimizer | None:
-    """Return what a node at *path* of the checkpoint holds in any of the forms; None where it has another form.
+    """Return the optimizer in a node at *path* of the checkpoint, in any of the forms; None for any other node.
 
     Raises:
-        ManifestError: it is of an optimizer, and not as one is written.
+        ManifestError: it is the node of an optimizer, and malformed.
     """
     kind = node.get(TAG) if type(node) is dict else None
     if kind == "optimizer":
@@ -100,13 +100,13 @@ def read_form(node: Node, path: Path) -> SavedOptimizer | None:
 
 
 def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
-    """Return what the node of an ``Optimizer`` holds.
+    """Return the optimizer in the node of an ``Optimizer``.
 
     Args:
-        path: where it is in the checkpoint, since its tensors have names and no nodes.
+        path: its place in the checkpoint: its tensors have names, but no nodes.
 
     Raises:
-        ManifestError: it was not written for an optimizer.
+        ManifestError: the node is malformed.
     """
     try:
         wire = msgspec.convert(node, OptimizerNode)
@@ -174,9 +174,9 @@ def _read_flat(items: Mapping[Any, Node], path: Path) -> SavedOptimizer | None:
 
 
 def pairs_of(node: Node) -> dict[Any, Node] | None:
-    """Return what the node of a dict holds, by its keys; None for another node, or keys that are no text or integers.
+    """Return the items of the node of a dict; None for another node, or for keys other than text and integers.
 
-    A dict of the state, which may be of a subclass, is its own node here.
+    A dict of the state, which may be of a subclass, is accepted as its own node.
     """
     if not isinstance(node, dict):
         return None
@@ -228,13 +228,13 @@ def _has_numbers(members: Iterable[Iterable[Id]]) -> bool:
 
 
 def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: bool = False) -> dict[Id, Id]:
-    """Return which parameter of *saved* each one here is; those that it does not have are left out.
+    """Return parameter here → parameter of *saved*; parameters that *saved* lacks are left out.
 
-    Where one side has numbers only, parameters are matched by their place if both sides have the same groups, else not.
+    Where one side has numbers only, parameters are matched by position, if both sides have groups of the same sizes.
 
     Args:
         members: the parameters of each group here: numbers, or names with a dot between their parts.
-        flat: whether here each parameter has a group of its own, because it is the flat form.
+        flat: whether *members* are of the flat form, in which each parameter has a group of its own.
     """
     here = [one for some in members for one in some]
     there = [one for some in saved.members for one in some]
@@ -264,24 +264,24 @@ def _cut(name: str, depth: int) -> str:
     return name.split(".", depth)[-1] if name.count(".") >= depth else ""
 
 
-# The fit of an optimizer here and one of a checkpoint, and what its groups become.
+# The fit of an optimizer here with one of a checkpoint, and the resulting values of its groups.
 #
-# - The values of a group belong to its parameters. A group gets what the groups of its parameters agree on in the
-#   checkpoint, however many there were; what they do not agree on is a difference that names two of them. A group without
-#   parameters, or without any that the checkpoint has, keeps its own.
+# - The values of a group belong to its parameters. A group gets the values on which the saved groups of its parameters
+#   agree, however many there were; a value on which they disagree is a difference that names two parameters. A group
+#   without parameters, or without any that the checkpoint has, keeps its own values.
 # - How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) is a property of the job: the running
 #   optimizer keeps its own.
 # - Another class fits when its groups have the same values by default (Adam, AdamW); else it would fail in its next step,
-#   because values are missing. Of a wrapper counts the class inside. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
-#   what torch's do: they fit unless a group has an option that the other class does not support (``amsgrad=True``).
+#   because values are missing. For a wrapper, the inner class counts. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
+#   the same as torch's: they fit unless a group has an option that the other class does not support (``amsgrad=True``).
 
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay"})
 _UNSAID = {"bias_correction": True, "amsgrad": False, "maximize": False}
-"""What only some classes of Adam have in their groups, and what the others compute."""
+"""Keys that only some classes of Adam have in their groups, with the value that the other classes imply."""
 
 
 def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
-    """Return the reason why *optimizer* cannot continue with what another class *saved*, or None."""
+    """Return why *optimizer* cannot continue from the state *saved* by another class, or None."""
     cls = type(innermost(optimizer))
     if saved.class_name is not None and saved.class_name in map(class_name, cls.__mro__):
         return None
@@ -291,7 +291,7 @@ def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
 
 
 def dict_misfit(here: SavedOptimizer, saved: SavedOptimizer) -> str | None:
-    """Return the reason why the dict of an optimizer *here* cannot continue with what another class *saved*, or None."""
+    """Return why the dict of an optimizer *here* cannot continue from the state *saved* by another class, or None."""
     own = {key for group in here.groups for key in group}
     return _keys_misfit("the dict of an optimizer", own, own, _state_keys(here.state.values()), saved)
 
@@ -299,12 +299,12 @@ def dict_misfit(here: SavedOptimizer, saved: SavedOptimizer) -> str | None:
 def _keys_misfit(
     name: str, own: AbstractSet[str], present: AbstractSet[str], own_state: AbstractSet[str], saved: SavedOptimizer
 ) -> str | None:
-    """Return the reason why an optimizer cannot continue with what another one *saved*, by what they keep; or None.
+    """Return why an optimizer cannot continue from another one that was *saved*, judged by their keys; or None.
 
     Args:
         name: of the optimizer here.
-        own: what its groups have by default; the same set as *present* where that is unknown.
-        present: what they have now, which a scheduler may have added to.
+        own: the default keys of its groups; the same set as *present* where unknown.
+        present: the keys that its groups have now; a scheduler may have added some.
         own_state: the keys of all state that it has now.
     """
     theirs, their_state = saved.keys, _state_keys(saved.state.values())
@@ -314,11 +314,11 @@ def _keys_misfit(
     own, theirs = own - {*HOW_TO_STEP}, theirs - {*HOW_TO_STEP}
     is_adam = _is_adam(own) and _is_adam(theirs) and _computes_the_same(saved.groups, _UNSAID.keys() - present)
     unsaid = {*_UNSAID, "decoupled_weight_decay"} if is_adam else set()
-    # Where the defaults are unknown, a scheduler may have added values, or a newer torch: both must lack some.
+    # Where the defaults are unknown, a scheduler or a newer torch may have added values: both sides must lack some.
     differ = (
         bool(theirs - present - unsaid and own - theirs - unsaid) if lacks_by_default else bool((own ^ theirs) - unsaid)
     )
-    # State comes with the first steps and with options: only what each has and the other lacks is evidence.
+    # State appears with the first steps and with options: only keys that each has and the other lacks are evidence.
     if not differ and not (saved.class_name is not None and own_state - their_state and their_state - own_state):
         return None
     there = "an optimizer of another class" if saved.class_name is None else saved.class_name.rpartition(".")[2]
@@ -345,7 +345,7 @@ def _words(keys: Iterable[str], state: Iterable[str]) -> str:
 def agreed_values(
     saved: SavedOptimizer, ids: Iterable[Id], same_tensor: Callable[[str], str]
 ) -> tuple[dict[str, Node], list[str]]:
-    """Return what the groups of some parameters agree on in the checkpoint, and as text what they do not.
+    """Return the values on which the saved groups of some parameters agree; as text, those on which they disagree.
 
     Args:
         ids: the parameters of a group here that the checkpoint has.
@@ -370,10 +370,10 @@ def agreed_values(
 
 
 def groups_without_parameters(saved: SavedOptimizer) -> Iterator[dict[str, Node]]:
-    """Yield the values of each group that has no parameters, in order: those of one here are found by its place among them.
+    """Yield the values of each group without parameters, in order: such groups are matched by their position.
 
-    Nothing is trained with them; but a scheduler continues from them, and a trainer that makes a group for each kind of
-    parameter has an empty one where everything of that kind is frozen.
+    No parameter is trained with them, but a scheduler continues from them, and a trainer that makes a group for each kind
+    of parameter has an empty one where all parameters of a kind are frozen.
     """
     for values, members in zip(saved.groups, saved.members, strict=True):
         if not members:

@@ -1,11 +1,11 @@
 """Loading of optimizers: by the names of their parameters, bit-exactly.
 
-- A plain ``torch.optim.Optimizer`` is filled directly: state tensors that are there in place, others are made.
+- A plain ``torch.optim.Optimizer`` is filled directly: present state tensors in place, others are made.
   ``Optimizer.load_state_dict()`` is not used, because it casts fp32 moments to the dtype of bf16 parameters; its last
-  call, ``__setstate__()``, is made, in which classes adapt what an older or a related one has saved.
+  call, ``__setstate__()``, is made: there classes adapt the state of an older version or a related class.
 - One that overrides or hooks ``state_dict()`` gets a state dict with torch's numbers.
-- The checkpoint may have it in any form. For the forms, what its groups become and which other classes fit, see
-  `aiockpt.adapters.optimizer_forms`; for optimizers whose make-up has changed `aiockpt.adapters.optimizer_by_parameter`.
+- The checkpoint may have it in any form. `aiockpt.adapters.optimizer_forms` describes the forms, the resulting groups and
+  the other classes that fit; `aiockpt.adapters.optimizer_by_parameter` loads optimizers that have changed.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.tree import TAG, Node, Path
 
 Thunks = dict[Any, Thunk]
-"""What will give the values, by key, once all tensors are filled."""
+"""Functions that return the values, by key, once all tensors are filled."""
 States = Sequence[tuple[torch.Tensor, Thunks]]
 """The state that some parameters will have."""
 _LIKE_ITS_PARAMETER = OptimizerRow([], [])
 _Chosen = tuple[Path, Owner, Mapping[str, Any], Mapping[Id, Node], OptimizerRow]
-"""A parameter that gets its state: its path, itself, its group, and the state with what is known of it."""
+"""A parameter whose state is loaded: its path, its owner, its group, its stored state, and the row that describes that."""
 Source = tuple[SavedOptimizer, Id]
-"""Where a parameter gets its state from: an optimizer of the checkpoint, and what that calls the parameter."""
+"""The source of a parameter's state: an optimizer of the checkpoint, and the identifier of the parameter there."""
 
 
 class SavedNames:
-    """Names in the checkpoint of the parameters and tensors of a state, however their modules were wrapped.
+    """Names in the checkpoint of the parameters and tensors of a state, independent of wrappers of their modules.
 
-    A module that loads itself may load a parameter from another key than its own; its optimizer follows.
+    A module that loads itself may load a parameter from another key; the optimizer then uses that name, too.
     """
 
     def __init__(self, index: Index, matcher: Matcher) -> None:
@@ -108,7 +108,7 @@ class SavedNames:
         return name
 
     def _renames_of(self, path: Path, holder: nn.Module, source: SavedModule) -> dict[Path, str]:
-        """Return the names of parameters that modules, which load themselves, load from other keys than their own."""
+        """Return the names of parameters that modules with their own load take from other keys."""
         if path not in self._renames:
             parts = walk_parts(holder, path, loads_directly)
             own = [OwnLoad(member, place, source, self._matcher) for place, member, direct in parts if not direct]
@@ -117,7 +117,7 @@ class SavedNames:
 
 
 class OptimizerTarget:
-    """An optimizer of the state that is being prepared.
+    """The prepared load of one optimizer of the state.
 
     Attributes:
         keeper: the optimizer that has the state of this rank.
@@ -140,13 +140,13 @@ class OptimizerTarget:
         return (*self.path, "state", *owner)
 
     def pair(self, saved: SavedOptimizer) -> dict[Path, Id]:
-        """Return what *saved* calls each parameter; those that it does not have are left out."""
+        """Return path → identifier in *saved* of each parameter; those that *saved* lacks are left out."""
         keys = {owner: dotted(name) for owner, name in self.names.items()}
         ids = pair_up([[keys[owner] for owner in some] for some in self.members], saved)
         return {owner: ids[key] for owner, key in keys.items() if key in ids}
 
     def want_values(self, number: int, values: Mapping[str, Node]) -> Thunks:
-        """Return what will set *values* of the group *number*, as far as they are chosen."""
+        """Return getters for those *values* of group *number* that are selected."""
         group, place = self.optimizer.param_groups[number], (*self.path, "groups", number)
         return {
             key: self.matcher.values.request((*place, key), node, group.get(key))
@@ -157,10 +157,10 @@ class OptimizerTarget:
     def want_states(
         self, sources: Mapping[Path, Source], refuse: Callable[[Path, str], object]
     ) -> list[tuple[torch.Tensor, Thunks]]:
-        """Return what will set the state of each parameter that has a source; tensors that are there are filled in place.
+        """Return getters for the state of each parameter that has a source; present tensors are filled in place.
 
         Args:
-            refuse: called with a parameter that is another than the one that was saved, and why.
+            refuse: called with each parameter that differs from the saved one, and the reason.
         """
         found: list[_Chosen] = []
         kept = {id(parameter) for group in self.keeper.param_groups for parameter in group["params"]}
@@ -175,14 +175,14 @@ class OptimizerTarget:
                 row = saved.rows.get(one, _LIKE_ITS_PARAMETER)
                 found.append((owner, Owner(parameter, flat), group, nodes, row))
                 continue
-            # What is here stays as it is. (Optimizer steps never reach a parameter that this rank has nothing of.)
+            # The present state is kept. (Optimizer steps never update a parameter without elements on this rank.)
             for name in tensor_names(nodes):
                 self.matcher.skip(name)
         filled = self._fill_plain(found)
         return [(chosen[1].parameter, self._want_state(*chosen, filled)) for chosen in found]
 
     def _fill_plain(self, found: Sequence[_Chosen]) -> set[tuple[str, int]]:
-        """Have state tensors filled that are there, whole and ordinary, as most are; return their names and identities."""
+        """Request the present state tensors that are whole and ordinary, as most are; return their names and identities."""
         names, tensors = [], []
         for _, owner, _, nodes, _ in found:
             live = {} if owner.is_spread else self.keeper.state.get(owner.parameter, {})
@@ -194,10 +194,10 @@ class OptimizerTarget:
         return set(compress(zip(names, map(id, tensors), strict=True), self.matcher.fill_plain(names, tensors)))
 
     def _parameter_misfit(self, owner: Path, parameter: torch.Tensor, flat: FlatRange | None) -> str | None:
-        """Return the reason why the state belongs to another parameter than the one here, or None.
+        """Return why the stored state belongs to another parameter than the present one, or None.
 
-        A parameter that does not fit stays as it is. With moments of the one that was saved the next step would fail, or
-        move it by what another tensor has learnt. (A parameter that is not requested may have another dtype.)
+        The state of a parameter that does not fit is kept. With the saved moments the next step would fail, or update it by
+        the history of another tensor. (A parameter that is not requested may have another dtype.)
         """
         if not self.matcher.touches(self.state_place(owner)):
             return None
@@ -272,18 +272,18 @@ class OptimizerTarget:
     # ---------------------------------------------------------------- steps
 
     def apply_later(self, groups: Sequence[Thunks], states: States, rest: Thunk | None) -> None:
-        """Have the optimizer get what was requested: the values of its groups, the state of parameters, and the rest."""
+        """Set the requested parts in a step: the values of groups, the state of parameters, and the rest."""
         if not is_plain(self.optimizer):
             self.matcher.later(lambda: self._apply_general(groups, states, rest))
             return
         whole = self.matcher.selects(self.path)
-        if whole:  # all the state that is there is filled or dropped, also what the checkpoint does not have
+        if whole:  # all present state is filled or dropped, even if the checkpoint lacks it
             for place in (self.path, *self.state_places()):
                 self.matcher.rewrites(place)
         self.matcher.later(lambda: self._apply_plain(groups, states, rest, whole=whole))
 
     def state_places(self) -> Iterator[Path]:
-        """Yield the path of all state that is here."""
+        """Yield the path of each entry of the present state."""
         for owner, state in view_plain(self.optimizer, self.members).states:
             for key in state:
                 yield state_path(self.path, owner, key)
@@ -303,7 +303,7 @@ class OptimizerTarget:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _apply_general(self, groups: Sequence[Thunks], states: States, rest: Thunk | None) -> None:
-        """Hand a state dict with torch's numbers to the optimizer's own ``load_state_dict()``."""
+        """Pass a state dict with torch's numbers to the optimizer's own ``load_state_dict()``."""
         numbers: dict[int, int] = {}
         packed = []
         for group, thunks in zip(self.optimizer.param_groups, groups, strict=False):
@@ -325,14 +325,14 @@ def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
-    """Return what a new state tensor is like: a step counter lives on the CPU unless a kernel reads it (torch's rule)."""
+    """Return the tensor or device that new state is like: a step counter is on the CPU unless a kernel reads it."""
     if key != "step":
         return parameter
     return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
 def set_value(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set one value of a group; a tensor that is there (a capturable learning rate) is filled, not replaced."""
+    """Set one value of a group; a present tensor (a capturable learning rate) is filled, not replaced."""
     here = group.get(key)
     if isinstance(here, torch.Tensor) and isinstance(value, float | int):
         here.detach().fill_(value)
@@ -357,7 +357,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
         matcher.want(owner, parameter, index.slice_of(parameter))
     misfit = class_misfit(target.keeper, saved) if matcher.touches(path) else None
     if misfit is not None:
-        for place in _places(target):  # what ``only`` names is there, though nothing of it is loaded
+        for place in _places(target):  # ``only`` may name these places, though nothing of them is loaded
             matcher.selects(place)
         matcher.mismatch(path, misfit)
         return
@@ -368,7 +368,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
 
 
 def _places(target: OptimizerTarget) -> Iterator[Path]:
-    """Yield the path of all that an optimizer holds."""
+    """Yield the path of each entry of an optimizer."""
     yield target.path
     for number, group in enumerate(target.optimizer.param_groups):
         yield from ((*target.path, "groups", number, key) for key in group)
@@ -390,7 +390,7 @@ def _load_own_form(optimizer: Optimizer, path: Path, node: Node, matcher: Matche
 
 
 def _want_groups(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Path, Id]) -> list[Thunks]:
-    """Return what will set each group's values."""
+    """Return getters for the values of each group."""
     matcher = target.matcher
     _skip_groups(saved, matcher)
     stored = split_name(matcher.stored_name(target.path))
@@ -410,13 +410,13 @@ def _want_groups(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Pa
 
 
 def _skip_groups(saved: SavedOptimizer, matcher: Matcher) -> None:
-    """Mark as known the tensors of the checkpoint's groups, whether a group here gets them or not."""
+    """Mark the tensors of the saved groups as known, whether a group here uses them or not."""
     for name in tensor_names([list(group.values()) for group in saved.groups]):
         matcher.skip(name)
 
 
 def _want_states_of_all(target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Path, Id]) -> States:
-    """Return what will set each parameter's state; what the optimizer of the checkpoint lacks is a difference."""
+    """Return getters for each parameter's state; a parameter that the saved optimizer lacks is a difference."""
     matcher = target.matcher
     if saved.by_numbers and not ids:
         matcher.problem(join_name(target.path), numbers_misfit(target, saved))
@@ -429,7 +429,7 @@ def _want_states_of_all(target: OptimizerTarget, saved: SavedOptimizer, ids: Map
 
 
 def numbers_misfit(target: OptimizerTarget, saved: SavedOptimizer) -> str:
-    """Return the reason why the numbers of the checkpoint cannot be those of the parameters here."""
+    """Return why the numbers in the checkpoint cannot be those of the parameters here."""
     there, here = ([len(some) for some in members] for members in (saved.members, target.members))
     return (
         f"groups of {here} parameters in the state, of {there} in the checkpoint, which has an optimizer's state_dict(): "
@@ -437,19 +437,19 @@ def numbers_misfit(target: OptimizerTarget, saved: SavedOptimizer) -> str:
     )
 
 
-# Dicts of an optimizer's state that the checkpoint has in another form: their node is written anew.
+# Optimizer state dicts for which the checkpoint has another form: their node is written in the form of the present dict.
 #
-# One of the same form is a plain value like any other, unless the two are of optimizers of different classes.
+# A dict of the same form is loaded as a plain value, unless the two are of optimizers of different classes.
 #
-# A program may save ``optimizer`` and load into ``optimizer.state_dict()``, or save that and load into what torch's
-# ``get_optimizer_state_dict()`` returns. The node that `node_for` writes has the form of the dict that is here, refers to
-# the tensors that the checkpoint has, and is loaded like any other value.
+# A program may save ``optimizer`` and load into ``optimizer.state_dict()``, or save that and load into the result of
+# torch's ``get_optimizer_state_dict()``. The node from `node_for` has the form of the present dict, refers to the tensors
+# of the checkpoint, and is loaded like any other value.
 
 
 def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
-    """Return the node to fill *here* with, where it and the checkpoint have an optimizer in two forms; else None.
+    """Return the node to fill *here* from, where *here* and the checkpoint have an optimizer in different forms; else None.
 
-    What does not fit is noted; the node is ``UNSET`` where nothing can be loaded.
+    Differences are noted; the node is ``UNSET`` where nothing can be loaded.
     """
     found = matcher.find(path) if is_form(here) else None
     if found is None:
@@ -478,7 +478,7 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
         )
         for problem in refused:
             matcher.mismatch(path, problem)
-        # Where the checkpoint has no value, a group keeps how a step is computed, and plain values.
+        # Without a saved value, a group keeps its plain value, such as one for how a step is computed.
         kept = {key: value for key, value in group.items() if type(value) in (type(None), bool, int, float, str)}
         groups.append({**kept, **values})
     _skip_groups(saved, matcher)

@@ -1,11 +1,11 @@
-"""Match of plain values: whether one of the checkpoint fits the one here, and which objects here will hold it.
+"""Matching of plain values: whether a stored value fits the present one, and which present objects will hold it.
 
 Guarantees:
 
 - Under the keys of dicts, types decide and values do not: numbers fit numbers and 0-d tensors, lists and tuples fit each
-  other, so do the kinds of dicts, and None fits all. Items of a list, tuple or deque are data: one of another kind is
-  replaced by the one that was saved.
-- The match changes nothing. `refill` puts the values in place once all is decoded; both decide by `pair_of`.
+  other, so do the kinds of dicts, and None fits all. Items of a list, tuple or deque are data: an item of another kind is
+  replaced by the saved one.
+- The match changes nothing. `refill` sets the values once all are decoded; both decide by `pair_of`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from aiockpt.state.tree import TAG, Decoder, Node, Path, damaged, metadata_of, s
 
 # Filling of objects that the program holds.
 #
-# `refill` puts a decoded value into the one that is here, at every depth. It changes objects, so it comes after all is
+# `refill` puts a decoded value into the present one, at every depth. It changes objects, so it runs after all values are
 # decoded.
 #
-# Guarantee: what it returns equals what was saved; it is the object that is here wherever that can be filled.
+# Guarantee: the result equals the saved value; it is the present object wherever that can be filled.
 
 
 class Filling:
-    """What one load fills: which object of the program from which node.
+    """The objects of the program that one load fills, each with its node.
 
     Args:
-        tell: called with a report, in words.
+        note: called with a report, as text.
     """
 
     def __init__(self, stored: Stored, codecs: CodecRegistry, note: Callable[[str], object]) -> None:
@@ -47,15 +47,15 @@ class Filling:
         self.codecs = codecs
         self._note = note
         self._held: dict[int, tuple[object, Node, Path]] = {}
-        # Objects at several places for which different contents were saved: the first place has them, the others get new
+        # Objects at several places whose saved contents differ: the first place keeps the object, the others get new
         # ones.
         self._split: set[int] = set()
         self._filled: set[int] = set()
 
     def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
-        """Note that *here* will be filled from *node*; return the reason why it cannot be that and what it is elsewhere.
+        """Note that *here* will be filled from *node*; return why it cannot, where it is filled elsewhere, too.
 
-        Below an item of a list there is no conflict: each place after the first gets an object of its own. (The dict of a
+        Below an item of a list that is not a conflict: each place after the first gets a new object. (The dict of a
         scheduler of schedulers shares lists while it is new.)
         """
         _, known, where = self._held.setdefault(id(here), (here, node, path))
@@ -67,7 +67,7 @@ class Filling:
         return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
 
     def may_fill(self, here: object) -> bool:
-        """Return whether *here* is to be filled once more."""
+        """Return whether *here* may be filled: an object with several contents only once."""
         if id(here) not in self._split:
             return True
         first = id(here) not in self._filled
@@ -82,10 +82,10 @@ class Filling:
 
 
 def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any:
-    """Return what takes the place of *here*: itself, filled, where that can be, else *new*.
+    """Return the replacement of *here*: itself, filled, where that is possible, else *new*.
 
     Args:
-        by_key: whether it has a key of its own; an item of a list has none, and stays only for what is of its own kind.
+        by_key: whether it has a key of its own; False for an item of a list, which is kept only for a value of its kind.
     """
     if here is new or here is None or new is None:
         return new
@@ -113,7 +113,7 @@ def refill(here: Any, new: Any, filling: Filling, *, by_key: bool = True) -> Any
 
 
 def _refill_array(here: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Any:
-    """Return the array that is here where the new one is in its memory, or can be copied into it."""
+    """Return the present array where the new one shares its memory, or can be copied into it; else the new one."""
     if here.dtype != new.dtype or here.shape != new.shape or not here.flags.writeable:
         return new
     if here.__array_interface__ != new.__array_interface__:
@@ -122,7 +122,7 @@ def _refill_array(here: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Any:
 
 
 def _items_of(here: Any, new: Any, filling: Filling) -> list[Any]:
-    """Return the items of *new*, each filled into the one that is at its place here."""
+    """Return the items of *new*, each filled into the present item at its position."""
     count = len(here)
     old = list(here)
     return [
@@ -158,10 +158,10 @@ def _fill(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
 
 
 def _set_attributes(here: Any, new: Any) -> None:
-    """Set the saved attributes of an instance of the user's own class, and check that it has all of its items.
+    """Set the saved attributes of an instance of a user's class, and check that it has all its items.
 
     Raises:
-        TypeError: it has attributes that cannot be set from outside, or did not accept the items.
+        TypeError: some attributes cannot be set from outside, or it did not accept the items.
     """
     if type(here) in _BUILT_IN:
         return
@@ -204,16 +204,16 @@ _NAMES: dict[type, str] = {
 Pair = Literal[
     "dict", "items", "deque", "number into tensor", "tensor into number", "tensor", "array", "codec", "value"
 ]
-"""How a value takes the place of another one; "value" is any other kind, of which each is itself."""
+"""How a value replaces another; "value" stands for all other kinds."""
 _PAIRS: dict[str, Pair] = {"deque": "deque", "tensor": "tensor", "numpy.ndarray": "array"}
 
 
 def pair_of(own: str, there: str, *, by_key: bool) -> Pair | None:
-    """Return how a value of one kind takes the place of the one of another kind that is here; None where it does not fit.
+    """Return how a stored value of one kind replaces a present one of another; None where it does not fit.
 
     Args:
-        own, there: what `name_of` and `name_of_node` say of the one that is here, and of the one that was saved.
-        by_key: whether it has a key of its own; an item of a list has none, and fits only what is of its own kind.
+        own, there: the names of the present and of the stored kind, from `name_of` and `name_of_node`.
+        by_key: whether it has a key of its own; False for an item of a list, which only a value of its kind fits.
     """
     if own in NUMBERS and there in NUMBERS:
         return "value"
@@ -233,12 +233,12 @@ def pair_of(own: str, there: str, *, by_key: bool) -> Pair | None:
 
 
 class ValueMatch:
-    """One plain value that is here beside its node.
+    """The match of one present plain value with its node.
 
     Attributes:
-        problems: why they do not fit, in words.
-        told: reports of what will be removed or replaced, in words.
-        tensors: the tensors here that will be filled, by their places; arrays as tensors of the same memory.
+        problems: the reasons why they do not fit, as text.
+        notes: reports of the parts that will be removed or replaced, as text.
+        tensors: the present tensors that will be filled, by their paths; arrays as tensors of the same memory.
     """
 
     def __init__(self, filling: Filling, *, makes_containers: bool = False) -> None:
@@ -246,7 +246,7 @@ class ValueMatch:
         self.notes: list[str] = []
         self.tensors: dict[Path, torch.Tensor] = {}
         self._filling = filling
-        # Inside a registered class, whose containers are made anew: none of them is held.
+        # Inside a registered class, whose containers are made anew: they are not registered in *filling*.
         self._makes_containers = makes_containers
 
     def problem(self) -> str | None:
@@ -273,7 +273,7 @@ class ValueMatch:
                 self._match_nothing(node, where)
 
     def _misfit(self, here: Any, path: Path, where: str, by_key: bool, own: str, there: str) -> None:
-        """Note that *here* does not fit, and what either is, in words; an item of a list is replaced."""
+        """Note that *here* does not fit, with both kinds as text; an item of a list is replaced instead."""
         if by_key:
             self._problem(where, f"{own} in the state, {there} in the checkpoint")
         else:
@@ -355,7 +355,7 @@ class ValueMatch:
         self._match_items(here, node, path, where, by_key)
 
     def _match_registered(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
-        """A registered class is made anew; the tensors that it is made of stay, and so does one that is a container."""
+        """Match an instance of a registered class: it is made anew of its present tensors; a container stays."""
         codec = self._filling.codecs.for_class(type(here))
         assert codec is not None, "its name said so"
         if isinstance(here, MUTABLE):
@@ -408,7 +408,7 @@ class ValueMatch:
     # ---------------------------------------------------------------- what is made anew
 
     def _match_nothing(self, node: Node, where: str) -> None:
-        """Note as problems the objects, which cannot be made, in what has nothing in the state beside it."""
+        """Note as problems the objects in a node without a present value: objects cannot be made."""
         for at, kind in objects_in(node, where):
             self._problem(
                 at,
@@ -422,7 +422,7 @@ class ValueMatch:
 
 
 def objects_in(node: Node, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield where an object was saved in *node*, and of which kind."""
+    """Yield the place and kind of each saved object in *node*."""
     if type(node) is list:
         for number, item in enumerate(node):
             if type(item) in (dict, list):
@@ -438,7 +438,7 @@ def objects_in(node: Node, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def has_named_parts(node: Node) -> bool:
-    """Return whether *node* has a tensor with a name of its own, or an object: neither can just be made."""
+    """Return whether *node* has a tensor with a name of its own, or an object: neither is made by a load."""
     if name_of_node(node) == "tensor":
         return True
     if type(node) is dict and node.get(TAG) in (None, "dict", "OrderedDict"):
@@ -449,16 +449,16 @@ def has_named_parts(node: Node) -> bool:
 
 
 def in_words(node: Node) -> str:
-    """Return what *node* was written for, with its article."""
+    """Return the kind of value that *node* was written for, with its article."""
     name = name_of_node(node)
     return OBJECTS.get(name) or _words(name)
 
 
 def same_content(one: Node, other: Node, tied_name: Callable[[str], str]) -> bool:
-    """Return whether two nodes have the same content, tensors of the same memory too.
+    """Return whether two nodes have the same content, including tensors of the same memory.
 
     Args:
-        tied_name: what all names of one tensor have in common.
+        tied_name: returns the one name that stands for all names of a tensor.
     """
     if type(one) is not type(other):
         return False
@@ -476,13 +476,13 @@ def same_content(one: Node, other: Node, tied_name: Callable[[str], str]) -> boo
 
 
 def removed(path: Path, keys: list[Any]) -> str:
-    """Return in words that what only the state had under *keys* of the dict at *path* is removed."""
+    """Return as text that *keys*, which only the state had in the dict at *path*, are removed."""
     shown = ", ".join(f"{key!r:.80}" for key in keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
     return f"{join_name(path)}: only in the state, and removed: {shown}"
 
 
 def _items(node: Node) -> list[Node]:
-    """Return the nodes of items; none of numbers that are stored as an array."""
+    """Return the nodes of items; nothing for numbers that are stored as an array."""
     items = node.get("items") if type(node) is dict else node
     return items if type(items) is list else []
 
@@ -494,7 +494,7 @@ def _count(node: Node) -> int:
 
 
 def name_of(value: Any, codecs: CodecRegistry) -> str:
-    """Return the usual name of the type of a value that is here."""
+    """Return the usual name of a present value's type."""
     if value is None:
         return "None"
     if type(value) is array:
@@ -542,10 +542,10 @@ def _words(name: str) -> str:
 
 
 class _NoTensors:
-    """Reads keys, in which there are no tensors."""
+    """Decodes keys, which contain no tensors."""
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
-        # An older version wrote tensors as keys; each was itself, and equal to no other.
+        # An older version wrote tensors as keys; each key was equal only to itself.
         return object() if kind == "tensor" else read_plain_leaf(kind, node, path, decoder)
 
 

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- An entry of ``map=`` that renames nothing is refused, with the names it may have meant: it is a typing error, or the two
-  sides were exchanged.
-- A rule of ``rename=`` that renames nothing is no error: a script keeps its rules when its checkpoints have the new names.
+- An entry of ``map=`` that renames nothing is refused, and similar names are listed: it is a typing error, or its sides
+  were exchanged.
+- A rule of ``rename=`` may rename nothing: a script keeps its rules when its checkpoints already have the new names.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aiockpt.state.tree import Path
 
 
 class Rules:
-    """Rules that make new names of old ones.
+    """Rules that turn old names into new ones.
 
     Args:
-        rules: a function of a name; or pairs of a regular expression and its replacement, as `re.sub` takes them, each
-            applied to what the one before has made.
+        rules: a function of a name; or pairs of a regular expression and its replacement, as for `re.sub`, each
+            applied to the result of the one before.
 
     Raises:
-        UsageError: one of them is no such pair.
+        UsageError: a rule is not such a pair.
     """
 
     def __init__(self, rules: Sequence[tuple[str, str]] | Callable[[str], str]) -> None:
@@ -66,7 +66,7 @@ class Renaming:
         rename: a function of a name, or a mapping that renames by its longest prefix that is a name.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: *rename* is neither.
     """
 
     argument = "map="
@@ -76,7 +76,7 @@ class Renaming:
             raise UsageError(f"map= takes a dict, or a function of a name, and not a {type(rename).__name__}")
         self._mapping = rename if isinstance(rename, Mapping) else None
         self._function = rename if callable(rename) else None
-        self._met: set[str] = set()
+        self._seen: set[str] = set()
 
     def __call__(self, name: str) -> str:
         """Return what the leaf *name* of the state is called in the checkpoint."""
@@ -89,20 +89,20 @@ class Renaming:
         return name
 
     def note_path(self, path: Path) -> None:
-        """Note that the state has a leaf at *path*, also one that is not loaded."""
+        """Note that the state has a leaf at *path*, whether it is loaded or not."""
         if self._mapping is not None:
-            self._met.update(prefixes(join_name(path)))
+            self._seen.update(prefixes(join_name(path)))
 
     def refuse_idle(self, stored: Collection[str], where: str, *, state_is_whole: bool) -> None:
         """Refuse a mapping with entries that have no leaf on one of their sides.
 
         Args:
             stored: every name of the checkpoint; prefixes of them are names too.
-            where: what to call the checkpoint.
-            state_is_whole: False where other ranks have leaves that this one has not.
+            where: the name of the checkpoint in messages.
+            state_is_whole: False where other ranks have leaves that this rank lacks.
 
         Raises:
-            UsageError: says which.
+            UsageError: there are such entries; the message lists them.
         """
         if idle := list(self._idle_entries(stored, state_is_whole=state_is_whole)):
             raise UsageError(f"{where}: {'; '.join(idle)}")
@@ -113,13 +113,13 @@ class Renaming:
         there = {prefix for name in stored for prefix in prefixes(name)}
         for here, target in self._mapping.items():
             faults = []
-            if state_is_whole and here not in self._met:
-                faults.append(f"{here!r} is no name in the state{near(here, self._met)}")
+            if state_is_whole and here not in self._seen:
+                faults.append(f"{here!r} is no name in the state{near(here, self._seen)}")
             if target not in there:
                 faults.append(f"{target!r} is no name in the checkpoint{near(target, there)}")
             if faults:
-                turned = target in self._met and here in there
-                advice = f"; turn it round: {{{target!r}: {here!r}}}" if turned else ""
+                turned = target in self._seen and here in there
+                advice = f"; swap its sides: {{{target!r}: {here!r}}}" if turned else ""
                 yield f"{_DIRECTION}, and in {{{here!r}: {target!r}}} {' and '.join(faults)}{advice}"
 
 
@@ -147,7 +147,7 @@ class Renamed:
         """Return what the leaf *name* of the state is called in the checkpoint.
 
         Raises:
-            UsageError: the rules give two names of the checkpoint this one.
+            UsageError: the rules rename two names of the checkpoint to this one.
         """
         for part in prefixes(name):
             old = self._old.get(part, ())
@@ -171,13 +171,13 @@ class Renamed:
         return {name: self._new[name] for name in sorted(names) if name in self._new}
 
     def asked_twice(self) -> Iterator[tuple[str, str]]:
-        """Yield the names that the state has, and that the rules assigned to another part of it, with that part's."""
+        """Yield each name of the state that the rules assign to another part of it, with the name of that part."""
         for name in sorted(self._asked & self._given & set(self._new)):
             yield name, self._new[name]
 
 
 def refuse_idle(option: str, idle: Collection[str], names: Collection[str], says: str = "names nothing") -> None:
-    """Refuse the *idle* names that were given as an *option*, and name those of the *names* of the state that are near.
+    """Refuse the *idle* names given in an *option*; list those of the state's *names* that are similar.
 
     Raises:
         UsageError: there are such names.
@@ -188,13 +188,13 @@ def refuse_idle(option: str, idle: Collection[str], names: Collection[str], says
 
 
 def near(name: str, names: Collection[str]) -> str:
-    """Return in brackets the *names* that *name* may be a typing error for; an empty text where there are none."""
+    """Return in brackets the *names* that are similar to *name*, which may be a typing error; else an empty text."""
     close = difflib.get_close_matches(name, sorted(names), n=3)
     return f" (near it: {', '.join(map(repr, close))})" if close else ""
 
 
 def near_key(name: str, names: Collection[str]) -> str:
-    """Return the same, of those *names* that have all parts but the last in common with *name*."""
+    """Return the same, from the *names* that differ from *name* in the last part alone."""
     *parents, key = split_name(name)
     keys = {}
     for other in names:

@@ -1,6 +1,6 @@
-"""Random number generators in the state, torch (CPU and CUDA), `random`, numpy: they resume exactly where they were.
+"""Random number generators in the state: torch (CPU and CUDA), `random`, numpy. They resume exactly where they were.
 
-Also here is what belongs to one rank alone: an `RNG`, and whatever `per_rank` wraps.
+This module also defines the values of one rank alone: an `RNG`, and any value that `per_rank` wraps.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class PerRank(Generic[T]):
 
 
 def per_rank(value: T) -> PerRank[T]:
-    """Mark a value of the state as this rank's own; others are global, and ranks must agree on them."""
+    """Mark a value of the state as this rank's own; all other values are global, and ranks must agree on them."""
     return PerRank(value)
 
 
 class RNG:
     """The random number generators of this process: torch on the CPU and all CUDA devices, `random`, numpy's global one.
 
-    It holds nothing itself: ``state_dict()`` reads the generators and ``load_state_dict()`` sets them. Own generators
-    (``torch.Generator``, ``numpy.random.Generator``) are not covered: put their state into the checkpoint's state.
+    It holds no state itself: ``state_dict()`` reads the generators and ``load_state_dict()`` sets them. The program's own
+    generators (``torch.Generator``, ``numpy.random.Generator``) are not covered: put their state into the state to save.
 
-    Each rank has its own, and when their number changes: a rank that was there before continues its own stream, bit by
-    bit; a rank that was not gets a new one, derived from the state of saved rank (its number modulo the saved ranks), its
-    number and the step (`derive_state`). So no new rank repeats the numbers of another, and the same resume always
-    draws the same numbers. Streams of ranks that are gone are not used.
+    Each rank has its own streams. When the number of ranks changes, a rank that the checkpoint has continues its stream, bit
+    by bit. A new rank gets new streams, derived (`derive_state`) from its number, the step, and the state of one saved rank:
+    its number modulo the number of saved ranks. So no new rank repeats the numbers of another, and the same resume always
+    draws the same numbers. Streams of ranks that no longer exist are not used.
     """
 
     aiockpt_per_rank = True
@@ -54,7 +54,7 @@ class RNG:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every generator, as bytes and numbers.
 
-        CUDA is read only once it is initialised: before that no number was drawn from it, and reading would start it.
+        CUDA is read only if it is initialised: before that no number was drawn from it, and reading would initialise it.
         """
         started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
@@ -65,10 +65,10 @@ class RNG:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator that is here and in *state*; devices that are not here are skipped.
+        """Set every generator of this process that is in *state*; devices that this process lacks are skipped.
 
         Raises:
-            UsageError: *state* is not one that `state_dict` returned, or from an incompatible version.
+            UsageError: *state* was not returned by `state_dict`, or is from an incompatible version.
         """
         try:
             devices = state["cuda"][: torch.cuda.device_count()] if state["cuda"] else []
@@ -92,7 +92,7 @@ def derive_state(state: Mapping[str, Any], rank: int, step: int) -> dict[str, An
         step: of the checkpoint.
 
     Raises:
-        UsageError: *state* is not one that `RNG.state_dict` returned.
+        UsageError: *state* was not returned by `RNG.state_dict`.
     """
 
     def seed(generator: str, index: int = 0, size_bytes: int = 8) -> int:
@@ -124,7 +124,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _write_cuda(device: int, state: bytes | int) -> None:
-    """Set a device's generator: to a state of it, or to the seed of a derived stream."""
+    """Set a device's generator to a saved state (bytes), or to the seed of a derived stream (int)."""
     if isinstance(state, bytes):
         torch.cuda.set_rng_state(_to_tensor(state), device)
     else:

@@ -1,8 +1,8 @@
 """Selection of what is saved: ``only=`` and ``exclude=`` of a save, by name or by rule.
 
-A name chooses what it names and all below it: ``"model.base"``. A part of it may be a pattern as for file names
-(``"model.layers.*.lora_?"``); ``**`` stands for any number of parts (``"**.lora_A"``). What loads as a whole (an optimizer,
-a plain value, an object with ``state_dict()``) is chosen as a whole.
+A name chooses its leaf and all below it: ``"model.base"``. A part of a name may be a pattern as for file names
+(``"model.layers.*.lora_?"``); ``**`` matches any number of parts (``"**.lora_A"``). An object that loads as a whole (an
+optimizer, a plain value, an object with ``state_dict()``) is chosen as a whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aiockpt.options import refuse_value
 from aiockpt.state.tree import Path
 
 _ANY = "**"
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules of which `trainable` has said what it leaves out."""
+_reported: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules for which a notice of `trainable` was logged already."""
 
 logger = logging.getLogger("aiockpt")
 
@@ -36,8 +36,8 @@ class Trainable(msgspec.Struct, frozen=True):
     """The rule of `trainable`.
 
     Attributes:
-        added: whether what adapters have added to a base model is saved although it is frozen.
-        besides: names of frozen parameters that are saved.
+        added: whether parameters that adapters add to a base model are saved even if frozen.
+        besides: names of further frozen parameters that are saved.
     """
 
     added: bool = False
@@ -50,14 +50,14 @@ class Trainable(msgspec.Struct, frozen=True):
 def trainable() -> Trainable:
     """Return the rule that leaves out frozen parameters: ``save(step, state, only=aiockpt.trainable())``.
 
-    Frozen is a parameter of a module that does not require gradients and that no optimizer of the state owns. All else is
-    saved: buffers, optimizers, values. So a LoRA run saves its adapters, and the base is loaded from where it came from.
+    A parameter of a module is frozen if it does not require gradients and no optimizer of the state owns it. All else is
+    saved: buffers, optimizers, values. So a LoRA run saves its adapters; its base is loaded from the original source.
     """
     return Trainable()
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What of a state is saved; all of it by default. Equal selections choose the same of the same state."""
+    """The part of a state to save; by default all of it. Equal selections choose the same parts of the same state."""
 
     only: tuple[str, ...] | Trainable | None = None
     exclude: tuple[str, ...] = ()
@@ -69,10 +69,10 @@ ALL = Selection()
 def make_selection(
     only: str | Sequence[str] | Trainable | None, exclude: str | Sequence[str] | None, default: Selection = ALL
 ) -> Selection:
-    """Return the selection that the arguments of a save mean; where one is None, that of *default* stands.
+    """Return the selection for the arguments of a save; an argument of None takes the value of *default*.
 
     Raises:
-        UsageError: they are no names, or an empty list of them.
+        UsageError: they are not names, or *only* is an empty list.
     """
     chosen = default.only if only is None else only if isinstance(only, Trainable) else _names("only", only)
     if chosen == ():
@@ -90,11 +90,11 @@ def _names(option: str, names: Any) -> tuple[str, ...]:
 
 
 class LeafChoice:
-    """One selection among the leaves of one state.
+    """One selection applied to the leaves of one state.
 
     Args:
-        state: for rules that depend on which optimizer owns what.
-        alone: whether no other rank may have what a name means.
+        state: for rules that depend on the owner of a parameter.
+        alone: whether no other rank may have leaves that a name matches.
     """
 
     def __init__(self, selection: Selection, state: Mapping[str, Any], *, alone: bool = True) -> None:
@@ -104,7 +104,7 @@ class LeafChoice:
         self._frozen = _frozen(state, rule) if isinstance(rule, Trainable) else set[int]()
         self._besides = rule.besides if isinstance(rule, Trainable) else ()
         self.by_rule = isinstance(rule, Trainable)
-        self._met: set[str] = set()
+        self._seen: set[str] = set()
         self._names: set[str] = set()
         self._alone = alone
 
@@ -116,10 +116,10 @@ class LeafChoice:
         return chosen and not excluded and (id(tensor) not in self._frozen or join_name(path) in self._besides)
 
     def keeps_whole(self, path: Path, value: object = None) -> bool:
-        """Return the same for what is saved as a whole or not at all, such as an optimizer or a plain value.
+        """Return the same for an object that is saved as a whole or not at all, such as an optimizer or a plain value.
 
         Raises:
-            UsageError: a name means a part of it.
+            UsageError: a name matches a part of it.
         """
         for pattern, name in {**(self._only or {}), **self._exclude}.items():
             if len(pattern) > len(path) and _ANY not in pattern and _match(pattern[: len(path)], path):
@@ -130,18 +130,18 @@ class LeafChoice:
         return self.keeps(path, value)
 
     def check(self) -> None:
-        """Refuse names that mean nothing of the state, where no other rank may have it.
+        """Refuse names that match nothing in the state, unless another rank may have the leaf.
 
         Raises:
-            UsageError: says which, and names near it.
+            UsageError: there are such names; the message lists them, with similar ones.
         """
         for option, names in (("only", self._only or {}), ("exclude", self._exclude)):
             if self._alone:
-                refuse_idle(option, set(names.values()) - self._met, self._names)
+                refuse_idle(option, set(names.values()) - self._seen, self._names)
 
     def _matches(self, patterns: Mapping[Path, str], path: Path) -> bool:
         hits = [name for pattern, name in patterns.items() if _begins(pattern, path)]
-        self._met.update(hits)
+        self._seen.update(hits)
         return bool(hits)
 
 
@@ -153,7 +153,7 @@ def frozen_names(module: nn.Module, rule: Trainable, root: str) -> list[str]:
 
 
 def _frozen(state: Any, rule: Trainable) -> set[int]:
-    """Return the identity of each frozen parameter of a state that *rule* leaves out; report what should not be."""
+    """Return the identity of each frozen parameter of a state that *rule* leaves out; log suspicious ones."""
     modules = [module for _, module in find_objects(state, nn.Module)]
     groups = (group for _, optimizer in find_objects(state, Optimizer) for group in optimizer.param_groups)
     owned = {id(parameter) for group in groups for parameter in group["params"]}
@@ -169,8 +169,8 @@ def _frozen(state: Any, rule: Trainable) -> set[int]:
         added = {name: id(one) for name, one in _added_parameters(module) if id(one) in left_out}
         if rule.added:
             left_out -= set(added.values())
-        elif added and module not in _told:
-            _told.add(module)
+        elif added and module not in _reported:
+            _reported.add(module)
             logger.warning(
                 "aiockpt.trainable() leaves out %d frozen parameters that no base model has, of adapters that are not "
                 "trained now: %s; where they are not loaded from elsewhere, name them, too: only=['**.lora_*', …]",
@@ -181,11 +181,11 @@ def _frozen(state: Any, rule: Trainable) -> set[int]:
 
 
 def _added_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that a model has beside those of its base: what PEFT has added, trained now or earlier.
+    """Yield the parameters of a model that are not in its base: those that PEFT has added, trained now or earlier.
 
-    PEFT is detected by its attributes, and not imported. A layer around one of the base has ``adapter_layer_names``, and
-    that one as ``base_layer`` or ``original_module``. A model has ``peft_config``, parameters that its layers share under
-    names with its ``prefix``, and prompts in its ``prompt_encoder``.
+    PEFT is detected by its attributes, and not imported. A layer that wraps one of the base has ``adapter_layer_names``,
+    and the wrapped layer as ``base_layer`` or ``original_module``. A model has ``peft_config``, parameters that its layers
+    share under names with its ``prefix``, and prompts in its ``prompt_encoder``.
     """
     added: set[int] = set()
     for member in module.modules():
@@ -208,7 +208,7 @@ def _added_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _begins(pattern: Path, path: Path) -> bool:
-    """Return whether *pattern* matches *path*, or what it begins with."""
+    """Return whether *pattern* matches *path*, or a prefix of it."""
     return any(_match(pattern, path[:length]) for length in range(len(path) + 1))
 
 

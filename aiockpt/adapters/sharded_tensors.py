@@ -1,10 +1,10 @@
-"""Tensors that list their local shards, and what this rank holds of them: each shard is a box of its own.
+"""Tensors that list their local shards, and this rank's part of them: each shard is a box of its own.
 
-Three kinds do: `Shards`, which a program makes itself; torch's old ``ShardedTensor``; and foreign tensors that have the
-methods by which ``torch.distributed.checkpoint`` reads their chunks. A DTensor has those methods, too, but they are not
-used: for strided shards they return wrong offsets (`aiockpt.adapters.dtensors`).
+There are three kinds: `Shards`, which a program makes itself; torch's old ``ShardedTensor``; and foreign tensors with the
+methods by which ``torch.distributed.checkpoint`` reads their chunks. DTensors have those methods too, but they are not
+used: they return wrong offsets for strided shards (`aiockpt.adapters.dtensors`).
 
-Importing this module does not import torch's class: where that is not loaded, there are no such tensors.
+Importing this module does not import torch's class: as long as that is not loaded, no such tensor can exist.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _CHUNKS, _CHUNK = "__create_chunk_list__", "__get_tensor_shard__"
 class Shards(torch.Tensor):
     """This rank's part of a tensor that is spread over ranks: a leaf of a state, to save and to load.
 
-    For what no class of torch describes: blocks of any place and size, slices of a flattened tensor. The tensors passed are
-    read by a save and filled by a load, in place. The ranks together have to hold all of the tensor; several may hold the
-    same part, and parts that are not the same do not overlap. It is a description and no tensor to compute with. Any
-    thread may make one.
+    For layouts that no class of torch describes: blocks of any place and size, slices of a flattened tensor. A save reads
+    the tensors passed, a load fills them in place. Together the ranks must hold the whole tensor. Several ranks may hold
+    the same part; different parts must not overlap. The object is a description; it cannot be computed with. Any thread
+    may create one.
 
     Args:
         shape: of the whole tensor.
-        parts: each local tensor with the place of its first element in the whole: ``{(4, 0): block}``, or pairs
-            ``[((4, 0), block), …]``. All have one dtype, and any strides. Empty on a rank that holds nothing.
+        parts: each local tensor with the offsets of its first element in the whole: ``{(4, 0): block}``, or pairs
+            ``[((4, 0), block), …]``. All have the same dtype, and any strides. Empty on a rank without a part.
         dtype: needed where *parts* is empty.
 
     Raises:
-        UsageError: a part lies outside of the tensor, or has another dtype.
+        UsageError: a part lies outside the tensor, or has another dtype.
     """
 
     held: LocalShards
@@ -73,7 +73,7 @@ class Shards(torch.Tensor):
 
     @classmethod
     def flat(cls, shape: Sequence[int], start: int, part: torch.Tensor) -> Self:
-        """Return the shard that has elements *start* and following of a tensor of *shape*, flattened row by row.
+        """Return the shard that holds the elements from *start* on of a tensor of *shape*, flattened in row-major order.
 
         Args:
             part: 1-D, contiguous; it may be empty.
@@ -124,7 +124,7 @@ class Shards(torch.Tensor):
 
 
 def _check_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-    """Refuse parts of a tensor of *shape* that are not in it, or lie over each other."""
+    """Refuse parts that lie outside a tensor of *shape*, or overlap."""
     whole = Box.whole(shape)
     for number, box in enumerate(boxes):
         where = f"Shards: a part at {box.offsets} of shape {box.sizes}"
@@ -132,7 +132,7 @@ def _check_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
             raise UsageError(f"{where} is outside of {shape}")
         for other in boxes[:number]:
             if box.intersect(other) is not None:
-                raise UsageError(f"{where} and one at {other.offsets} of shape {other.sizes} lie over each other")
+                raise UsageError(f"{where} and one at {other.offsets} of shape {other.sizes} overlap")
 
 
 def is_sharded_tensor(tensor: object) -> TypeGuard[torch.Tensor]:

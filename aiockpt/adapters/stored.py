@@ -12,23 +12,23 @@ from aiockpt.format.names import Names, name_within, prefixes
 from aiockpt.state.tree import METADATA, TAG, Node, Path
 
 _PAIRED = ("dict", "OrderedDict")
-"""Kinds of dicts that are written as pairs of a key and a value, and whose values have names of their own."""
+"""Kinds of dicts that are written as pairs of a key and a value, whose values have names of their own."""
 _OF_A_RANK = re.compile(r"@rank\d+\Z")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What a checkpoint offers to one rank.
+    """The content of a checkpoint for one rank.
 
     Attributes:
         tensors: name → (dtype code, global shape).
         alias: other names of a tensor → its name.
         values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
         axes: name → the order of its axes in memory, slowest first, of the tensors that are not row-major.
-        left_out: what was chosen not to be saved: names of tensors, with dtype code and shape, and of other things, with
+        left_out: the names that the save was configured to omit: for a tensor, its dtype code and shape; for others,
             None.
-        where: what to call the checkpoint in messages.
+        where: the name of the checkpoint in messages.
         step: of the checkpoint.
-        rank, world_size: this rank, out of how many that load.
+        rank, world_size: this rank, and the number of ranks that load.
         every_rank: the *per_rank* trees of all ranks that saved, by rank in decimal; needed where their number changed.
         saved_world_size: how many ranks saved.
     """
@@ -51,11 +51,11 @@ class Stored(msgspec.Struct, frozen=True):
         return self.tensors.get(self.alias.get(name, name))
 
     def same_tensor(self, name: str) -> str:
-        """Return what all names of one tensor have in common."""
+        """Return the one name that stands for all names of a tensor."""
         return self.alias.get(name, name)
 
     def axes_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
+        """Return the saved order in memory of the axes of tensor *name*; None where no order but row-major is recorded."""
         return self.axes.get(self.alias.get(name, name))
 
     @property
@@ -65,7 +65,7 @@ class Stored(msgspec.Struct, frozen=True):
         return None if saved == here else f"saved by {saved} ranks, and here are {here}"
 
     def leaves_out(self, name: str) -> bool:
-        """Return whether *name*, or something that it is a part of, was chosen not to be saved."""
+        """Return whether the save left out *name*, or an object that contains it."""
         if not self.left_out:
             return False
         return name in self.left_out or any(prefix in self.left_out for prefix in prefixes(name))
@@ -75,11 +75,11 @@ class Stored(msgspec.Struct, frozen=True):
         return {*self.tensors, *self.alias, *self.left_out, *_value_names(self.values, "")}
 
     def unused(self, used: set[str], passed_over: set[str], known: Names) -> Iterator[str]:
-        """Yield the names that are not *used*; a part of which nothing is *known*, once.
+        """Yield the names that are not *used*; for a part without *known* names, only that of the part.
 
         Args:
-            passed_over: parts whose rest does not count.
-            known: both, and parts that belong to something of the state, so that each unused name in them is reported.
+            passed_over: parts whose unused rest is ignored.
+            known: both, and parts that belong to the state, whose unused names are reported one by one.
         """
         roots = set(_unknown_values(self.values, "", known, used | passed_over))
         yield from sorted(roots)
@@ -111,12 +111,12 @@ def find_flat(tree: Node, name: str) -> FoundNode | None:
 
 
 def is_tensor_node(node: Node) -> bool:
-    """Return whether a node stands for a tensor that is not made of others."""
+    """Return whether a node stands for a tensor that is not composite."""
     return type(node) is dict and node.get(TAG) == "tensor"
 
 
 def members_of(node: Node) -> Mapping[Any, Node]:
-    """Return what a container has, by the parts of names: text keys, integer keys and places; nothing for a leaf."""
+    """Return the items of a container by parts of names (text keys, integer keys, positions); nothing for a leaf."""
     if type(node) is dict and TAG not in node:
         return node
     items = node.get("items") if type(node) is dict and node[TAG] == "tuple" else node
@@ -139,7 +139,7 @@ def _pairs_of(node: Node) -> Iterator[tuple[Any, Node]]:
 
 
 def _unknown_values(node: Node, name: str, known: Names, done: set[str]) -> Iterator[str]:
-    """Yield the name of each part that *known* does not reach; those in *done* were used, or skipped, with all in them."""
+    """Yield the name of each part that *known* does not reach; parts in *done* were used or skipped as a whole."""
     if name and not known.reach(name):
         yield name
         return

@@ -14,7 +14,7 @@ from aiockpt.state.shards import TensorShard
 
 
 def take_parts(shards: Sequence[TensorShard], parts: Sequence[Part]) -> Iterator[TensorShard]:
-    """Yield what *parts* name of *shards*, in order; a whole shard as it is, parts that follow one another as one shard."""
+    """Yield the *parts* of *shards*, in order: a whole shard unchanged, adjacent parts of one as a single shard."""
     for number, some in groupby(parts, key=attrgetter("holding")):
         shard = shards[number]
         for run in _runs(list(some)):
@@ -22,7 +22,7 @@ def take_parts(shards: Sequence[TensorShard], parts: Sequence[Part]) -> Iterator
 
 
 def _runs(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Group the parts of one shard that follow one another in its memory."""
+    """Group the parts of one shard that are adjacent in its memory."""
     run: list[Part] = []
     for part in parts:
         if run and run[-1].start + run[-1].box.volume != part.start:
@@ -49,7 +49,7 @@ def _part(shard: TensorShard, run: Sequence[Part]) -> TensorShard:
 
 
 def _narrow(data: object, whole: Box, part: Box) -> object:
-    """Return the view of a strided tensor that holds *part* of the box that it is."""
+    """Return the view of a strided tensor, which holds the box *whole*, that holds *part*."""
     for axis, (offset, base, size) in enumerate(zip(part.offsets, whole.offsets, part.sizes, strict=True)):
         data = data.narrow(axis, offset - base, size)  # type: ignore[attr-defined]
     return data

@@ -35,30 +35,30 @@ from aiockpt.state.tree import Decoder, Path, set_metadata
 
 # Dicts, lists and tuples that are loaded part by part.
 #
-# - A plain value that only the state has is removed, and reported; one that only the checkpoint has is added. So the plain
-#   part is afterwards what was saved, as for a dict of plain values. (Where other ranks may have it, nothing is added.)
+# - A plain value that only the state has is removed, which is reported; one that only the checkpoint has is added. So the
+#   plain part equals the saved one, as for a dict of plain values. (Nothing is added where other ranks may have the value.)
 # - Tensors and objects are requested by name: they are never removed, and never made.
-# - The items of a tuple cannot be set: where one is another afterwards, another tuple takes its place.
+# - The items of a tuple cannot be set: where an item is replaced, so is the tuple.
 
 
 OptimizerState = Literal["by_optimizer", "by_parameter"]
 
 
 def set_part(container: Any, key: Any, value: Thunk) -> None:
-    """Set one part of a container, unless what is there was filled."""
+    """Set one part of a container, unless the part was filled in place."""
     new = value()
     if container[key] is not new:
         container[key] = new
 
 
 def set_tuple(container: Any, key: Any, items: list[Any]) -> None:
-    """Put another tuple in the place of one, where an item is another one now."""
+    """Replace a tuple one of whose items was replaced."""
     if any(item is not new for item, new in zip(container[key], items, strict=True)):
         container[key] = tuple(items)
 
 
 def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -> list[Any]:
-    """Return the keys of the plain values that the checkpoint's dict at *path* does not have."""
+    """Return the keys of the plain values that the dict at *path* lacks in the checkpoint."""
     found = matcher.find(path)
     if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return []
@@ -67,7 +67,7 @@ def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -
 
 
 def fill_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, matcher: Matcher) -> None:
-    """Make the plain part of the dict at *path* what was saved, once its parts are requested.
+    """Make the plain part of the dict at *path* equal to the saved one, once its parts are requested.
 
     Args:
         gone: `keys_only_here`.
@@ -107,25 +107,25 @@ def open_target(
     judge_unexpected: bool = True,
     optimizer_state: OptimizerState = "by_optimizer",
 ) -> LoadTarget:
-    """Match a state with a checkpoint; nothing of the state changes.
+    """Match a state with a checkpoint; the state is not changed.
 
     Args:
         state: as for saving.
-        stored: what the checkpoint offers.
-        only: top-level keys, or prefixes of names in the state, at a boundary between parts; None is all.
+        stored: the content of the checkpoint.
+        only: top-level keys, or prefixes of names in the state that end between two parts; None is all.
         strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits. A
-            mapping says it for names of the state and what is in them; what it does not name is strict.
+            mapping decides for names of the state and all below them; all others are strict.
         rename: from a name in the state to its name in the checkpoint; a mapping renames by its longest prefix.
         codecs: the user's classes; None uses those of `aiockpt.register_codec`.
-        judge_unexpected: False when other ranks may hold what this state does not: names that only the checkpoint has
-            are no difference then; `LoadTarget.unexpected_claimed` has those that would be one.
-        optimizer_state: where the state of a parameter is looked for: in the optimizer of the same name, or in any.
+        judge_unexpected: False when other ranks may hold parts that this state lacks: names that only the checkpoint has
+            are then not differences; `LoadTarget.unexpected_claimed` has those that might be.
+        optimizer_state: where the state of a parameter is searched: in the optimizer of the same name, or in all.
 
     Raises:
-        StateMismatchError: they do not fit, and strict; all differences are named.
+        StateMismatchError: there are strict differences; the message lists all of them.
         UnsupportedStateError: the state has a leaf that cannot be filled, whatever the checkpoint holds.
         ManifestError: the checkpoint's tree of values is damaged.
-        UsageError: ``only`` or ``strict`` names nothing, or a codec is not registered.
+        UsageError: an entry of ``only`` or ``strict`` matches nothing, or a codec is not registered.
     """
     matcher = Matcher(
         stored,
@@ -136,7 +136,7 @@ def open_target(
         judge_unexpected=judge_unexpected,
         optimizers=list(find_optimizers(stored.values)) if optimizer_state == "by_parameter" else None,
     )
-    with collector_paused():  # it would walk all of a big process several times, and finds nothing here
+    with collector_paused():  # it would walk the objects of a big process several times, and free nothing
         _load_parts(state, (), Index(state), matcher)
         if matcher.optimizers and judge_unexpected and only is None:
             note_unused(matcher)
@@ -154,14 +154,14 @@ def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone
     for key, value in members(container):
         if key in done:
             continue
-        # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
+        # `only` can name a part even if the part is empty, such as a module without parameters.
         matcher.selects((*path, key))
         if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), matcher)):
             _load_part(container, key, (*path, key), index, matcher)
 
 
 def _stays(value: Any, path: Path, matcher: Matcher) -> bool:
-    """Return whether an item of a list was left out when the checkpoint was made; there is nothing at its place then."""
+    """Return whether the save left out an item of a list, so that the checkpoint has nothing at its place."""
     return matcher.selects(path) and matcher.stays(path, value if isinstance(value, torch.Tensor) else None)
 
 
@@ -205,7 +205,7 @@ def _load_container(outer: Any, key: Any, path: Path, index: Index, matcher: Mat
 
 
 def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
-    """Load a bare tensor; a number that was saved in its place fits one without axes."""
+    """Load a bare tensor; a 0-d tensor also accepts a saved number."""
     found, tensor = matcher.find(path), container[key]
     node = msgspec.UNSET if found is None else found.node
     if node is not msgspec.UNSET and not is_composite(tensor) and not is_composite_node(node):
@@ -225,7 +225,7 @@ def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
 
 
 def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -> bool:
-    """Load into a dict here what was saved as the object that returns such dicts; return whether that was saved."""
+    """Load into a dict the state of a saved object whose ``state_dict()`` is such a dict; return whether one was saved."""
     here = container[key]
     if type(here) not in (dict, OrderedDict):
         return False
@@ -251,7 +251,7 @@ def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Where a tensor was, in values that are read without a state: its name in the checkpoint."""
+    """The name in the checkpoint of a tensor, in its place when values are read without a state."""
 
     name: str
 
@@ -259,8 +259,8 @@ class TensorRef(msgspec.Struct, frozen=True):
 def read_tree(stored: Stored) -> Any:
     """Return the values of a whole checkpoint without objects to fill: nested dicts, with `TensorRef` for tensors.
 
-    Modules become their extra values, optimizers their groups and values, other objects what their ``state_dict()`` was;
-    what a codec wrote becomes `Opaque`.
+    Modules become their extra values, optimizers their groups and values, other objects their saved ``state_dict()``; a
+    value written by a codec becomes `Opaque`.
 
     Raises:
         ManifestError: the tree is damaged.
@@ -270,7 +270,7 @@ def read_tree(stored: Stored) -> Any:
 
 
 class _Untouched:
-    """Reads what objects and frameworks wrote without making tensors."""
+    """Decodes the nodes of objects and frameworks without making tensors."""
 
     def __init__(self, stored: Stored) -> None:
         self._own = stored.per_rank if isinstance(stored.per_rank, Mapping) else {}

@@ -4,9 +4,9 @@ A plain tensor is held whole; a DTensor, a ``ShardedTensor`` and a slice of a fl
 
 Guarantees:
 
-- What has no bytes of its own, or whose bytes are not its whole value, is refused by path (sparse, quantised, meta,
-  lazy, nested and wrapper tensors); everything dense is accepted, whatever its strides, device and dtype.
-- What `describe` returns shares memory with the (local) tensor, and is outside autograd.
+- A tensor without bytes of its own, or whose bytes are not its whole value (sparse, quantised, meta, lazy, nested and
+  wrapper tensors), is refused by path. Every dense tensor is accepted, whatever its strides, device and dtype.
+- The result of `describe` shares memory with the (local) tensor, and is detached from autograd.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _DISPATCH = attrgetter("__torch_dispatch__")
 _LAYOUT, _IS_NESTED, _DTYPE, _SHAPE = map(attrgetter, ("layout", "is_nested", "dtype", "shape"))
 _STRIDED = frozenset({torch.strided})
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Classes whose tensors are never spread over ranks, and made of others only by their layout."""
+"""Classes whose tensors are never spread over ranks, and are composite only by their layout."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of the state: its name in the checkpoint, and what this rank holds of it, which may be empty shards.
+    """One tensor of the state: its name in the checkpoint, and the shards of it on this rank, which may be empty.
 
     Attributes:
         owner: the tensor itself, which must live as long as *memory* is compared.
@@ -66,11 +66,11 @@ def describe(
     may_differ: bool = True,
     is_buffer: bool = False,
 ) -> Leaf:
-    """Return what this rank holds of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
+    """Return the part of *tensor*, at *path* of the state, that this rank holds; *name* is its name in the checkpoint.
 
     Args:
-        flat: the elements of which tensor a 1-D *tensor* has; None: it is a whole tensor.
-        may_differ, is_buffer: as of `TensorShard`.
+        flat: the range of the original tensor that a 1-D *tensor* holds; None for a whole tensor.
+        may_differ, is_buffer: as in `TensorShard`.
 
     Raises:
         UnsupportedStateError: it cannot be stored.
@@ -121,10 +121,10 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 
 
 def plain_addresses(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[str, tuple[int, ...]] | None]) -> list[int]:
-    """Return where each tensor lies that is ordinary, has these *facts* and whose memory is its value; else 0: see `hold`.
+    """Return the address of each tensor that is ordinary, has its *facts* and whose memory is its value; else 0: see `hold`.
 
     Args:
-        facts: dtype code and shape that each of *tensors* is to have.
+        facts: the dtype code and shape expected of each of *tensors*.
     """
     try:
         if (
@@ -151,7 +151,7 @@ def shards_of(
     axes: tuple[int, ...] | None = None,
     is_buffer: bool = False,
 ) -> tuple[TensorShard, ...]:
-    """Return the shards of the tensor called *name*, of dtype *code*; what follows *held* as in `TensorShard`."""
+    """Return the shards of tensor *name*, of dtype *code*; the arguments after *held* are those of `TensorShard`."""
     facts = outer, may_differ, axes, is_buffer
     return tuple(
         [TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), *facts) for piece in held.pieces]
@@ -159,10 +159,10 @@ def shards_of(
 
 
 def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) -> tuple[int, ...] | None:
-    """Return the order of the axes of the global tensor, from what this rank has of it; None where it is their own.
+    """Return the order in memory of the global tensor's axes, derived from this rank's part; None for row-major.
 
-    A slice of a flat parameter is 1-D: what was flattened had the order. A local tensor of a single row fits many orders;
-    that of its DTensor is chosen where it is one of them, so that uneven ranks return the same.
+    A slice of a flat parameter is 1-D: *flat* records the order. A local tensor of a single row fits several orders; the
+    order of its DTensor is chosen where it is among them, so that ranks with uneven parts return the same.
     """
     if flat is not None:
         return flat.axes
@@ -173,7 +173,7 @@ def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) ->
             return axes
         return axes_in_memory(local.shape, local.stride()) if local.dim() == tensor.dim() else None
     first, *others = (piece.local for piece in held.pieces)
-    plainly = first.is_contiguous() and 1 not in first.shape  # most are, and this is quick to see
+    plainly = first.is_contiguous() and 1 not in first.shape  # true of most, and cheap to check
     axes = None if plainly else axes_in_memory(first.shape, first.stride())
     if axes is None or not all(fits_order(local.shape, local.stride(), axes) for local in others):
         return None
@@ -181,7 +181,7 @@ def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) ->
 
 
 def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
-    """Return `Leaf.memory`; the object's identity where a rank holds nothing of it, so that all ranks have equal ties."""
+    """Return `Leaf.memory`; the object's identity where this rank holds no elements, so that all ranks have equal ties."""
     keys = [(memory_key(shard.data), shard.boxes) for shard in shards]
     shape = shards[0].shape
     if all(key is None for key, _ in keys):
@@ -193,7 +193,7 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | N
     """Return a new tensor of *dtype*, spread over ranks like *tensor*; no communication.
 
     Args:
-        axes: in which order they lie in memory, slowest first; None takes the layout of *tensor*.
+        axes: the order of the axes in memory, slowest first; None keeps the layout of *tensor*.
     """
     if is_dtensor(tensor):
         return empty_like_dtensor(tensor, dtype, axes)
@@ -205,7 +205,7 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | N
 
 
 def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Return whether *tensor* has its elements in local tensors, on several ranks."""
+    """Return whether the elements of *tensor* are in local tensors, on several ranks."""
     return type(tensor) not in ORDINARY and (is_dtensor(tensor) or is_sharded_tensor(tensor))
 
 
@@ -220,7 +220,7 @@ def may_spread() -> bool:
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that have this rank's elements of *tensor*: itself, when it is plain; none of a lazy parameter."""
+    """Return the local tensors with this rank's elements of *tensor*: itself if plain; nothing for a lazy parameter."""
     if is_spread(tensor):
         if is_dtensor(tensor):
             return [local_of(tensor)]
@@ -229,7 +229,7 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
-    """Return the reason why the bytes of *tensor* are not its value, and a remedy; None where they are."""
+    """Return why the bytes of *tensor* are not its value, and a remedy; None where they are."""
     if type(tensor) not in ORDINARY:
         if is_uninitialized(tensor):
             return "a lazy parameter has no shape yet; run a forward pass first"
@@ -254,7 +254,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if not _has_memory(tensor):
         return (
             "it has no memory: its storage was freed, or it stands for another tensor inside a transform or a trace; "
-            "save while and where the data are there"
+            "save where its data exist"
         )
     return None
 
@@ -267,9 +267,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor outside autograd, in the memory it is in; a lazily conjugated or negated one as a copy.
+    """Return the tensor detached from autograd, in the same memory; a lazily conjugated or negated one as a copy.
 
-    Dtypes that torch cannot copy, or may be unable to, are given as others of as many bytes, with the same strides.
+    A dtype that torch cannot copy, or may be unable to, is viewed as another of the same size, with the same strides.
     """
     plain = tensor.detach()
     if plain.dtype not in _COPIED:
@@ -278,7 +278,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether the memory is not the value, because a conjugation or negation is still to be done."""
+    """Return whether the memory is not yet the value, because a conjugation or negation is pending."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -299,12 +299,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
-    """Return whether each element lies in memory of its own, and is what is there."""
+    """Return whether each element has memory of its own, and that memory is its value."""
     return not is_lazy(tensor) and has_memory_of_its_own(tensor)
 
 
 def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
-    """Return whether no two elements share memory, as they do after `expand`; False also where it is hard to tell."""
+    """Return whether no two elements share memory, as they do after `expand`; False also where that is unclear."""
     if tensor.is_contiguous():
         return True
     reach = 0
@@ -325,7 +325,7 @@ def torch_dtype(code: str) -> torch.dtype:
     """Return the dtype of torch that has this *code* in manifests.
 
     Raises:
-        UsageError: this torch has none of that name and size.
+        UsageError: this torch has no dtype of that name and size.
     """
     dtype = getattr(torch, torch_name(code), None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize(code):
@@ -336,7 +336,7 @@ def torch_dtype(code: str) -> torch.dtype:
 
 
 def tensor_name(path: Path, rank: int | None = None) -> str:
-    """Return the name of the tensor at *path*; that of one rank alone carries the rank, so that names do not collide."""
+    """Return the name of the tensor at *path*; that of one rank alone ends in the rank, so that names do not collide."""
     name = join_name(path)
     return name if rank is None else f"{name}@rank{rank}"
 
@@ -351,22 +351,22 @@ _CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if ha
 _COPIED = {dtype for dtype in _CODES if not re.fullmatch(r"torch\.(u?int[1-7]|float4_e2m1fn_x2)", str(dtype))}
 _REAL = {dtype: code for dtype, code in _CODES.items() if dtype in _COPIED and not dtype.is_complex}
 _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
-"""All memory by address, of which only slices are touched: one costs 0.2 µs, a view of a size that is new to ctypes 30."""
+"""All memory by address; only slices of it are accessed. A slice costs 0.2 µs, a view of a size new to ctypes 30 µs."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-# Whether a tensor or value that is here can become one of the checkpoint; else the tensor that is made.
+# Whether a tensor or value of the state can be filled from the checkpoint, and the new tensor for one that cannot.
 
 
 def fits(live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.device, flat: FlatRange | None) -> bool:
-    """Return whether *live* can hold a tensor of *shape*; with *flat*, that slice of it, as the slice *like* does."""
+    """Return whether *live* can hold a tensor of *shape*; with *flat*, the slice of it that *like* holds."""
     if flat is not None and isinstance(like, torch.Tensor):
         return live.shape == like.shape and is_fillable(live)
     return tuple(live.shape) == shape and all(map(is_fillable, local_tensors(live)))
 
 
 def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Return in words why a tensor of *own_dtype* cannot be filled from one of code *dtype* and *shape*, or None."""
+    """Return as text why a tensor of *own_dtype* cannot be filled from one of code *dtype* and *shape*, or None."""
     if held.shape != shape:
         return f"shape {held.shape} in the state, {shape} in the checkpoint"
     if not same(dtype_code(own_dtype), dtype):
@@ -383,11 +383,11 @@ def new_tensor(
     flat: FlatRange | None,
     axes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return a tensor to hold one of *shape*, or slice *flat* of it; on the device *like*, or like that tensor.
+    """Return a new tensor of *shape*, or for slice *flat* of it; on the device *like*, or like the tensor *like*.
 
     Args:
-        axes: in which order they lay in memory, slowest first; a slice has none. None takes the layout of the tensor
-            *like*, where it has the shape, else their own order.
+        axes: the saved order of the axes in memory, slowest first; ignored for a slice. None takes the layout of the
+            tensor *like* where it has the same shape, else row-major.
     """
     if (
         isinstance(like, torch.Tensor)
@@ -402,19 +402,19 @@ def new_tensor(
 
 
 def number_misfit(number: Any, dtype: torch.dtype) -> str | None:
-    """Return in words why a plain number cannot become an element of *dtype*, or None.
+    """Return as text why a plain number cannot become an element of *dtype*, or None.
 
-    Floats are rounded; an integer dtype takes integral values in its range, and only a complex one complex numbers.
+    Floats are rounded; an integer dtype accepts integral values in its range; only a complex dtype accepts complex numbers.
     """
     try:
         _as_element(number, dtype)
     except (OverflowError, ValueError, TypeError, RuntimeError):
-        return f"a tensor of {dtype} in the state, {kind_in_words(number)} that is none of its values in the checkpoint"
+        return f"a tensor of {dtype} in the state, {kind_in_words(number)} that it cannot hold in the checkpoint"
     return None
 
 
 def write_number(number: Any, into: torch.Tensor) -> None:
-    """Fill a tensor without axes with a plain number that fits it (`number_misfit`)."""
+    """Fill a 0-d tensor with a plain number that fits it (`number_misfit`)."""
     element = _as_element(number, into.dtype)
     with torch.inference_mode(into.is_inference()), torch.no_grad():
         for local in local_tensors(into):
@@ -423,7 +423,7 @@ def write_number(number: Any, into: torch.Tensor) -> None:
 
 def _as_element(number: Any, dtype: torch.dtype) -> torch.Tensor:
     plain = number.item() if isinstance(number, np.generic) else number
-    if isinstance(plain, np.generic):  # longdouble is its own item
+    if isinstance(plain, np.generic):  # longdouble.item() is a longdouble again
         plain = complex(plain) if np.iscomplexobj(plain) else float(plain)
     if dtype.is_complex:
         return torch.tensor(complex(plain), dtype=dtype)

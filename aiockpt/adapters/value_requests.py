@@ -1,8 +1,8 @@
-"""Requests of a load for plain values: each is matched with what is here, read from its node, and put in place in a step.
+"""Requests of a load for plain values: each is matched with the present value, decoded from its node, and set in a step.
 
-The tensors that a value needs are found by a dry run over its nodes. Those that the state has are filled; the others are
-made after all of the state was matched, one for all names of a tied tensor, since one that the state does have elsewhere
-stands for those that it is tied to.
+A dry run over the nodes of a value finds the tensors that it needs. Tensors that the state has are filled. The others are
+made after the whole state is matched, one for all names of a tied tensor: if the state has the tensor under another of
+these names, that one is used.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from aiockpt.state.tree import Decoder, Encoder, Node, Path, damaged
 Thunk = Callable[[], Any]
 """Returns a value, in a step of the load."""
 OWN_KINDS = ("stored", "numbers")
-"""Kinds whose tensor is a means only: it is read, and the value is made of it."""
+"""Kinds whose tensor is only an encoding: it is read, and the value is made from it."""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A tensor of the checkpoint that a value is made of.
+    """A tensor of the checkpoint that a value contains.
 
     Attributes:
-        name: in the checkpoint.
-        path: where in the state.
-        device: the kind of device that it was on.
-        kind: of the node.
+        name: its name in the checkpoint.
+        path: its place in the state.
+        device: the type of the device that it was on.
+        kind: the kind of the node.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class NeedFinder:
-    """Reads a value without its tensors, and notes which it needs."""
+    """Decodes a value without its tensors, and notes which tensors it needs."""
 
     def __init__(self) -> None:
         self.needs: list[Need] = []
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
-        """Return a stand-in for what needs a tensor, else the value."""
+        """Return a stand-in for a node that needs a tensor, else the value."""
         if kind in ("tensor", "numpy.ndarray") or kind in OWN_KINDS:
             device = node.get("device", "cpu") if kind == "tensor" else "cpu"
             self.needs.append(Need(field(node, "name", str), path, device, kind))
@@ -62,7 +62,7 @@ class NeedFinder:
 
 
 class Load(Protocol):
-    """What the values need from the load that they are a part of; see `aiockpt.adapters.matcher.Matcher`."""
+    """The methods of a load that its plain values use; see `aiockpt.adapters.matcher.Matcher`."""
 
     stored: Stored
 
@@ -80,9 +80,9 @@ class ValueRequests:
     """The plain values that one load requests.
 
     Attributes:
-        filling: what will be filled.
-        decodes: what decodes those that need tensors, before the first step.
-        whole: the tensors of the state that are filled, and those that were made, by tied name.
+        filling: the objects that will be filled.
+        decodes: functions that decode the values with tensors, before the first step.
+        whole: the filled tensors of the state, and the new tensors, by tied name.
     """
 
     def __init__(self, load: Load, codecs: CodecRegistry) -> None:
@@ -96,12 +96,12 @@ class ValueRequests:
         self.whole: dict[str, torch.Tensor] = {}
 
     def refill(self, path: Path, here: Any, node: Node, *, by_key: bool = True) -> Thunk | None:
-        """Have the plain value *here* become what *node* says; return the function that does it, and returns the result.
+        """Request that the plain value *here* become that of *node*; return the function that does this and returns it.
 
-        It is to be called in a step (`Matcher.later`). None, and a note, where it does not fit.
+        Call the function in a step (`Matcher.later`). Where the value does not fit, that is noted, and the result is None.
 
         Args:
-            by_key: whether it has a key of its own; any value fits in the place of one that has not.
+            by_key: whether *here* has a key of its own; an item without one is replaced by any value.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
@@ -130,7 +130,7 @@ class ValueRequests:
         """Request the value of *node*; return a function that returns it in a step (`Matcher.later`). Any value fits.
 
         Args:
-            template: what is at *path* now; what is of the same kind in it is filled.
+            template: the present value at *path*; its parts of the same kind are filled.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
@@ -141,7 +141,7 @@ class ValueRequests:
         """Request the same, and fill nothing.
 
         Args:
-            template: what is at *path* now; what is spread over ranks in it is made anew and spread like it.
+            template: the present value at *path*; for its tensors that are spread over ranks, new ones are spread alike.
         """
         here = _tensors_in(template, path, self._codecs)
         reader, made = LeafReader(), dict[str, torch.Tensor]()
@@ -161,7 +161,7 @@ class ValueRequests:
         return self._decoded(path, node, ask, reader)
 
     def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Thunk:
-        """Return a getter of the value of *node*; it is decoded now, or before the first step where it needs tensors."""
+        """Return a getter of the value of *node*, which is decoded now, or, if it needs tensors, before the first step."""
         probe = NeedFinder()
         Decoder(self._codecs, probe, dry=True).decode(node, path)
         for need in probe.needs:
@@ -178,7 +178,7 @@ class ValueRequests:
         return decode
 
     def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Thunk], object]) -> None:
-        """Have plain values added to the dict at *path* that it has in *node* and not *here*, unless they are used."""
+        """Request that the dict at *path* get the plain values of *node* that are not *here*, unless they are used."""
         self._incomplete.append((path, node, here, add))
 
     def encoder(self) -> Encoder:
@@ -193,11 +193,11 @@ class ValueRequests:
             self.whole.setdefault(self._stored.same_tensor(name), tensor)
 
     def add_missing(self, known_names: Callable[[], Names]) -> None:
-        """Request what only the checkpoint has in dicts (`complete`).
+        """Request the values of dicts that only the checkpoint has (`complete`).
 
         Args:
-            known_names: returns the names that something of the state refers to: what map= assigned to something else is
-                used there.
+            known_names: returns the names that the state refers to; a value that ``map=`` assigned to another part of the
+                state is used there.
         """
         if not self._incomplete:
             return
@@ -212,7 +212,7 @@ class ValueRequests:
                 self._load.later(partial(add, key, value))
 
     def make_tensors(self) -> None:
-        """Make the tensors that the state does not have, and hand them out; once all of the state was matched."""
+        """Make the tensors that the state lacks, and pass them to the values; call it when the whole state is matched."""
         for need, reader in self._to_make:
             reader.put(need.name, need.path, self._tensor_for(need))
         self._to_make.clear()
@@ -245,5 +245,5 @@ def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, tor
 
 
 def _local_device(kind: str) -> torch.device:
-    """Return the device here of a kind that the checkpoint names; the CPU where there is none."""
+    """Return the local device of the type that the checkpoint names; the CPU where there is no such device."""
     return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")

@@ -1,13 +1,13 @@
 """Change detection between walks: cheap, exact checks, so that a cached walk is never served over new tensors.
 
-The failure is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So what was walked
-is watched by identity, and each tensor by memory, shape, strides and dtype; of one that is spread over ranks, its placement
-and its local tensors. A false alarm costs one cold walk.
+The failure is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So the objects of a
+walk are watched by identity, and each tensor by memory, shape, strides and dtype; a tensor that is spread over ranks also
+by its placement and its local tensors. A false alarm costs one cold walk.
 
-The checks are flattened into a few C-level passes: about 0.6 µs a tensor that no cache holds any more, most of it waiting
+The checks are flattened into a few C-level passes: about 0.6 µs a tensor that is no longer in a cache, most of it waiting
 for memory, against about 10 µs for a walk.
 
-A watch keeps what it watches alive; drop it to release memory.
+A watch keeps the watched objects alive; drop it to release memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARD = attrgetter("tensor")
 
 
 class Watch:
-    """What a walk found; `holds` returns whether a new walk would find the same. It is recorded, then taken by `seal`."""
+    """The objects of one walk. Record them, then call `seal`; `holds` returns whether a new walk would find the same."""
 
     def __init__(self) -> None:
         self._mappings: list[Mapping[Any, Any]] = []
@@ -55,11 +55,11 @@ class Watch:
         self._views_hold: Callable[[], bool] = _never
 
     def mapping(self, mapping: Mapping[Any, Any]) -> None:
-        """Watch its keys, their order, and its values by identity."""
+        """Watch the keys, their order, and the values by identity."""
         (self._mappings if mapping else self._empty).append(mapping)
 
     def keys(self, mapping: Mapping[Any, Any], unchanging: Iterable[Any] = ()) -> None:
-        """Watch its keys and their order, and by identity the values of those that are *unchanging*."""
+        """Watch the keys and their order, and by identity the values of the *unchanging* keys."""
         self._key_only.append(mapping)
         self._entries += ((mapping, key) for key in unchanging)
 
@@ -80,7 +80,7 @@ class Watch:
             self.mapping(own[name])
 
     def names(self, module: torch.nn.Module) -> None:
-        """Watch which parameters, buffers and submodules one module has, and nothing else of it."""
+        """Watch only the names of the parameters, buffers and submodules of one module."""
         for get in map(attrgetter, _HELD):
             self.attribute(get, module)
             self.mapping(get(module))
@@ -88,7 +88,7 @@ class Watch:
     def tensor(self, tensor: torch.Tensor) -> None:
         """Watch memory, shape, strides and dtype of a tensor; its owner is watched elsewhere.
 
-        A lazily conjugated tensor never passes, and need not: a walk copies it.
+        A lazily conjugated tensor never passes the check, and need not: a walk copies it.
         """
         if is_dtensor(tensor):
             self._spread.append(tensor)
@@ -101,7 +101,7 @@ class Watch:
         self._tensors += local_tensors(tensor)
 
     def seal(self) -> None:
-        """End the recording: what is found now is what has to stay."""
+        """End the recording: the present state of all watched objects is the one to compare with."""
         self._sizes = list(map(len, self._sized()))
         self._identities = list(map(list, self._found()))
         self._hidden = [frozenset(_HIDDEN(own)) for own in self._own]
@@ -110,7 +110,7 @@ class Watch:
             self._views_hold = _guards(self._tensors) or _twins(self._tensors)
 
     def holds(self) -> bool:
-        """Return whether all that is watched is as it was."""
+        """Return whether all watched objects are unchanged since `seal`."""
         return (
             not any(self._empty)
             and list(map(len, self._sized())) == self._sizes
@@ -125,7 +125,7 @@ class Watch:
         return chain(self._mappings, self._key_only, self._lists)
 
     def _found(self) -> Iterator[Iterable[Any]]:
-        """Yield what is to be identical; the sizes are compared before, and keys before what is under them."""
+        """Yield the objects that must be identical: keys before their values. The caller has compared the sizes."""
         yield chain.from_iterable(self._mappings)
         yield chain.from_iterable(map(_VALUES, self._mappings))
         yield chain.from_iterable(self._key_only)
@@ -155,8 +155,8 @@ def _never() -> bool:
 def _guards(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     """Return a check that *tensors* still have their dtypes, shapes and strides; None where torch does not provide it.
 
-    The guards of ``torch.compile``: one loop in C++, half the time of `_twins`. What also makes them fail (another
-    ``requires_grad``, a call inside ``inference_mode``) costs a cold walk. They are no public API, hence the checks.
+    The guards of ``torch.compile``: one loop in C++, half the time of `_twins`. Some other changes fail them, too
+    (``requires_grad``, a call inside ``inference_mode``), and cost a cold walk. They are no public API, hence the checks.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -168,7 +168,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
 
 
 def _twins(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """Return the same from public functions: each tensor is compared with a view of what it was."""
+    """Return the same check from public functions: each tensor is compared with a view of its former self."""
     twins = [tensor.detach() for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]
     return lambda: _same(map(_DTYPE, tensors), dtypes) and all(map(torch.Tensor.is_set_to, tensors, twins))

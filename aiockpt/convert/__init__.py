@@ -1,11 +1,11 @@
-"""Conversion of weights out of a checkpoint and into one: as Hugging Face folders, which every tool opens.
+"""Conversion of weights between checkpoints and Hugging Face folders, which every tool opens.
 
-A folder is ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``. Both ways
-stream: block by block, with bounded memory, from and to any place that a URL can name. Guarantees:
+A folder holds ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``. Both
+directions stream block by block, with bounded memory, from and to any place that a URL can name. Guarantees:
 
-- What is read from a step is verified; shards are put together, memory that several names share is written once.
-- A folder that is half written is never mistaken for a whole one, and a step is visible when it is committed.
-- Nothing that is there is replaced without ``replace``.
+- Data read from a step is verified; shards are assembled; memory that several names share is written once.
+- A half-written folder is never mistaken for a whole one, and a step is visible only when it is committed.
+- Existing weights and steps are not replaced without ``replace``.
 
 Without a second copy: ``to_hugging_face(…, link=True)`` makes a folder of links to a step's own files, and `open_weights`
 reads the weights of any step where they lie.

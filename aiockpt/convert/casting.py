@@ -1,8 +1,8 @@
-"""Casting of tensors to another dtype: floating point is rounded, the rest stays.
+"""Casting of tensors to another dtype: floating point is rounded, other dtypes stay.
 
-Guarantee: no finite element becomes infinite; the tensor is named instead.
+Guarantee: no finite element becomes infinite; an error names the tensor instead.
 
-Floats of 8 bits stay as they are: their scales are tensors of their own, and rounding one without the other is no weight.
+Floats of 8 bits stay unchanged: their scales are separate tensors, and rounding one without the other makes no weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CASTABLE = frozenset(_FLOATS.values())
 
 
 def parse_dtype(name: str | torch.dtype | None) -> str | None:
-    """Return the code of the dtype that floating point is to become; None leaves all as it is.
+    """Return the code of the dtype to round floating point to; None leaves all unchanged.
 
     Raises:
         UsageError: weights cannot be rounded to it.
@@ -33,12 +33,12 @@ def parse_dtype(name: str | torch.dtype | None) -> str | None:
 
 
 def cast_code(code: str, wanted: str | None) -> str:
-    """Return what the dtype *code* becomes where *wanted* is requested."""
+    """Return the dtype that *code* becomes where *wanted* is requested."""
     return wanted if wanted is not None and code in _CASTABLE else code
 
 
 class Cast(msgspec.Struct, frozen=True):
-    """Elements of the tensor *name* as they are stored, and the memory for what they become; both flat."""
+    """Stored elements of the tensor *name*, and the memory for the cast ones; both flat."""
 
     name: str
     stored: torch.Tensor
@@ -46,7 +46,7 @@ class Cast(msgspec.Struct, frozen=True):
 
 
 CHECKED_ELEMENTS = 1 << 16
-"""Elements checked together: each thread's allocator keeps the temporaries of the largest check for ever."""
+"""Elements checked together: each thread's allocator keeps the temporaries of the largest check forever."""
 
 
 def _overflows(cast: torch.Tensor, stored: torch.Tensor) -> bool:

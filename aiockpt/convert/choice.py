@@ -1,7 +1,7 @@
-"""The choice of weights among the tensors of a step, and their names outside of it.
+"""The choice of weights among the tensors of a step, and their names in a folder.
 
-A step calls a weight ``model.layers.0.weight``: the state's key, then the module's own name. A folder has the module's
-own name alone. So there is a *prefix*; where the state held one module it need not be given.
+In a step a weight is named ``model.layers.0.weight``: the state's key, then the module's own name. In a folder it has the
+module's own name alone. The *prefix* is the difference; it is optional where the state held one module.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Chosen(msgspec.Struct, frozen=True):
     """The weights of a step.
 
     Attributes:
-        prefix: the part of the state that they are.
-        weights: each memory once, in the order of the model.
+        prefix: the part of the state that holds them.
+        weights: one for each memory, in the order of the model.
         ties: other names of the same memory → the name among the weights.
-        left_out: what belongs to them, by their names, and was not saved because the caller excluded it.
+        left_out: names among them that were not saved, because the caller excluded them.
     """
 
     prefix: str
@@ -59,11 +59,11 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, re
     """Return the weights below *prefix*; those of the one module for None.
 
     Args:
-        dtype: the code that floating point becomes; None leaves it.
-        rename: what makes the names in the folder of those of the module.
+        dtype: the code of the dtype to round floating point to; None: no rounding.
+        rename: rules from the module's names to those in the folder.
 
     Raises:
-        UsageError: there is no such part, or more than one to choose from; two tensors would have one name.
+        UsageError: there is no such part, or several candidates; or two tensors would get one name.
         UnsupportedStateError: safetensors has no such dtype.
     """
     path = _find_module(manifest) if prefix is None else parse_prefix(prefix)
@@ -71,7 +71,7 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, re
     if not names:
         raise _nothing_below(manifest, join_name(path))
     check_unique(names)
-    kept: dict[str, str] = {}  # by the memory, what it is called in the folder
+    kept: dict[str, str] = {}  # memory → its name in the folder
     ties: dict[str, str] = {}
     for stored, name in sorted(names.items(), key=lambda pair: pair[0] in manifest.alias):  # a memory's own name first
         memory = manifest.alias.get(stored, stored)
@@ -120,12 +120,12 @@ def _modules(node: Node, path: Path) -> Iterator[Path]:
 
 
 def name_below(path: Path, name: str) -> str:
-    """Return what a step calls the weight *name* of a folder, at *path* of the state."""
+    """Return the name in a step of the folder's weight *name*, at *path* of the state."""
     return join_name((*path, *name.split(".")))
 
 
 def _below(names: Iterable[str], path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name in the step, name in a folder) of those of *names* that are below *path*."""
+    """Yield (name in the step, name in a folder) for each of *names* below *path*."""
     for stored in names:
         if _OF_A_RANK.search(stored):
             continue
@@ -144,7 +144,7 @@ def check_unique(names: Mapping[str, str]) -> None:
     for stored, name in names.items():
         if name in seen:
             raise UsageError(
-                f"{seen[name]} and {stored} would both be called {name!r}: give a longer prefix, or other rules"
+                f"{seen[name]} and {stored} would both be named {name!r}: give a longer prefix, or other rules"
             )
         seen[name] = stored
 
@@ -152,7 +152,7 @@ def check_unique(names: Mapping[str, str]) -> None:
 def _weight(manifest: Manifest, stored: str, name: str, dtype: str | None) -> Weight:
     entry = manifest.tensors[stored]
     if not is_native(entry.dtype):
-        raise UnsupportedStateError(stored, f"safetensors readers know no {entry.dtype}; give a prefix without it")
+        raise UnsupportedStateError(stored, f"safetensors has no {entry.dtype}; give a prefix without it")
     return Weight(name, stored, entry.dtype, cast_code(entry.dtype, dtype), entry.shape)
 
 

@@ -1,4 +1,4 @@
-"""The public functions of conversion: they return futures; the work is done on the checkpointer's loop."""
+"""The public functions of conversion: they return futures and run on the checkpointer's loop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Convert = Callable[[Destination, Backend, int], Awaitable["Converted"]]
 
 
 class Converted(msgspec.Struct, frozen=True):
-    """A conversion that is done, or what it would do (``dry_run``).
+    """The result of a conversion, or of its plan (``dry_run``).
 
     Attributes:
-        step: of the checkpoint; *url*: what was written, the folder or the checkpoint's place.
-        prefix: the part of the state that the weights are.
+        step: of the checkpoint; *url*: of what was written, the folder or the checkpoint's place.
+        prefix: the part of the state that holds the weights.
         files: names of the folder's files.
         tensor_count: of tensors; *dtypes*: how many of each dtype, as they were written.
-        ties: names that share the memory of another tensor, to its name.
+        ties: names that share the memory of another tensor → its name.
         bytes: of the files that were written, headers included.
         dry_run: whether nothing was written.
         left_out: names of weights that the folder lacks, because the step was saved without them.
@@ -74,24 +74,24 @@ def to_hugging_face(
 ) -> Future[Converted]:
     """Write the weights of a step (the newest valid one for None) as a Hugging Face folder.
 
-    What is not a weight stays behind: optimizer, values, configuration. ``config.json`` and a tokenizer are yours to add.
+    Only weights are written: no optimizer, values or configuration. The caller adds ``config.json`` and a tokenizer.
 
     Args:
         folder: a path, a URL, or a backend, which stays open.
         prefix: the part of the state that is the weights, ``"model"``; None finds the one module.
-        dtype: what floating point of 16 bits and more is rounded to, ``"bfloat16"``; None leaves all as it is.
+        dtype: target of rounding for floating point of 16 bits and more, ``"bfloat16"``; None: no rounding.
         max_shard_bytes: of tensors in one file.
         rename: from the module's names to those in the folder, by regular expressions, one after the other, or a function.
-        replace: weights that are in the folder are removed; on a file system when all of the new are durable.
-        link: write no weights, and make hard links to the files of the step, which stay when the step is deleted; they are
-            read and verified before. Possible for a module that one rank has saved to this machine's file system.
+        replace: remove the weights in the folder; on a file system only after all new ones are durable.
+        link: write no weights, but make hard links to the files of the step, which are verified first; the links stay when
+            the step is deleted. Possible for a module that one rank has saved to this machine's file system.
         dry_run: write nothing, and return what would be written.
         on_written: called with the bytes of each window (verified ones, for links), on the loop thread; for progress.
 
     Raises: Raised by the future
         StepNotFoundError, NoValidCheckpointError: there is nothing to convert.
-        UsageError: the prefix or the dtype does not fit the step; its files cannot be linked.
-        CorruptionError: the step is damaged; nothing is left of the folder.
+        UsageError: the prefix or the dtype does not fit the step, or its files cannot be linked.
+        CorruptionError: the step is damaged; no part of the folder is left.
         ObjectExistsError: the folder holds weights already.
         StorageError: of either place.
     """
@@ -144,19 +144,19 @@ def from_hugging_face(
 
     Args:
         folder: a path, a URL, or a backend; or the path or URL of one ``.safetensors`` file.
-        prefix: the place in the state that the weights get.
+        prefix: the place of the weights in the state.
         dtype: as for `to_hugging_face`.
         ties: further names of a tensor's memory → its name, for files that do not note them:
             ``{"lm_head.weight": "model.embed_tokens.weight"}``.
         rename: from the names in the files to those of the module, as for `to_hugging_face`.
-        replace: add a generation where the step is there already.
+        replace: add a generation where the step already exists.
         dry_run: as for `to_hugging_face`.
         on_written: the same.
 
     Raises: Raised by the future
-        UsageError: there are no weights, or several that do not belong together; a tie does not fit.
-        CorruptionError: a file is missing or cut short, a header or the index is not true; nothing became visible.
-        StepExistsError: the step is there already.
+        UsageError: there are no weights, or several sets of them; or a tie does not fit.
+        CorruptionError: a file is missing or truncated, or a header or the index is false; no step became visible.
+        StepExistsError: the step already exists.
         StorageError: of either place.
     """
     folder, only = _split_file(folder)
@@ -197,7 +197,7 @@ def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Conver
 
 
 def _split_file(place: Place) -> tuple[Place, str | None]:
-    """Return the folder and the name of a file that was named itself."""
+    """Return the folder of *place*, and the file name where *place* names a file."""
     if not isinstance(place, str | os.PathLike) or not os.fspath(place).endswith(SUFFIX):
         return place, None
     folder, slash, name = os.fspath(place).rpartition("/")

@@ -2,8 +2,8 @@
 
 Guarantees:
 
-- Pure. Every weight lies in exactly one file; the files hold what `huggingface_hub` would put there: weights in the order
-  of the model, at most so many bytes a file, one file alone called ``model.safetensors``.
+- Pure. Every weight lies in exactly one file, as `huggingface_hub` would divide them: weights in the order of the model, a
+  limit of bytes for each file, and a single file named ``model.safetensors``.
 - Elements are aligned to their size, so that readers can map a file instead of copying it.
 - Memory that several names share is written once; the other names are in the file's metadata, as
   ``safetensors.torch.save_model`` writes them.
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-"""Where a file ends and the next begins; what ``save_pretrained`` did for years."""
+"""Limit of one file; the default of ``save_pretrained`` for years."""
 _METADATA = {"format": "pt"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
@@ -38,7 +38,7 @@ class Weight(msgspec.Struct, frozen=True):
     """One tensor on its way into a folder.
 
     Attributes:
-        name: what it is called there; *stored*: what the step calls it.
+        name: in the folder; *stored*: its name in the step.
         dtype: its code in the step; *becomes*: its code in the folder.
     """
 
@@ -63,7 +63,7 @@ class WeightSpan(msgspec.Struct, frozen=True):
 
 
 class FolderFile(msgspec.Struct, frozen=True):
-    """One file of a folder: its name, its header, its size with the header, and what lies where."""
+    """One file of a folder: its name, its header, its size with the header, and the spans of its weights."""
 
     name: str
     header: bytes
@@ -72,7 +72,7 @@ class FolderFile(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """A whole folder; *index* is the document that is written last, None where there is one file."""
+    """A whole folder; *index* is the document that is written last, None for a single file."""
 
     files: tuple[FolderFile, ...]
     index: bytes | None
@@ -106,7 +106,7 @@ def plan_folder(weights: Sequence[Weight], ties: Mapping[str, str], max_shard_by
 
 
 def file_names(count: int) -> list[str]:
-    """Return what the *count* files of a folder are called."""
+    """Return the names of the *count* files of a folder."""
     return [SINGLE_NAME] if count == 1 else [_shard_name(number, count) for number in range(count)]
 
 
@@ -146,7 +146,7 @@ def _plan_file(name: str, weights: Sequence[Weight], ties: Mapping[str, str]) ->
 
 
 def _payload_order(weight: Weight) -> tuple[bool, int]:
-    """Whole pages first, the rest by falling item size: that of the steps, so that both are read from end to end."""
+    """Whole pages first, the rest by falling item size: the order of steps, so that both are read sequentially."""
     return weight.nbytes % PAYLOAD_ALIGNMENT != 0, -itemsize(weight.becomes)
 
 
@@ -154,7 +154,7 @@ def encode_index(places: Mapping[str, str], total_bytes: int) -> bytes:
     """Return the index of a folder of several files.
 
     Args:
-        places: which file each weight is in.
+        places: weight → its file.
         total_bytes: of all weights.
     """
     document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
@@ -166,10 +166,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def decode_index(data: bytes, what: str) -> dict[str, str]:
-    """Return which file each tensor is in, by an index from outside.
+    """Return tensor → file, by an index from outside.
 
     Raises:
-        CorruptionError: it is no index, or names what is no file of its folder.
+        CorruptionError: it is no index, or names something other than a file of its folder.
     """
     try:
         found = parse(data, _Index, what).weight_map
@@ -186,5 +186,5 @@ def decode_index(data: bytes, what: str) -> dict[str, str]:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether *name* is what conversions call their files, the index among them."""
+    """Return whether *name* is a file name of conversions, the index included."""
     return _OURS.fullmatch(name) is not None

@@ -1,6 +1,6 @@
-"""Import of a Hugging Face folder as a step: a save whose tensors come from files: streamed, receipted, committed.
+"""Import of a Hugging Face folder as a step: a save whose tensors are streamed from files, with receipt and commit.
 
-The step is what a save of ``{"model": model}`` would have written, so ``load`` fills a module from it.
+The step equals a save of ``{"model": model}``, so ``load`` fills a module from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from aiockpt.storage.backend import Backend
 
 WINDOWS = 8
 CAST_BYTES = 8 << 20
-"""Of what is read and waits to be cast, in each window."""
+"""Limit for data of one window that is read and waits to be cast."""
 CUT_BYTES = 1 << 20
 
 
@@ -50,7 +50,7 @@ class ImportRequest(msgspec.Struct, frozen=True):
     """A request; the fields are the arguments of `aiockpt.convert.from_hugging_face`, the dtype as its code.
 
     Attributes:
-        only: the one file that is meant, None for all of the folder's weights.
+        only: the one file to import; None: all weights of the folder.
     """
 
     step: int
@@ -64,7 +64,7 @@ class ImportRequest(msgspec.Struct, frozen=True):
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A conversion to a step, done or planned: from which files, and what of."""
+    """A conversion to a step, done or planned: its files and its weights."""
 
     files: tuple[str, ...]
     state: ShardedState
@@ -75,12 +75,10 @@ class Inbound(msgspec.Struct, frozen=True):
 async def convert_folder(
     destination: Destination, folder: Backend, request: ImportRequest, on_written: Callable[[int], object]
 ) -> Inbound:
-    """Save the weights of *folder* as a step; only plan it in a dry run."""
+    """Save the weights of *folder* as a step; a dry run only plans it."""
     engine, place = destination.engine, destination.places[0]
     if engine.world_size > 1 or len(destination.places) > 1:
-        raise UsageError(
-            "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
-        )
+        raise UsageError("a conversion runs in one process, into one place: make a separate Checkpointer for it")
     path = parse_prefix(request.prefix)
     entry = await list_step(place.backend, step_id(request.step))
     if entry.committed and not request.replace:
@@ -173,11 +171,11 @@ async def _write_files(
 
 
 class _Batch:
-    """What is read together, and then cast: (file, start, into) of each read, and the bytes that wait to be cast.
+    """A batch of reads with their casts: (file, start, into) of each read, and the bytes that wait to be cast.
 
     Args:
-        scratch: memory for what is read to be cast. It is used again and again: what many threads allocate and free in
-            turn, the allocator keeps for each of them.
+        scratch: memory for data that is read to be cast. It is reused: the allocator would keep for each thread what many
+            threads allocate and free in turn.
     """
 
     def __init__(self, scratch: memoryview) -> None:
@@ -187,7 +185,7 @@ class _Batch:
         self.cast_bytes = 0
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return room for so many elements."""
+        """Return scratch memory for *count* elements."""
         size = count * dtype.itemsize
         room = self._scratch[self.cast_bytes : self.cast_bytes + size]
         self.cast_bytes += -(-size // 64) * 64
@@ -195,7 +193,7 @@ class _Batch:
 
 
 def _cut(copy: Copy) -> Iterator[Copy]:
-    """Cut a long copy, so that what is read to be cast needs little memory: at most `CAST_BYTES`, eight times as much."""
+    """Cut a long copy, to bound the memory of reads that wait to be cast: at most `CAST_BYTES`, eight times as much."""
     for at in range(0, copy.size, CUT_BYTES):
         size = min(CUT_BYTES, copy.size - at)
         yield Copy(copy.window_offset + at, copy.source, copy.source_offset + at, size)
@@ -205,7 +203,7 @@ class _WindowFiller:
     """Fills the windows of one data file of a step.
 
     Args:
-        shards: what is written, in the order of the source's tensors.
+        shards: the ones to write, in the order of the source's tensors.
         reading: limits the reads.
     """
 
@@ -244,7 +242,7 @@ class _WindowFiller:
         await self._carry_out(batch)
 
     def _plan(self, copy: Copy, view: memoryview, batch: _Batch) -> None:
-        """Add to *batch* what fills the place of *copy* in the window *view*."""
+        """Add to *batch* the reads and casts that fill the place of *copy* in the window *view*."""
         tensor, dtype = self._source.tensors[copy.source], self._shards[copy.source].dtype
         into = view[copy.window_offset : copy.window_offset + copy.size]
         if tensor.dtype == dtype:
@@ -269,7 +267,7 @@ class _WindowFiller:
 
 
 def _join(wanted: Sequence[tuple[int, int, memoryview]]) -> list[tuple[int, int, list[memoryview]]]:
-    """Make one read of what lies together: a request for each of a thousand small tensors would be far too slow."""
+    """Merge adjacent reads: a request for each of a thousand small tensors would be far too slow."""
     joined: list[tuple[int, int, list[memoryview]]] = []
     end = (-1, -1)
     for file, start, into in sorted(wanted, key=lambda one: one[:2]):

@@ -1,8 +1,8 @@
 """Export of a step as a Hugging Face folder of links: no second copy; the files of weights stay where they lie.
 
 A data file with the weights of one module has the module's own names, and is a plain file of safetensors. So where each
-weight lies in one piece, as one rank saves it, a folder of hard links and an index is all that other tools need. The links
-stay when the step is deleted. Every block is compared with its checksum before the folder becomes visible.
+weight is one piece, as one rank saves it, other tools need only a folder of hard links and an index. The links stay when
+the step is deleted. Every block is compared with its checksum before the folder becomes visible.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ADVICE = (
 async def link_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_read: Callable[[int], object]
 ) -> Outbound:
-    """Make *folder* of links to the files of a step; only check whether it can be done in a dry run.
+    """Make *folder* of links to the files of a step; a dry run only checks whether that is possible.
 
     Raises:
-        UsageError: the files cannot serve as they are, or no link leads there; with the reason.
+        UsageError: the files cannot be used unchanged, or cannot be linked there; the message has the reason.
     """
     if request.dtype is not None:
         raise UsageError("a link cannot round to another dtype: give dtype= or link=True, and not both")
@@ -86,10 +86,10 @@ def _files_of(manifest: Manifest, chosen: Chosen) -> list[int]:
 
 
 def _check_names(manifest: Manifest, chosen: Chosen, paths: Mapping[int, Path]) -> None:
-    """Compare the names in the files with those that a folder has; on a worker thread.
+    """Compare the names in the files with those of a folder; on a worker thread.
 
     Raises:
-        UsageError: there are others, or tensors that are no weights.
+        UsageError: other names, or tensors that are no weights.
     """
     wanted: dict[int, dict[str, int]] = {index: {} for index in paths}
     for weight in chosen.weights:

@@ -36,7 +36,7 @@ from aiockpt.storage.backend import Backend
 # Guarantees:
 #
 # - Tensors come out whole, however they were sharded; every block that is read is compared with its checksum.
-# - A block that one tier cannot deliver is read from the next one.
+# - A block that is unreadable in one tier is read from the next one.
 # - Files stay open, and each header is verified once. A block that two ranges share is read for each.
 
 
@@ -44,7 +44,7 @@ class Slices:
     """Reads parts of the tensors of one step; `close` it.
 
     Args:
-        place: that has the step.
+        place: of the step.
         manifest: already checked.
     """
 
@@ -99,7 +99,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
 
 
 class Outbound(msgspec.Struct, frozen=True):
-    """A folder of the weights of a step, made or planned: of which step, which weights, and its files and their bytes."""
+    """A folder of a step's weights, made or planned: the manifest, the chosen weights, the files and their bytes."""
 
     manifest: Manifest
     chosen: Chosen
@@ -110,7 +110,7 @@ class Outbound(msgspec.Struct, frozen=True):
 async def convert_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]
 ) -> Outbound:
-    """Write the weights of a step into *folder*; only plan it in a dry run."""
+    """Write the weights of a step into *folder*; a dry run only plans it."""
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
     chosen = await run_blocking(

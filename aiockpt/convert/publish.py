@@ -1,14 +1,14 @@
-"""Publication of a folder of weights: half of one is never mistaken for a whole.
+"""Publication of a folder of weights: a half-written one is never mistaken for a whole one.
 
 Guarantees:
 
-- On this machine's file systems files are written and flushed under hidden names, and renamed when all are there; the
-  index last. Elsewhere they are written under their own names: an object store shows them when they are whole, and what
-  HDFS or fsspec shows before is shorter than its header states, which every reader refuses. The index is created last.
+- On this machine's file systems, files are written and flushed under hidden names, and renamed when all are complete; the
+  index last. Elsewhere they are written under their own names: an object store shows only whole objects, and a partial
+  file on HDFS or fsspec is shorter than its header states, which every reader refuses. The index is created last.
   (Shared memory shows a file at its full size at once; tools read no weights there.)
-- What is there already is refused, or replaced with ``replace``: on a file system only when all of the new is durable,
-  elsewhere before, for a store has no second name for an object.
-- A failure leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion reports.
+- Existing weights are refused, or replaced with ``replace``: on a file system only after all of the new are durable,
+  elsewhere before, because a store has no second name for an object.
+- A failure leaves no files of its own. A crash leaves at most files with hidden names, which the next conversion reports.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def write_file(
     """Create *key*, of *size* bytes; it is durable when this returns.
 
     Args:
-        seen_from: returns the callback for the bytes of the window that begins at an offset.
+        seen_from: offset → the callback for the bytes of the window that begins there.
         on_written: called with the bytes of each window.
     """
     upload = await target.create(key, size)
@@ -104,10 +104,10 @@ class Target(Protocol):
         """Make a file durable, as `aiockpt.convert.publish.write_file` does."""
 
     async def link(self, name: str, source: str) -> None:
-        """Make the file at the path *source* one of the folder's, under another name for the same bytes.
+        """Add the file at the path *source* to the folder, as a hard link.
 
         Raises:
-            UsageError: there is no such thing here, or not from there.
+            UsageError: the target has no links, or none to *source*.
         """
 
     async def publish(self, index: bytes | None) -> None:
@@ -118,7 +118,7 @@ class Target(Protocol):
 
 
 async def check_target(folder: Backend, replace: bool) -> None:
-    """Refuse a folder that has weights already, or is something else.
+    """Refuse a folder that holds weights or checkpoints.
 
     Raises:
         UsageError: it holds checkpoints.
@@ -140,10 +140,10 @@ async def check_target(folder: Backend, replace: bool) -> None:
 
 @asynccontextmanager
 async def open_target(folder: Backend, world: World, size: int, replace: bool) -> AsyncIterator[Target]:
-    """Lend a target for *size* bytes; what the block has not published when it fails is removed.
+    """Yield a target for *size* bytes; if the block fails, unpublished files are removed.
 
     Raises:
-        StorageFullError: they do not fit.
+        StorageFullError: the bytes do not fit.
         ObjectExistsError, UsageError: as `check_target`.
     """
     await check_target(folder, replace)
@@ -164,7 +164,7 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
             try:
                 await target.abandon()
             except CheckpointError as error:
-                logger.warning("%s: what the conversion wrote is left there: %s", folder.url, error)
+                logger.warning("%s: files of the failed conversion could not be removed: %s", folder.url, error)
         raise
 
 
@@ -174,12 +174,12 @@ async def _remove_leftovers(folder: Backend) -> None:
 
 
 def _in_order_of_loss(names: Sequence[str]) -> list[str]:
-    """Return old weights in the order in which to remove them: what makes the others a whole goes first."""
+    """Return old weights in the order of removal: the index, which makes the others a whole, goes first."""
     return sorted(names, key=lambda name: (name != INDEX_NAME, name != SINGLE_NAME, name))
 
 
 class _StoreTarget:
-    """A place whose objects are absent or whole: they are written under their own names."""
+    """A place whose objects are absent or whole; files are written under their own names."""
 
     def __init__(self, folder: Backend) -> None:
         self._folder = folder
@@ -198,7 +198,7 @@ class _StoreTarget:
         self._written.append(name)
 
     async def link(self, name: str, source: str) -> None:
-        raise UsageError(f"{self._folder.url}: there are no links to files here; convert without them")
+        raise UsageError(f"{self._folder.url}: this storage has no hard links; convert without link")
 
     async def publish(self, index: bytes | None) -> None:
         self._index = index
@@ -278,7 +278,7 @@ class _FileSystemTarget:
         await run_blocking(self._renaming, self._rename_all, index is not None, there)
 
     def _rename_all(self, has_index: bool, there: Sequence[str]) -> None:
-        """Replace the weights *there* by the new ones: one file in one step; several while there is no index."""
+        """Replace the weights *there* by the new ones: a single file by one rename; several while no index exists."""
         try:
             if not has_index:
                 self._move(self._written)
@@ -316,7 +316,7 @@ class _FileSystemTarget:
 
 
 def flush_names(files: Files, folder: str) -> None:
-    """Make the names in *folder* durable, where its file system can; the local backend has warned where it cannot."""
+    """Make the names in *folder* durable, where its file system can; where it cannot, the local backend has warned."""
     fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(fd)

@@ -1,10 +1,10 @@
-"""The contents of a Hugging Face folder: headers count only where they agree with the files and the index.
+"""The contents of a Hugging Face folder; headers are trusted only where they agree with the files and the index.
 
 Guarantees:
 
-- Nothing is allocated by the sizes in a header before it fits the size of its file.
-- Each tensor is in one file, and in the one that the index names.
-- Only a folder of this machine may have its files behind links, as the cache of `huggingface_hub` has them.
+- The sizes in a header allocate no memory before they are checked against the size of its file.
+- Each tensor is in exactly one file, the one that the index names.
+- Symbolic links are followed in folders of this machine only; the cache of `huggingface_hub` has them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 _Files = Mapping[str, tuple[Backend, str]]
-"""By name, the place of each file and its key there."""
+"""File name → its place and its key there."""
 
 
 @asynccontextmanager
@@ -61,11 +61,11 @@ async def open_source(folder: Backend, only: str | None = None) -> AsyncIterator
     """Open the weights of a folder for the length of the block.
 
     Args:
-        only: the one file that is meant; None finds what there is.
+        only: the one file to open; None finds the weights of the folder.
 
     Raises:
-        UsageError: there are no weights, or several that do not belong together.
-        CorruptionError: a file, a header or the index is not what it should be.
+        UsageError: there are no weights, or several sets of them.
+        CorruptionError: a file is missing or damaged, or the header or index contradicts the files.
     """
     there = await _list_files(folder)
     index = None
@@ -140,7 +140,7 @@ async def _read_header(reader: Reader, what: str) -> Header:
     header_bytes = _LENGTH_BYTES + int.from_bytes(length, "little")
     if header_bytes > min(reader.size, MAX_HEADER_BYTES):
         raise CorruptionError(
-            f"{what} says that its header has {header_bytes:,} bytes, which a file of {reader.size:,} cannot have: it is "
+            f"{what} declares a header of {header_bytes:,} bytes, which a file of {reader.size:,} cannot have: it is "
             "cut short, or no safetensors file",
             key=what,
         )
@@ -155,7 +155,7 @@ async def _read_header(reader: Reader, what: str) -> Header:
 def _merge(
     url: str, names: tuple[str, ...], headers: list[Header], index: Mapping[str, str] | None
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of all files; refuse one that is in two, or not where the index has it."""
+    """Return the tensors of all files; refuse a tensor in two files, or in another one than the index names."""
     found: dict[str, SourceTensor] = {}
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         for entry in header.entries:
@@ -186,7 +186,7 @@ def _check_index(url: str, names: tuple[str, ...], found: Mapping[str, SourceTen
 
 
 def _find_ties(headers: list[Header], tensors: tuple[SourceTensor, ...]) -> dict[str, str]:
-    """Return what ``safetensors.torch.save_model`` notes in a file's metadata: names of memory that has another name."""
+    """Return the ties that ``safetensors.torch.save_model`` records in a file's metadata: other name → name."""
     names = {tensor.name for tensor in tensors}
     return {
         other: kept

@@ -1,7 +1,7 @@
-"""The reader of a step's weights for programs that serve a model: in place, for any sharding of the save.
+"""The reader of a step's weights for inference programs: in place, for any sharding of the save.
 
-With the names and the calls of ``safetensors.safe_open``, and an iterator that reads ahead, as inference engines accept it:
-``model.load_weights(weights.items())``. Every block is verified, and memory holds what is read ahead.
+It has the names and calls of ``safetensors.safe_open``, and a read-ahead iterator that inference engines accept:
+``model.load_weights(weights.items())``. Every block is verified, and memory holds only the read-ahead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AHEAD_BYTES = 256 << 20
 
 
 class Weights:
-    """The weights of one step, by the names that their module has for them. Any thread, one at a time.
+    """The weights of one step, by their names in the module. Any thread, one at a time.
 
     Attributes:
         step: of the checkpoint.
@@ -45,7 +45,7 @@ class Weights:
         self.ties = dict(chosen.ties)
 
     def keys(self) -> list[str]:
-        """Return the names, in the order of the model; what is tied is there once."""
+        """Return the names, in the order of the model; tied weights appear once."""
         return list(self._weights)
 
     def __iter__(self) -> Iterator[str]:
@@ -64,7 +64,7 @@ class Weights:
     __getitem__ = get_tensor
 
     def get_slice(self, name: str) -> WeightSlice:
-        """Return a weight of which rows are read on access: ``get_slice(name)[:10]``."""
+        """Return a weight whose rows are read on access: ``get_slice(name)[:10]``."""
         return WeightSlice(self._checkpointer, self.step, self._weight(name))
 
     def items(self, *, ahead_bytes: int = AHEAD_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ class Weights:
 
 
 class WeightSlice:
-    """A weight of which parts are read: the methods of a slice of ``safetensors``."""
+    """A weight whose parts are read on access; it has the methods of a slice of ``safetensors``."""
 
     def __init__(self, checkpointer: Checkpointer, step: int, weight: Weight) -> None:
         self._checkpointer = checkpointer
@@ -146,4 +146,4 @@ def open_weights(checkpointer: Checkpointer, step: int | None = None, *, prefix:
         found = await find_manifest(steps, step)
         return found, await run_blocking(steps.engine.state_work, choose_weights, found.manifest, prefix, None)
 
-    return Weights(checkpointer, *checkpointer.run_on_destination("look at the weights", choose).result())
+    return Weights(checkpointer, *checkpointer.run_on_destination("read the weights", choose).result())

@@ -1,4 +1,4 @@
-"""Sources of a loader: those that can be dealt to other readers, those that only save themselves, and their checks.
+"""Sources of a loader: those that can be resharded, those that only save their own state, and checks for them.
 
 A *reader* is a data-parallel rank, or one worker of it; see `aiockpt.data.samples`.
 """
@@ -25,10 +25,10 @@ Batch = TypeVar("Batch")
 
 @runtime_checkable
 class Reshardable(Protocol):
-    """A source of data that can be dealt to another number of readers."""
+    """A source of data that can be distributed to another number of readers."""
 
     def parts(self) -> Sequence[LoaderPart]:
-        """Return what each reader of this rank (the rank itself, or its workers) has still to yield to training."""
+        """Return the part that each reader of this rank (the rank itself, or its workers) has still to yield to training."""
         ...
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> object:
@@ -37,25 +37,25 @@ class Reshardable(Protocol):
 
 @runtime_checkable
 class Prefetched(Reshardable, Protocol):
-    """A source that is read ahead of training; `hand_out` is called for each batch that training gets."""
+    """A source that is read ahead of training; `hand_out` is called for each batch that training receives."""
 
     def hand_out(self) -> LoaderPart | None:
-        """Note that the oldest batch that was drawn was handed to training: `parts` no longer contains it.
+        """Note that training has received the oldest batch that was drawn: `parts` no longer contains it.
 
         Returns:
-            The part that this batch is, where its samples can be read again; None where the batch itself is to be kept
-            until it is trained.
+            The part with the samples of this batch, if they can be read again; None if the batch itself must be kept until
+            it is trained.
         """
 
     def end_epoch(self) -> object:
-        """Note that training got the last batch: `parts` is a whole new epoch now."""
+        """Note that training has received the last batch: `parts` is now a whole new epoch."""
 
 
 @runtime_checkable
 class EpochDealer(Prefetched, Protocol):
-    """A source that can compute what each reader has at the beginning of any epoch.
+    """A source that can compute the part of each reader at the beginning of any epoch.
 
-    So it can continue on another number of ranks also from a checkpoint at which some of them were an epoch further.
+    So it can also continue on another number of ranks from a checkpoint at which some ranks were an epoch ahead.
     """
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> Sequence[LoaderPart]:
@@ -73,7 +73,7 @@ def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size as given, or those of ``torch.distributed``.
 
     Raises:
-        UsageError: only one of them is given, or the rank is not one of so many.
+        UsageError: only one of them is given, or the rank is outside ``range(size)``.
     """
     if (rank is None) != (size is None):
         raise UsageError("give both rank and size, the data-parallel ones, or neither")
@@ -86,13 +86,13 @@ def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
-    """Begin to iterate over *source*; draw from torch's generator on the CPU what a ``DataLoader`` draws for a seed.
+    """Begin to iterate over *source*; draw one number from torch's CPU generator, as a ``DataLoader`` does for its seed.
 
-    How often one draws it by itself depends on whether its workers persist, and whether its state was read.
+    How often a ``DataLoader`` itself draws depends on whether its workers persist, and whether its state was read.
 
     Args:
-        goes_on: with an iteration that was under way at a checkpoint, and has drawn it. The generator is left as it is,
-            and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
+        goes_on: whether this continues an iteration from a checkpoint, which has drawn its number. Then the generator is
+            restored, and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
     """
     takes_seed = getattr(source, "generator", source) is None  # only a DataLoader has one
     with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
@@ -105,10 +105,10 @@ def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
 
 
 def let_workers_outlive_signals(source: object) -> None:
-    """Have workers that a ``DataLoader`` starts from now on leave the process group of their parent.
+    """Make workers that a ``DataLoader`` starts from now on leave the process group of their parent.
 
     A signal to the whole group (a scheduler's, ``kill 0``) ends workers first, and the next batch raises before the parent
-    can save. They still end with their parent, which they watch, and when it ends them.
+    can save. The workers still end with their parent, which they watch, and when the parent ends them.
     """
     if isinstance(source, DataLoader) and not isinstance(source.worker_init_fn, _OwnGroup):
         source.worker_init_fn = _OwnGroup(source.worker_init_fn)
@@ -128,12 +128,12 @@ class _OwnGroup:
 
 
 def _draw() -> int:
-    """Return the next number of torch's generator, in the way of a ``DataLoader``."""
+    """Return the next number of torch's generator, drawn as by a ``DataLoader``."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def find_reader(source: Any) -> Reshardable | None:
-    """Return what in *source* can be resharded."""
+    """Return the part of *source* that can be resharded: itself, its batch sampler or its dataset; or None."""
     own = [source, getattr(source, "batch_sampler", None)]
     if not worker_count(source):
         own.append(getattr(source, "dataset", None))  # a worker would have a copy of it
@@ -144,7 +144,7 @@ def find_reader(source: Any) -> Reshardable | None:
 
 
 def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
-    """Log that the next loop over a ``StatefulDataLoader`` is empty, which is right only where the epoch was saved, too."""
+    """Warn if the next loop over a ``StatefulDataLoader`` is empty, which is right only where the epoch was saved, too."""
     with suppress(AttributeError, KeyError, TypeError):  # another loader, or a stream without a length
         inside = state.get("_snapshot") or {"_snapshot_step": state["_num_yielded"]}
         given = inside["_snapshot_step"] + state.get("_steps_since_snapshot", 0)
@@ -157,19 +157,19 @@ def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
 
 
 _DATA = "aiockpt_data"
-"""The member of the state of a ``StatefulDataLoader``, which it does not read, that has what its position refers to."""
+"""Extra key in the state of a ``StatefulDataLoader``, which it ignores: the description that its position refers to."""
 
 
 def with_data(source: Any, state: Any) -> Any:
-    """Return the *state* of a source and, of a ``StatefulDataLoader``, what the position in it refers to."""
+    """Return the *state* of a source; for a ``StatefulDataLoader``, with the description that its position refers to."""
     data = _describe(source, state)
     return state if data is None else {**state, _DATA: data}
 
 
 def without_data(source: Any, state: Any) -> Any:
-    """Return what *source* itself saved in a state of `with_data`.
+    """Return the state that *source* itself saved, from a state of `with_data`.
 
-    Log what a ``StatefulDataLoader`` does without a word: its position means other samples than those that were trained.
+    Log a warning if the position of a ``StatefulDataLoader`` now means other samples, which it does not report itself.
     """
     now = _describe(source, state)
     if now is None or _DATA not in state:
@@ -185,7 +185,7 @@ def without_data(source: Any, state: Any) -> Any:
 
 
 def _describe(source: Any, state: Any) -> dict[str, Any] | None:
-    """Return what the position of a ``StatefulDataLoader`` refers to; None for the states of other sources."""
+    """Return the description that the position of a ``StatefulDataLoader`` refers to; None for other sources."""
     if not (isinstance(source, DataLoader) and isinstance(state, Mapping) and "_iterator_finished" in state):
         return None
     cut = source.batch_sampler if source.batch_size is None else source
@@ -199,7 +199,7 @@ _ANEW = ("torch.RandomSampler", "torch.SubsetRandomSampler", "torch.WeightedRand
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any], state: Any) -> str | None:
-    """Return why what comes next is not the rest of the epoch, in words; None where it is."""
+    """Return as text why the next samples are not the rest of the epoch; None where they are."""
     inside = state.get("_snapshot") or {**state, "_snapshot_step": state["_num_yielded"], "_main_snapshot": state}
     main, since = inside["_main_snapshot"], state.get("_steps_since_snapshot", 0)
     given = inside["_snapshot_step"] + since
@@ -232,7 +232,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any], state: Any) -
 
 
 def _counts_batches(inside: Any, main: Any, state: Any, sampler: str) -> bool:
-    """Return whether what gives the order has no state, so that as many batches are passed over as were given."""
+    """Return whether the order has no saved state, so that a resume skips as many batches as were yielded."""
     if sampler != "torch._InfiniteConstantSampler":
         return main["_sampler_iter_state"] is None and main["_index_sampler_state"] is None
     reader = next(iter(inside.get("_worker_snapshots", {}).values()), state) or {}
@@ -247,7 +247,7 @@ def _length(data: Any) -> int | None:
 
 
 def advise(source: Any) -> str:
-    """Return what to write in place of a *source* that cannot be saved, with its own numbers."""
+    """Return as text the code to write in place of a *source* that cannot be saved, with its own arguments."""
     if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
         return "An aiockpt.StreamLoader takes the place of a DataLoader that reads from front to back"
     if not isinstance(source, DataLoader) or source.batch_sampler is None:
@@ -272,5 +272,5 @@ def advise(source: Any) -> str:
 
 
 def worker_count(source: Any) -> int:
-    """Return how many workers read for a ``DataLoader``; 0 for any other source."""
+    """Return the number of workers of a ``DataLoader``; 0 for any other source."""
     return int(getattr(source, "num_workers", 0))

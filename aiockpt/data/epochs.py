@@ -1,8 +1,8 @@
-"""Epochs in progress: what is left of each, when batches are trained in another order than they were handed out.
+"""Epochs in progress: the rest of each, when batches are trained in another order than they were yielded.
 
-Asynchronous training hands out batches of one epoch while some of the last one are not trained, and its ranks need not be
-in the same epoch. So what a data-parallel rank has to yield is a list of epochs, each with what is left of it. `deal_epochs`
-turns the lists of all old ranks into that of a new one. Pure: every rank computes the same from the same checkpoint.
+Asynchronous training yields batches of one epoch while some of the last one are not trained, and its ranks need not be in
+the same epoch. So a data-parallel rank has a list of epochs, each with the rest that it has to yield. `deal_epochs` turns
+the lists of all old ranks into that of a new one. Pure: every rank computes the same from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from aiockpt.data.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, with_counts, write_part
 from aiockpt.errors import UsageError, kind_in_words
 
-# Batches that were handed out and are not trained yet. They come again after a resume.
+# Batches that were yielded and are not trained yet. They are yielded again after a resume.
 #
-# `Untrained` identifies a batch by its number, counted from 0 by each loader, or as the very object that was handed out.
+# `Untrained` identifies a batch by its number, counted from 0 by each loader, or by the identity of the yielded object.
 # Not thread-safe: its loader holds a lock.
 
 
@@ -27,13 +27,13 @@ _NOBODY = object()
 
 
 class HandedOut(msgspec.Struct, frozen=True):
-    """A batch that is with training.
+    """A batch that was yielded to training and is not trained yet.
 
     Attributes:
         epoch: the number of the epoch that it belongs to.
-        batch: as the source gave it, to be saved as it is; `Untrained.NOTHING` where *part* says how to read it again.
+        batch: the object from the source, saved unchanged; `Untrained.NOTHING` where *part* can be read again.
         part: its samples, where they can be read again.
-        given: the object that training identifies it by; `Untrained.NOTHING` where that is its number.
+        given: the object by which training identifies it; `Untrained.NOTHING` where it uses the number.
     """
 
     epoch: int
@@ -43,7 +43,7 @@ class HandedOut(msgspec.Struct, frozen=True):
 
 
 class Untrained:
-    """The batches that are with training, in the order in which they were handed out."""
+    """The batches that are not trained yet, in the order in which they were yielded."""
 
     NOTHING = _NOBODY
 
@@ -60,13 +60,13 @@ class Untrained:
         return self._waiting.values()
 
     def add(self, one: HandedOut) -> int:
-        """Note that a batch is with training; return its number.
+        """Add a batch that was yielded; return its number.
 
         Raises:
-            UsageError: the source has filled an object again that is with training.
+            UsageError: the source has reused the object of a batch that is not trained yet.
         """
         self._refuse_same(one.batch, "a batch is saved as it is until it is trained, so give another object each time")
-        self._refuse_same(one.given, "iterate over numbered(), which tells them apart")
+        self._refuse_same(one.given, "iterate over numbered(), which distinguishes them")
         number, self._next = self._next, self._next + 1
         self._waiting[number] = one
         for held in self._objects(one):
@@ -77,13 +77,13 @@ class Untrained:
         """Return the number of the batch that is this very object.
 
         Raises:
-            UsageError: no batch is.
+            UsageError: there is no such batch.
         """
         numbers = self._numbers.get(id(batch), ())
         number = next((number for number in numbers if self._waiting[number].given is batch), None)
         if number is None:
             raise UsageError(
-                f"{kind_in_words(batch)} is no batch that waits to be trained: it was trained before, it was handed out "
+                f"{kind_in_words(batch)} is not a batch in training: it was trained before, it was handed out "
                 "before a load(), or it is not the very object that the loader gave. Where batches are changed or sent "
                 "on their way, iterate over loader.numbered() and call loader.trained(number=…)"
             )
@@ -93,7 +93,7 @@ class Untrained:
         """Note that the batch of this number is trained.
 
         Raises:
-            UsageError: it was before, or no such batch was handed out since the last load.
+            UsageError: it was trained before, or no such batch was yielded since the last load.
         """
         # True would be batch 1: equal numbers are one key.
         one = self._waiting.pop(number, None) if type(number) is int else None
@@ -126,18 +126,18 @@ class Untrained:
         )
 
     def _objects(self, one: HandedOut) -> list[Any]:
-        """Return what is kept of a batch, each object once."""
+        """Return the objects that are kept of a batch, each once."""
         return list({id(held): held for held in (one.given, one.batch) if held is not _NOBODY}.values())
 
 
 class EpochLeft(msgspec.Struct, frozen=True):
-    """What one data-parallel rank has still to yield of an epoch.
+    """The rest of an epoch that one data-parallel rank has still to yield.
 
     Attributes:
-        number: of the epoch, counted from 0 by every rank alike.
-        batches: batches as the source gave them, which come first: handed out, and not trained.
-        parts: what the readers of this rank yield after that; None where the source is past this epoch, or where only
-            its own state has its position.
+        number: of the epoch, counted from 0, equal on all ranks.
+        batches: objects from the source that were yielded and not trained; they come first.
+        parts: the parts of this rank's readers after that; None where the source is past this epoch, or where only its
+            own state has its position.
     """
 
     number: int
@@ -150,7 +150,7 @@ EpochParts = Callable[[int, int, int, int], Sequence[LoaderPart]]
 
 
 def add_untrained(left: Mapping[int, EpochLeft], handed_out: Iterable[HandedOut], count: int) -> list[EpochLeft]:
-    """Return what is *left* of each epoch together with what is with training, which comes before all else of its epoch.
+    """Return what is *left* of each epoch together with its untrained batches, which come first in their epoch.
 
     Args:
         left: by the number of the epoch.
@@ -174,7 +174,7 @@ def add_untrained(left: Mapping[int, EpochLeft], handed_out: Iterable[HandedOut]
 
 
 def write_epochs(epochs: Iterable[EpochLeft]) -> list[dict[str, Any]]:
-    """Return epochs as plain values and the batches that lie in them."""
+    """Return epochs as plain values, with their batches."""
     plain = []
     for epoch in epochs:
         one: dict[str, Any] = {"number": epoch.number, "batches": list(epoch.batches)}
@@ -185,12 +185,12 @@ def write_epochs(epochs: Iterable[EpochLeft]) -> list[dict[str, Any]]:
 
 
 def read_epochs(own: Mapping[str, Any], shared: Any) -> list[EpochLeft]:
-    """Return the epochs in the state of a data-parallel rank, the one that its source is in last.
+    """Return the epochs in the state of a data-parallel rank; the last is the epoch of its source.
 
-    A state without a list of them has only that one, with all batches trained.
+    A state without a list of epochs has only that one, with all batches trained.
 
     Raises:
-        UsageError: it is no state of a loader.
+        UsageError: it is not the state of a loader.
     """
     try:
         if "epochs" not in own:
@@ -217,17 +217,17 @@ def _read_parts(parts: Sequence[Any], shared: Any) -> tuple[LoaderPart, ...]:
 def deal_epochs(
     saved: Sequence[Sequence[EpochLeft]], *, rank: int, size: int, count: int, begin: EpochParts | None
 ) -> list[EpochLeft]:
-    """Return what one rank out of *size*, with *count* readers, has to yield of what all old ranks had.
+    """Return the epochs of one rank out of *size*, with *count* readers, from those of all old ranks.
 
-    As many ranks and readers as before continue with what they had. Otherwise samples, and batches that were not trained,
-    are dealt epoch by epoch.
+    With the same number of ranks and readers, each continues its own. Otherwise samples, and batches that were not trained,
+    are distributed epoch by epoch.
 
     Args:
-        saved: of each old rank, in their order, as `read_epochs` returns it.
-        begin: what a rank has that has not begun an epoch in which another is already; None where that is unknown.
+        saved: the epochs of each old rank, in order, as `read_epochs` returns them.
+        begin: returns the parts of an epoch that a rank has not begun, while another has; None where that is unknown.
 
     Raises:
-        UsageError: two readers have the same sample, or it is unknown what a rank has in an epoch.
+        UsageError: two readers have the same sample, or the parts of a rank in an epoch are unknown.
     """
     same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
     dealt: list[EpochLeft] = []
@@ -258,7 +258,7 @@ def deal_epochs(
 
 
 def _left_of(number: int, epochs: Sequence[EpochLeft]) -> EpochLeft | None:
-    """Return what a rank has left of an epoch; None where it has not begun it."""
+    """Return the rest of an epoch on a rank; None where the rank has not begun it."""
     if number > epochs[-1].number:
         return None
     return next((epoch for epoch in epochs if epoch.number == number), EpochLeft(number))

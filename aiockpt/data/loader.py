@@ -1,18 +1,18 @@
-"""Loaders that resume at the next batch, on more or fewer ranks than before: each sample once, none skipped.
+"""Loaders that resume at the next batch, on more or fewer ranks than before: each sample once, without gaps.
 
-`Loader` wraps what training iterates over, and is put into the state. What it saves is the state *at the batch that was
-handed out last*, whatever is prefetched behind it:
+`Loader` wraps the iterable that training reads, and is put into the state. It saves the state *at the batch that was
+yielded last*, however many batches are prefetched after it:
 
     sampler = ShardedSampler(len(dataset), batch_size=8, seed=1)
     loader = Loader(DataLoader(dataset, batch_sampler=sampler, num_workers=4))
     state = {"model": model, "optimizer": optimizer, "loader": loader}
 
-A `Reshardable` source can be dealt to any number of data-parallel ranks and workers. One that has only
-``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``) comes back on the same number of them, and is refused
-otherwise, before anything is overwritten. Anything else is refused when it is wrapped.
+A `Reshardable` source can be distributed to any number of data-parallel ranks and workers. A source that has only
+``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``) loads on the same number of them; otherwise it is
+refused before anything is overwritten. Any other source is refused when it is wrapped.
 
-Ranks that read the same data (peers in tensor or pipeline parallelism) pass the same data-parallel rank; what they hold
-is saved once, and a difference between them is refused when the checkpoint is committed.
+Ranks that read the same data (peers in tensor or pipeline parallelism) pass the same data-parallel rank; their state is
+saved once, and a difference between them is refused when the checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class FrozenState(msgspec.Struct, frozen=True):
 
     Attributes:
         form: ``"parts"`` can be resharded, ``"whole"`` cannot.
-        shared: what all data-parallel ranks have alike; None where they need not be in the same epoch.
-        own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``; ``"epochs"`` with what
-            is left of each, where batches were handed out and not trained; and ``"iterating"``, whether an iteration was
-            under way, which is to continue.
+        shared: values that are equal on all data-parallel ranks; None where these need not be in the same epoch.
+        own: the state of one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``; ``"epochs"`` with the
+            rest of each, where batches were yielded and not trained; and ``"iterating"``, whether an iteration was in
+            progress that is to continue.
     """
 
     form: Form
@@ -69,7 +69,7 @@ class FrozenState(msgspec.Struct, frozen=True):
 
 
 class _TakenBatch(msgspec.Struct, frozen=True):
-    """A batch that was read from the source: as it came, as training gets it, its part, and the source after it."""
+    """A batch read from the source: raw, as passed to training, its part, and the state of the source after it."""
 
     raw: Any
     prepared: Any
@@ -80,39 +80,39 @@ class _TakenBatch(msgspec.Struct, frozen=True):
 class Loader(Generic[Batch]):
     """Iterates over *source*, and can be saved and loaded at every batch.
 
-    Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
-    load, start a new ``for``: it yields the rest of the epoch, or the next epoch where the checkpoint was made after the
+    Iterate over it instead of over *source*. Saving in the middle of an epoch and continuing afterwards costs nothing. After
+    a load, start a new ``for``: it yields the rest of the epoch, or the next epoch where the checkpoint was made after the
     last batch, inside the loop.
 
     With ``count="trained"`` a batch counts when `trained` is called with it, from any thread and in any order. A checkpoint
-    has what was trained by then; all else is handed out after a load, what was handed out before it first and in order, also
-    on another number of ranks. A batch of a `ShardedSampler` is read again; of another source it is saved with the
-    checkpoint as it came: tensors and plain values, which must not change until it is trained.
+    records which batches were trained by then. After a load all others are yielded, also on another number of ranks: first,
+    in order, those that were yielded before. A batch of a `ShardedSampler` is read again; a batch of another source is saved
+    with the checkpoint as it came: tensors and plain values, which must not change until it is trained.
 
-    With an `RNG` in the same state, the numbers that training draws after a resume (dropout) are those of a run that was
-    never interrupted, bit by bit: torch's global generator on the CPU supplies one number to each ``for`` over a
-    ``DataLoader`` without a ``generator`` of its own, and none to the one that continues where a checkpoint was made inside
-    a loop. That holds for any number of workers, for ``persistent_workers``, `StreamLoader` and torchdata's
+    With an `RNG` in the same state, the numbers that training draws after a resume (dropout) are, bit by bit, those of a run
+    that was never interrupted: each ``for`` over a ``DataLoader`` without a ``generator`` of its own draws one number from
+    torch's global generator on the CPU, and a ``for`` that continues a loop inside which a checkpoint was made draws no
+    number. This holds for any number of workers, for ``persistent_workers``, `StreamLoader` and torchdata's
     ``StatefulDataLoader`` (which by itself draws once more after a resume, and when it is saved before its first batch).
-    It does not hold for what workers draw (random augmentation): they are seeded anew in the middle of an epoch. Nor does
-    it for ``count="trained"``, where training does not draw in the order of the batches.
+    It does not hold for numbers drawn in workers (random augmentation): they are seeded anew in the middle of an epoch. Nor
+    does it hold for ``count="trained"``, where training does not draw in the order of the batches.
 
     Attributes:
-        handed_count: batches that this object has handed out.
-        is_over: whether a load brought an epoch of which no rank has anything left: the next loop is the next epoch.
+        handed_count: batches that this object has yielded.
+        is_over: whether the loaded epoch has nothing left on any rank: the next loop is the next epoch.
 
     Args:
         source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
             an iterable with ``state_dict()`` and ``load_state_dict()``.
-        rank: which data-parallel rank this is; None takes that of ``torch.distributed``, 0 where it is not initialised.
-        size: how many of them there are; None as for *rank*. Give both whenever there are other kinds of parallelism.
+        rank: this data-parallel rank; None takes that of ``torch.distributed``, 0 where it is not initialised.
+        size: the number of data-parallel ranks; None as for *rank*. Pass both if there are other kinds of parallelism.
         saves: False where another rank saves this data-parallel rank's state, and this one's may differ from it.
-        count: when a batch is done: ``"handed"``, once it is handed out; ``"trained"``, once `trained` says so.
-        ahead_count: batches to take from *source* ahead of training, each kept together with its state.
-        prepare: called with each batch as soon as it is taken, to begin its way to the device.
+        count: when a batch is done: ``"handed"``, when it is yielded; ``"trained"``, when `trained` is called with it.
+        ahead_count: batches to read from *source* ahead of training, each kept together with its state.
+        prepare: called with each batch as soon as it is read, for example to start its transfer to the device.
 
     Raises:
-        UsageError: nothing in *source* can be saved, or the batches come in another order than their samples are drawn.
+        UsageError: *source* has no state to save, or yields batches in another order than it draws their samples.
     """
 
     def __init__(
@@ -139,17 +139,17 @@ class Loader(Generic[Batch]):
             self._reader.even = self._untrained is None
         self._lock = Mutex()
         self.handed_count = 0
-        # The source after the batch that was handed out last; None where it stands there now.
+        # State of the source after the batch that was yielded last; None where that is its present state.
         self._after: Any = None
         self._iteration: object = None
         self._goes_on = False
         self.is_over = False
-        # What a load brought and the source does not yield: batches that come first, and what follows this epoch.
+        # Loaded data that the source does not yield: batches that come first, and the epochs after this one.
         self._again: deque[Any] = deque()
         self._later: deque[EpochLeft] = deque()
         if self._reader is None and not isinstance(source, SelfSaving):
             raise UsageError(f"{kind_in_words(source)} has no state to save. {advise(source)}")
-        # The epoch whose batches are handed out, and the one that the source is in: mostly that one.
+        # The epoch whose batches are yielded, and the epoch of the source: mostly the same.
         self._number = self._source_number = self._source_epoch() or 0
 
     def __repr__(self) -> str:
@@ -160,17 +160,17 @@ class Loader(Generic[Batch]):
     def epoch(self) -> int | None:
         """The number of the epoch, from 0, as the source reports it; None where it does not.
 
-        `ShardedSampler` and `StreamLoader` do; it is the next one's once the loop over the last batch has ended, whether or
+        `ShardedSampler` and `StreamLoader` report it. It increases when the loop over the last batch has ended, whether or
         not all batches are trained.
         """
-        told = self._source_epoch()
-        if told is not None and self.is_over:
-            return told + 1
-        return self._number if told is not None and self._number != self._source_number else told
+        source_epoch = self._source_epoch()
+        if source_epoch is not None and self.is_over:
+            return source_epoch + 1
+        return self._number if source_epoch is not None and self._number != self._source_number else source_epoch
 
     @property
     def untrained_count(self) -> int:
-        """How many batches were handed out and are not trained; 0 where a batch counts once it is handed out."""
+        """The number of batches that were yielded and are not trained; 0 with ``count="handed"``."""
         return 0 if self._untrained is None else len(self._untrained)
 
     def __len__(self) -> int:
@@ -184,8 +184,8 @@ class Loader(Generic[Batch]):
     def numbered(self) -> Iterator[tuple[int, Batch]]:
         """Yield the batches that are left of the epoch, each with a number for `trained`.
 
-        For batches that are changed, copied or sent to other processes on their way. No two batches of this object have
-        the same number, also after a load.
+        For batches that are changed, copied or sent to other processes before training. No two batches of this object have
+        the same number, even after a load.
 
         Raises:
             UsageError: with ``count="handed"``.
@@ -194,17 +194,17 @@ class Loader(Generic[Batch]):
         return self._iterate(lambda number, batch: (number, batch), by_number=True)
 
     def trained(self, batch: Any = NOTHING, *, number: int | None = None) -> None:
-        """Note that a batch is trained, or dropped for good: what is saved from now on is without it.
+        """Note that a batch is trained, or dropped for good: saves from now on do not contain it.
 
-        Any thread may call it. It belongs to the optimizer's step: where another thread or task saves, let it not save
-        between the two.
+        Any thread may call it. Call it together with the optimizer's step: no other thread or task may save between the
+        two.
 
         Args:
             batch: the very object that the loader yielded; or instead
-            number: what `numbered` yielded with it.
+            number: the number that `numbered` yielded with it.
 
         Raises:
-            UsageError: the batch is not handed out, or trained before; or ``count`` is ``"handed"``.
+            UsageError: the batch was not yielded, or was trained before; or ``count`` is ``"handed"``.
         """
         untrained = self._check_counts_trained()
         if (batch is NOTHING) == (number is None):
@@ -219,14 +219,14 @@ class Loader(Generic[Batch]):
 
     # ------------------------------------------------------------ handing out
 
-    def _iterate(self, give: Callable[[int, Batch], Given], *, by_number: bool) -> Iterator[Given]:
+    def _iterate(self, deliver: Callable[[int, Batch], Given], *, by_number: bool) -> Iterator[Given]:
         while self._again:
             raw = self._again[0]
             prepared = self._prepared(raw)
             with self._lock:
                 number = self._note(_TakenBatch(raw, prepared, None, self._after), by_number=by_number)
                 self._again.popleft()
-            yield give(number, prepared)
+            yield deliver(number, prepared)
         if self._number != self._source_number:
             self._end_epoch()
             return
@@ -240,18 +240,18 @@ class Loader(Generic[Batch]):
                 may_be_over = False
                 with self._lock:
                     number = self._note(taken, by_number=by_number)
-                yield give(number, taken.prepared)
+                yield deliver(number, taken.prepared)
             self._end_epoch()
         finally:
             if self._iteration is iteration:
                 self._iteration = None
-        if may_be_over:  # the checkpoint was made after the last batch: only a source without batches shows it
-            yield from self._iterate(give, by_number=by_number)
+        if may_be_over:  # was the checkpoint made after the last batch? only an empty source shows it
+            yield from self._iterate(deliver, by_number=by_number)
 
     def _begin(self) -> tuple[object, Iterator[Batch]]:
         with self._lock:
             if self._ahead_count and self._after is not None:
-                self._go_back(self._after)  # the last loop ended early: it had read ahead of training
+                self._go_back(self._after)  # the last loop ended early, after reading ahead of training
             let_workers_outlive_signals(self._source)
             batches = begin(self._source, self._goes_on)
             iteration = self._iteration = object()
@@ -267,7 +267,7 @@ class Loader(Generic[Batch]):
         for raw in batches:
             if self._iteration is not iteration:
                 raise UsageError(
-                    "the loader was loaded, or another loop over it began: leave this one, and start a new one"
+                    "the loader was loaded, or another loop over it began: end this loop, and start a new one"
                 )
             part = self._reader.hand_out() if isinstance(self._reader, Prefetched) else None
             taken.append(_TakenBatch(raw, self._prepared(raw), part, self._read() if keeps else None))
@@ -279,7 +279,7 @@ class Loader(Generic[Batch]):
         return raw if self._prepare is None else self._prepare(raw)
 
     def _note(self, taken: _TakenBatch, *, by_number: bool) -> int:
-        """Note that a batch is handed out; return its number."""
+        """Note that a batch is yielded; return its number."""
         number = -1
         self.handed_count += 1
         if self._untrained is not None:
@@ -308,9 +308,9 @@ class Loader(Generic[Batch]):
     # ------------------------------------------------------------ saving
 
     def held(self) -> FrozenState:
-        """Return the state at the batch that was handed out last, or of all that is not trained; no worker is contacted.
+        """Return the state at the batch that was yielded last, or of all untrained batches; no worker is contacted.
 
-        What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
+        Without read-ahead, the present state of the source is read; otherwise the state was kept with the batch.
         """
         with self._lock:
             after = self._read() if self._after is None else self._after
@@ -325,7 +325,7 @@ class Loader(Generic[Batch]):
             return FrozenState("whole" if self._reader is None else "parts", None, own)
 
     def _left(self, parts: tuple[LoaderPart, ...] | None) -> list[EpochLeft]:
-        """Return what is left of each epoch: what is with training, what comes again, and *parts* of the source."""
+        """Return the rest of each epoch: batches in training, batches that come again, and *parts* of the source."""
         left = {epoch.number: epoch for epoch in self._later}
         left[self._number] = EpochLeft(self._number, tuple(self._again))
         if self._source_number in left:
@@ -333,7 +333,7 @@ class Loader(Generic[Batch]):
         return add_untrained(left, () if self._untrained is None else self._untrained.entries(), len(parts or ()))
 
     def _read(self) -> Any:
-        """Return the state of the source as it is: its parts, or its own ``state_dict()``."""
+        """Return the present state of the source: its parts, or its own ``state_dict()``."""
         if self._reader is not None:
             return tuple(self._reader.parts())
         with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to report its position
@@ -343,7 +343,7 @@ class Loader(Generic[Batch]):
         return state
 
     def _go_back(self, after: Any) -> None:
-        """Put the source where it stood when `_read` returned this."""
+        """Reset the source to the state that `_read` returned."""
         if self._reader is not None:
             self._reader.load_parts(after)
         else:
@@ -358,8 +358,8 @@ class Loader(Generic[Batch]):
         """Return why a saved state cannot be continued here, or None.
 
         Args:
-            form: how it was saved.
-            size: by how many data-parallel ranks.
+            form: its `FrozenState.form`.
+            size: the number of data-parallel ranks that saved.
             readers: `FrozenState.own` of each of them, by rank in decimal.
         """
         if sorted(readers) != sorted(map(str, range(size))):
@@ -388,18 +388,18 @@ class Loader(Generic[Batch]):
         )
 
     def needed_ranks(self, size: int) -> range:
-        """Return whose states `resume` needs, of *size* ranks that saved: all of them to reshard, or only this rank's."""
+        """Return the ranks, of *size* that saved, whose states `resume` needs: all to reshard, else only this one."""
         return range(self.rank, self.rank + 1) if size == self.size and self._reader is None else range(size)
 
     def resume(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a saved state. Batches that were handed out before are released.
+        """Continue from a saved state. Batches that were yielded before are released.
 
         Args:
             shared: as in `FrozenState`.
             owns: `FrozenState.own` of the `needed_ranks`, in their order.
 
         Raises:
-            UsageError: the state is not what `held` returns, or the source refuses it.
+            UsageError: the state was not returned by `held`, or the source refuses it.
         """
         saved = [read_epochs(own, shared) for own in owns]
         with self._lock:
@@ -427,7 +427,7 @@ class Loader(Generic[Batch]):
                 self.is_over = isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
-        """Return what this rank continues with: what it saved where there are as many readers as then, else new shares."""
+        """Return the epochs that this rank continues: its own, if the number of readers is unchanged, else new shares."""
         assert self._reader is not None
         if any(epochs[-1].parts is None for epochs in saved):
             raise UsageError("the state of a loader cannot be read: its source has no position; load another step")
@@ -436,6 +436,6 @@ class Loader(Generic[Batch]):
 
 
 def _is_empty(epochs: Sequence[EpochLeft]) -> bool:
-    """Return whether a rank has nothing left of one epoch, and is in no other one."""
+    """Return whether a rank has nothing left of its epoch, and is in no other epoch."""
     (first, *others) = epochs
     return not others and not first.batches and all(part.is_empty for part in first.parts or ())

@@ -1,7 +1,7 @@
-"""Sampler for datasets with random access: yields those samples of one global order that no rank has had yet.
+"""Sampler for datasets with random access: yields the samples of one global order that no rank has yielded yet.
 
-`ShardedSampler` stands where ``DistributedSampler`` and ``BatchSampler`` would, and follows `aiockpt.data.loader`:
-its state is the places in the epoch's order that are left, dealt to the ranks one by one, and not tied to their number.
+`ShardedSampler` replaces ``DistributedSampler`` and ``BatchSampler``, and works with `aiockpt.data.loader`: its state is the
+remaining positions in the epoch's order, distributed to the ranks one by one, and independent of their number.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ShardedSampler:
     """Yields lists of indices: this rank's batches of one epoch. Pass it as ``batch_sampler``.
 
     Every rank yields the same number of batches in every epoch, also in the rest of one on another number of ranks, as
-    ``DistributedDataParallel`` needs it. Where the last round has fewer samples than ranks, it is dealt together with the
-    one before, in batches whose sizes differ by one, and each sample still comes once. One is repeated only where fewer
-    samples than ranks are left of all, or batches have one sample. With *drop_last* every batch is a full one.
+    ``DistributedDataParallel`` needs it. If the last round has fewer samples than ranks, it is merged with the round before,
+    in batches whose sizes differ by one, and each sample still comes once. A sample is repeated only where fewer samples
+    than ranks are left in total, or batches have one sample. With *drop_last* every batch is full.
 
     Attributes:
-        even: whether ranks are kept even; `Loader` turns it off with ``count="trained"``, where they are not in step.
+        even: whether ranks yield equal numbers of batches; `Loader` turns it off for ``count="trained"``.
 
     Args:
         length: samples in the dataset.
@@ -39,10 +39,10 @@ class ShardedSampler:
         size: the same.
         seed: of the order, together with the number of the epoch.
         shuffle: False keeps the order of the dataset.
-        drop_last: skip what does not fill a batch on every rank.
+        drop_last: skip samples that do not fill a batch on every rank.
 
     Raises:
-        UsageError: an argument is no number, or too small.
+        UsageError: an argument is not a number, or too small.
     """
 
     _epoch: int
@@ -72,32 +72,32 @@ class ShardedSampler:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch, from 0; the next one's once training has had the last batch and left the loop."""
+        """The number of the epoch, from 0; it increases when training has received the last batch and left the loop."""
         return self._epoch
 
     def __len__(self) -> int:
-        """Return how many batches are left of the epoch."""
+        """Return the number of batches that are left of the epoch."""
         return self._batch_count(self._left)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches that training has not got yet."""
+        """Yield the batches that training has not received yet."""
         self._drawn.clear()
         left = self._left
         order = self._order()
         while self._batch_count(left):
             drawn, left = self._draw(left)
             self._drawn.append((drawn, left))
-            # Where other ranks have a sample more, this one repeats one, as DistributedSampler does.
+            # Where other ranks have one more sample, this rank repeats one, as DistributedSampler does.
             places = [place for span in drawn for place in span.positions] or [self.rank % self._length]
             yield order[places].tolist()
 
     def hand_out(self) -> LoaderPart:
-        """Note that the oldest batch that was drawn was handed to training; return it as a part."""
+        """Note that training has received the oldest batch that was drawn; return it as a part."""
         drawn, self._left = self._drawn.popleft()
         return LoaderPart(self._shared, spans=drawn)
 
     def _batch_count(self, left: LoaderPart) -> int:
-        """Return how many batches every rank has still to yield, where this one has *left*."""
+        """Return how many batches every rank has still to yield, where this rank has *left*."""
         most, least = self._counts(left)
         return least // self.batch_size if self._drop_last else -(-most // self.batch_size)
 
@@ -106,7 +106,7 @@ class ShardedSampler:
         most, least = self._counts(left)
         batch_count, size = self._batch_count(left), self.batch_size
         if least - size < batch_count - 1 and not self._drop_last:
-            # A full batch would leave a rank with less than one sample for each of the others.
+            # A full batch would leave less than one sample for each of the remaining batches.
             taken = [-(-count // batch_count) for count in (left.span_count, most, least)]
         else:
             taken = [min(size, count) for count in (left.span_count, most, least)]
@@ -120,11 +120,11 @@ class ShardedSampler:
         self._begin_epoch(self._epoch + 1)
 
     def parts(self) -> list[LoaderPart]:
-        """Return what this rank has still to yield, as one part: workers do not affect which samples come next."""
+        """Return the rest of this rank's samples, as one part: workers do not affect which samples come next."""
         return [msgspec.structs.replace(self._left, shared=self._shared)]
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int = 1) -> list[LoaderPart]:
-        """Return what a rank out of *size* has before the first batch of an epoch, dealt to *count* readers."""
+        """Return the parts of *count* readers of a rank out of *size* before the first batch of an epoch."""
         round_count = self.batch_size * size
         stop = self._length - self._length % round_count if self._drop_last else self._length
         whole = LoaderPart({**self._shared, "epoch": epoch}, spans=(Span(ORDER, 0, stop),))
@@ -155,7 +155,7 @@ class ShardedSampler:
         self._left = self.epoch_parts(epoch, self.rank, self.size)[0]
 
     def _counts(self, left: LoaderPart) -> tuple[int, int]:
-        """Return the most and the least samples that a rank has left; this one's where the others' are not known."""
+        """Return the most and the least samples that a rank has left; this rank's count if those of others are unknown."""
         own = left.span_count
         if not self.even or left.most is None or left.least is None:
             return own, own

@@ -1,14 +1,14 @@
 """Resharding of the samples that a job has still to read, for when the number of readers changes.
 
-A *reader* is a data-parallel rank, or one worker of it. A `LoaderPart` is what it still has to yield to training,
-independent of how many readers there are; `reshard` turns the parts of all old readers into those of the new ones
+A *reader* is a data-parallel rank, or one worker of it. A `LoaderPart` describes the samples that it still has to yield to
+training, independent of the number of readers; `reshard` turns the parts of all old readers into those of the new ones
 (ByteCheckpoint, NSDI'25 §4: copy, split and merge).
 
 Guarantees:
 
 - No sample is lost and none is read twice, over any sequence of sizes; parts that overlap are refused.
-- The same number of readers gets its parts back as they were.
-- New readers in lock step yield samples of spans in the order in which the old ones in lock step would have.
+- With the same number of readers, each gets its own part back unchanged.
+- New readers in lock step yield the samples of spans in the same order as the old readers in lock step would have.
 - Pure and deterministic: every rank computes the same parts from the same checkpoint, without communication.
 """
 
@@ -26,7 +26,7 @@ from aiockpt.errors import UsageError
 T = TypeVar("T")
 _ABSENT = object()
 _MAX_STRIDE = 1 << 12
-"""Spans are joined up to this common stride; beyond it they are kept apart, which costs a longer list and no sample."""
+"""Largest common stride at which spans are joined; beyond it they stay separate, which costs a longer list, no sample."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class Stream(msgspec.Struct, frozen=True):
 
     Attributes:
         source: its name; one reader owns it.
-        cursor: where reading goes on, as the reader understands it: any plain value.
-        remaining_count: samples that are left, to share out streams evenly; None when unknown.
+        cursor: the position at which reading continues: any plain value that the reader understands.
+        remaining_count: samples that are left, to distribute streams evenly; None when unknown.
     """
 
     source: str
@@ -69,10 +69,10 @@ class LoaderPart(msgspec.Struct, frozen=True):
     """What one reader still has to yield to training.
 
     Attributes:
-        shared: what all readers have alike, such as seed and epoch; kept as it is.
-        buffer: samples, or the beginning of one, that were read and not handed out; they come first. Plain values.
-        spans, streams: what is to be read after that, in order.
-        most, least: samples of spans that any of the ranks has, where that is known; not saved.
+        shared: values that are equal on all readers, such as seed and epoch; kept unchanged.
+        buffer: samples, or the beginning of one, that were read and not yielded; they come first. Plain values.
+        spans, streams: what is to be read after the buffer, in order.
+        most, least: the most and the least samples of spans that a rank has, where known; not saved.
     """
 
     shared: Any = None
@@ -94,10 +94,10 @@ class LoaderPart(msgspec.Struct, frozen=True):
 
 
 def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
-    """Return the parts of *new_size* readers that together have to read what *parts* have.
+    """Return the parts of *new_size* readers that together read all samples of *parts*.
 
-    Buffered samples and spans are dealt out one by one, so that counts differ by 1 at most. Streams go whole to the reader
-    that has the least, the longest first; a reader gets none where there are fewer streams than readers.
+    Buffered samples and spans are distributed one by one, so that counts differ by at most 1. Each stream goes as a whole to
+    the reader with the least, the longest first; with fewer streams than readers, some readers get no stream.
 
     Args:
         parts: of the old readers, in their order.
@@ -123,13 +123,13 @@ def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
 
 
 def with_counts(parts: Sequence[LoaderPart], per_rank: int) -> list[LoaderPart]:
-    """Return the parts of all ranks, *per_rank* of each, with the most and the least samples that a rank has."""
+    """Return the parts of all ranks, *per_rank* of each, with `most` and `least` set."""
     counts = [sum(part.span_count for part in parts[at : at + per_rank]) for at in range(0, len(parts), per_rank)]
     return [msgspec.structs.replace(part, most=max(counts), least=min(counts)) for part in parts]
 
 
 def split(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return spans of the first *count* samples of *spans*, fewer where there are no more, and those of the others."""
+    """Return the spans of the first *count* samples of *spans* (or of all, if fewer), and the spans of the rest."""
     taken: list[Span] = []
     left: list[Span] = []
     for span in spans:
@@ -144,7 +144,7 @@ def split(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Sp
 
 
 def join_parts(parts: Sequence[LoaderPart]) -> LoaderPart:
-    """Return one part of all that *parts* have, in their order."""
+    """Return one part with the contents of all *parts*, in their order."""
     return LoaderPart(
         parts[0].shared,
         tuple(sample for part in parts for sample in part.buffer),
@@ -154,7 +154,7 @@ def join_parts(parts: Sequence[LoaderPart]) -> LoaderPart:
 
 
 def in_lock_step(queues: Iterable[Sequence[T]]) -> Iterator[list[T]]:
-    """Yield what is first in each queue, then what is second, and so on."""
+    """Yield the first items of all queues, then the second items, and so on."""
     for row in zip_longest(*queues, fillvalue=_ABSENT):
         yield [item for item in row if item is not _ABSENT]  # type: ignore[misc]  # the sentinel is left out
 
@@ -184,15 +184,15 @@ def _join_spans(spans: Iterable[Span]) -> list[Span]:
         found = _sewn(_sweep(source, some, common)) if common <= _MAX_STRIDE else sorted(some, key=lambda s: s.start)
         if sum(len(span.positions) for span in found) < sum(len(span.positions) for span in some):
             raise UsageError(
-                f"two readers both have samples of {source!r} to give: {some[:4]}. Each sample belongs to one reader: "
-                "give each its rank and the number of ranks"
+                f"two readers both have samples of {source!r}: {some[:4]}. Each sample belongs to one reader: "
+                "pass each reader its rank and the number of ranks"
             )
         joined += found
     return joined
 
 
 def _sweep(source: str, spans: Sequence[Span], common: int) -> Iterator[Span]:
-    """Yield the union of *spans*: between two of their ends the same residues of the common stride are there."""
+    """Yield the union of *spans*: between two of their ends, the present residues of the common stride do not change."""
     borders = sorted({border for span in spans for border in (span.start, _end(span))})
     begin_at: dict[int, list[Span]] = {}
     end_at: dict[int, list[Span]] = {}
@@ -211,7 +211,7 @@ def _sweep(source: str, spans: Sequence[Span], common: int) -> Iterator[Span]:
 
 
 def _sewn(spans: Iterable[Span]) -> list[Span]:
-    """Return the same samples with those spans in one that go on where another ends."""
+    """Return the same samples, with spans joined where one continues another."""
     sewn: dict[int, Span] = {}
     apart: list[Span] = []
     for span in reversed(list(spans)):
@@ -239,7 +239,7 @@ def _count_residues(present: dict[int, int], span: Span, common: int, change: in
 
 
 def _classes(residues: Sequence[int], common: int, begin: int) -> Iterator[tuple[int, int]]:
-    """Yield (first position from *begin* on, stride) of the fewest spans that are these residues."""
+    """Yield (first position from *begin* on, stride) of the fewest spans that cover these residues."""
     for stride in range(1, common + 1):
         if common % stride:
             continue
@@ -250,7 +250,7 @@ def _classes(residues: Sequence[int], common: int, begin: int) -> Iterator[tuple
 
 
 def _deal_spans(spans: Sequence[Span], size: int, *, first: int) -> list[list[Span]]:
-    """Deal samples out one by one, to the reader *first* first (modulo *size*): a stride for each."""
+    """Distribute samples one by one, beginning with reader *first* (modulo *size*): one stride for each."""
     dealt: list[list[Span]] = [[] for _ in range(size)]
     turn = first
     for span in spans:
@@ -274,7 +274,7 @@ def _check_owners(streams: Sequence[Stream]) -> None:
 
 
 def _deal_streams(streams: Sequence[Stream], size: int) -> list[list[Stream]]:
-    """Assign each stream to the reader that has the least, the longest first; each reader keeps the order they had."""
+    """Assign each stream to the reader with the least, the longest first; a reader keeps its streams in the old order."""
     known = [stream.remaining_count for stream in streams if stream.remaining_count is not None]
     usual = max(known, default=1)
     weights = [usual if stream.remaining_count is None else stream.remaining_count for stream in streams]
@@ -291,7 +291,7 @@ def _deal_streams(streams: Sequence[Stream], size: int) -> list[list[Stream]]:
 
 
 def write_part(part: LoaderPart) -> dict[str, Any]:
-    """Return a part as plain values, without what is shared."""
+    """Return a part as plain values, without the shared ones."""
     return {
         "buffer": list(part.buffer),
         "spans": [[span.source, span.start, span.stop, span.stride] for span in part.spans],

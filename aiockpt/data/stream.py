@@ -1,8 +1,8 @@
 """Loader for streamed datasets whose workers read ahead: each batch carries the position of its worker after it.
 
-`StreamLoader` is a ``DataLoader`` for datasets that are read from front to back. The state of a worker travels with every
-batch, so that a save contacts no worker and waits for none; what is prefetched counts as not read. All that is left is
-dealt to data-parallel ranks and their workers, however many there are after a resume:
+`StreamLoader` is a ``DataLoader`` for datasets that are read from front to back. The state of a worker comes with every
+batch, so that a save neither contacts nor waits for workers; prefetched batches count as not read. After a resume, the
+rest is distributed to any number of data-parallel ranks and workers:
 
     loader = Loader(StreamLoader(dataset, batch_size=8, num_workers=4))
 """
@@ -27,14 +27,14 @@ class StreamDataset(Protocol[Sample_co]):
     """A dataset that is read from front to back. It is independent of ranks, workers and batches."""
 
     def whole(self, epoch: int) -> LoaderPart:
-        """Return all that there is to read in an epoch. Every rank must return the same."""
+        """Return the whole of an epoch. Every rank must return the same."""
         ...
 
     def load_part(self, part: LoaderPart) -> object:
         """Read this part from now on."""
 
     def part(self) -> LoaderPart:
-        """Return what is left after the sample that was yielded last: move on before you yield. *shared* may be None."""
+        """Return the rest after the sample that was yielded last: advance before each yield. *shared* may be None."""
         ...
 
     def __iter__(self) -> Iterator[Sample_co]:
@@ -52,7 +52,7 @@ class StreamLoader(Generic[Sample]):
         rank: as for `aiockpt.data.loader.Loader`; pass the same to both.
         size: the same.
         collate_fn: makes a batch of a list of samples.
-        options: all else that ``DataLoader`` takes. Its workers live for one epoch, and batches stay in order.
+        options: any other option of ``DataLoader``. Its workers live for one epoch, and batches stay in order.
     """
 
     _epoch: int
@@ -78,7 +78,7 @@ class StreamLoader(Generic[Sample]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch, from 0; the next one's once training has had the last batch and left the loop."""
+        """The number of the epoch, from 0; it increases when training has received the last batch and left the loop."""
         return self._epoch
 
     @property
@@ -88,20 +88,20 @@ class StreamLoader(Generic[Sample]):
         return generator
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that training has not got yet."""
+        """Yield the batches that training has not received yet."""
         self._parts, self._turn, self._given = self._in_turn(), 0, None
         source = _Source(self._dataset, self._parts)
         loader = DataLoader(source, collate_fn=self._collate, **self._options)
         let_workers_outlive_signals(loader)
-        return self._give(iter(loader))
+        return self._yield_batches(iter(loader))
 
-    def _give(self, collated: Iterator[tuple[Any, int, LoaderPart]]) -> Iterator[Any]:
+    def _yield_batches(self, collated: Iterator[tuple[Any, int, LoaderPart]]) -> Iterator[Any]:
         for batch, reader, part in collated:
             self._given = (reader, part)
             yield batch
 
     def hand_out(self) -> None:
-        """Note that the batch that was yielded last was handed to training. A stream cannot read it again."""
+        """Note that training has received the batch that was yielded last. A stream cannot read it again."""
         if self._given is not None:
             reader, part = self._given
             self._parts[reader] = msgspec.structs.replace(part, shared=self._parts[reader].shared)
@@ -112,11 +112,11 @@ class StreamLoader(Generic[Sample]):
         self._begin_epoch(self._epoch + 1)
 
     def parts(self) -> list[LoaderPart]:
-        """Return what each worker has still to yield, the one whose batch comes next first."""
+        """Return the part that each worker has still to yield, beginning with the worker of the next batch."""
         return [_with_epoch(part, self._epoch) for part in self._in_turn()]
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
-        """Return what the *count* workers of a rank out of *size* have before the first batch of an epoch."""
+        """Return the parts of the *count* workers of a rank out of *size* before the first batch of an epoch."""
         return [_with_epoch(part, epoch) for part in self._deal(epoch, rank, size, count)]
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
@@ -126,7 +126,7 @@ class StreamLoader(Generic[Sample]):
         self._parts = [msgspec.structs.replace(part, shared=part.shared["shared"]) for part in parts]
 
     def _in_turn(self) -> list[LoaderPart]:
-        """Return the parts from the one on whose batch comes next: a ``DataLoader`` begins with its first worker."""
+        """Return the parts, rotated to begin with that of the next batch: a ``DataLoader`` begins with its first worker."""
         turn = self._turn % len(self._parts)
         return [*self._parts[turn:], *self._parts[:turn]]
 
@@ -144,7 +144,7 @@ def _with_epoch(part: LoaderPart, epoch: int) -> LoaderPart:
 
 
 class _Source(IterableDataset[Any]):
-    """The dataset as a worker sees it: with that worker's part."""
+    """The dataset in a worker, with that worker's part."""
 
     def __init__(self, dataset: StreamDataset[Any], parts: Sequence[LoaderPart]) -> None:
         self._dataset = dataset
@@ -156,9 +156,9 @@ class _Source(IterableDataset[Any]):
 
 
 class _Collate:
-    """Makes a batch, and returns with it the number of its reader and what that reader has left.
+    """Makes a batch; returns it with the number of its reader and the rest of that reader's part.
 
-    A ``DataLoader`` collates in the process and right after the samples were read, before it reads more; and it sends
+    A ``DataLoader`` collates in the reading process, right after reading the samples and before it reads more. It sends
     collate function and dataset to a worker together, so that both refer to the same object there.
     """
 

@@ -1,6 +1,6 @@
 """A process that saves and loads by itself, into one place: the plain implementation of each protocol of the core.
 
-`Alone`, `RoundAlone` and `OnePlace` stand for `aiockpt.ranks` and `aiockpt.places.tiers`; `NeverInterrupted` and `Unwatched`
+`Alone`, `RoundAlone` and `OnePlace` replace `aiockpt.ranks` and `aiockpt.places.tiers`; `NeverInterrupted` and `Unwatched`
 for `aiockpt.session.preemption` and `aiockpt.prove`.
 """
 
@@ -158,7 +158,7 @@ class OnePlace:
 
 
 class NeverInterrupted:
-    """The interruption that never comes: the run goes on until it is done, or killed."""
+    """Does nothing: the run is never interrupted, and goes on until it is done, or killed."""
 
     listens = False
     observers: Sequence[Observer] = ()
@@ -183,7 +183,7 @@ class Unwatched:
         return request
 
     def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
-        """Return what fills the objects; None where there is nothing to fill."""
+        """Return the function that fills the objects; None where there is nothing to fill."""
         return None if filled is None else filled.apply
 
     def reached(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 REMEMBERED = 5
-"""Saves; of so many the median is what a save takes."""
+"""Saves over which medians of durations are taken."""
 
 
 class DeviceBytes(dict["torch.device", int]):
@@ -64,7 +64,7 @@ class DeviceBytes(dict["torch.device", int]):
                 self[device] = self.get(device, 0) + shard.data.nbytes
 
 
-# Failures: each is reported once, at the first request, in the way that was chosen; it never loses the save that reports it
+# Failures: each is reported once, at the next request, as ``on_error`` says; the report never loses the save it interrupts
 # (docs/decisions.md#a-failed-save-never-loses-the-next-one).
 
 
@@ -120,7 +120,7 @@ class Failures:
 
 
 class LastSaves:
-    """What the last saves of a checkpointer took: an observer of it. On the loop."""
+    """The observer that measures the last saves of a checkpointer. On the loop."""
 
     def __init__(self) -> None:
         self._durable_s: deque[float] = deque(maxlen=REMEMBERED)
@@ -139,7 +139,7 @@ class LastSaves:
 
     @property
     def pause_s(self) -> float | None:
-        """How long an eager save held its caller; None where none did."""
+        """How long an eager save held its caller; None before the first one."""
         return median(self._pause_s) if self._pause_s else None
 
 
@@ -153,14 +153,14 @@ class Engine:
 
     Attributes:
         now_ns: returns the monotonic time.
-        lineage: where new saves stand among all others.
-        block_bytes: of data files: what one checksum is of.
+        lineage: the position of new saves among all others.
+        block_bytes: of data files, under one checksum.
         busy_attempts: nonces of attempts under way here; garbage collection skips them.
-        differing_buffers: those that ranks had differently when that was logged.
+        differing_buffers: those that differed between ranks when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
         failures: the saves that have failed, until the caller has received them.
-        last_saves: what they took.
-        tell_given_up: called with a step, and why a place has given it up whose ``on_error`` says that the next call raises.
+        last_saves: their durations.
+        notify_abandoned: called with a step and an error, when a place with ``on_error="raise"`` has abandoned the step.
     """
 
     def __init__(
@@ -190,23 +190,23 @@ class Engine:
         self.differing_buffers: tuple[str, ...] = ()
         self.not_finite: frozenset[str] = frozenset()
         self.failures = Failures()
-        self.notify_given_up: Callable[[int, BaseException], object] = self._note_given_up
+        self.notify_abandoned: Callable[[int, BaseException], object] = self._note_abandoned
         self.state_work = Limiter("state", 2)
         self.last_saves = LastSaves()
         self._observers = [*observers, self.last_saves]
 
-    def _note_given_up(self, step: int, error: BaseException) -> None:
+    def _note_abandoned(self, step: int, error: BaseException) -> None:
         promise = SavePromise(step)
         promise.fail(error)
         self.failures.add(SaveFuture(promise))
 
     def plan(self, state: ShardedState) -> SavePlan:
-        """Return the plan for *state*: the known one while its structure is the same. Any thread."""
+        """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
         known = state.known
         return known.find(SavePlan, state.structure) or known.keep(self.make_plan(state), state.structure)
 
     def make_plan(self, state: ShardedState) -> SavePlan:
-        """Return a plan for *state* that no save has asked for, and keep nothing. Any thread."""
+        """Return a new plan for *state*, and cache nothing. Any thread."""
         if self.world_size == 1:
             check_whole(state)
         io = self.options.io
@@ -218,11 +218,11 @@ class Engine:
         )
 
     def screens(self, plan: SavePlan) -> list[FileScreen]:
-        """Return what screens each file of *plan* while it is written; empty where that was not asked for."""
+        """Return a screen for each file of *plan*, used while it is written; empty without ``screen=``."""
         return [] if self.options.screen is None else list(map(FileScreen, plan.float_spans))
 
     def copy_program(self, plan: SavePlan, state: ShardedState, *, keep: bool = True) -> CopyProgram:
-        """Return the copies of *plan*: the known ones while the tensors are where they were. Any thread.
+        """Return the copies of *plan*: the cached ones while no tensor has moved in memory. Any thread.
 
         Args:
             keep: whether the tensors will be there for the next save.
@@ -239,7 +239,7 @@ class Engine:
     def sample_replicas(
         self, state: ShardedState, after: Sequence[tuple[torch.device, DeviceEvent]], *, keep: bool
     ) -> Sampling | None:
-        """Read some of what this rank and others have of *state*; None where that is not to be compared."""
+        """Begin to sample what this rank and others have of *state*; None where that is not compared."""
         if self.options.replicas == "first":
             return None
         from aiockpt.pipeline.replica_samples import ReplicaSamples
@@ -252,7 +252,7 @@ class Engine:
         return samples.begin(after, self.options.deadlines.slab_s)
 
     def device_bytes(self, state: ShardedState) -> Mapping[torch.device, int]:
-        """Return the devices that tensors of *state* are on, and how many bytes of them are there; nothing of the host."""
+        """Return the bytes of the tensors of *state* on each device, without the host."""
         found = state.known.find(DeviceBytes, state.tensors)
         if found is None:
             found = state.known.keep(DeviceBytes(self.accelerator.device_of, state.tensors), state.tensors)
@@ -264,9 +264,9 @@ class Engine:
             self.pool.pin_with(self.accelerator.stream(device))
 
     def compute_events(self, state: ShardedState) -> list[tuple[torch.device, DeviceEvent]]:
-        """Return the devices of *state*, each with the event behind all that the calling thread gave it so far.
+        """Return the devices of *state*, each with an event after all work that the calling thread has queued there.
 
-        A copy on a device begins behind that.
+        A copy on a device begins after that event.
         """
         return [(device, self.accelerator.now(device)) for device in self.device_bytes(state)]
 
@@ -282,7 +282,7 @@ class Engine:
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        """The devices that tensors may be on; asked for by the thread that copies."""
+        """The devices that tensors may be on; used by the thread that copies."""
         if self.world.accelerator is not None:
             return self.world.accelerator
         from aiockpt.runtime.cuda import Cuda
@@ -298,11 +298,11 @@ class Engine:
         return (self.now_ns() - begun_ns) / 1e9
 
     def stages(self, operation: Operation, step: int) -> Stages:
-        """Return what times the stages of one operation."""
+        """Return the timer of the stages of one operation."""
         return Stages(self.emit, self.now_ns, operation, step)
 
     def emit(self, event: Event) -> None:
-        """Show *event* to every observer. One that raises is dropped, with a log line; it never harms a save."""
+        """Send *event* to every observer. One that raises is dropped, with a log line; it never harms a save."""
         for observer in list(self._observers):
             try:
                 observer.on_event(event)
@@ -362,17 +362,17 @@ class Place:
 
     @asynccontextmanager
     async def reading(self, step_id: str) -> AsyncIterator[None]:
-        """Keep retention, here and in other processes, away from a step for the length of the block."""
+        """Protect a step from retention, here and in other processes, for the length of the block."""
         with self._pinning(step_id):
             async with self._leasing(self._new_lease(step_id), b"", must=False):
                 yield
 
     @asynccontextmanager
     async def holding(self, step_id: str, who: bytes) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Do so for a reader outside this process, and yield what renews the lease.
+        """Do so for a reader outside this process, and yield the function that renews the lease.
 
         Args:
-            who: written into the lease, for people who wonder why a step is kept.
+            who: written into the lease, to show people why a step is kept.
 
         Raises:
             StorageError: the lease cannot be written, so that it would have no effect.
@@ -401,18 +401,18 @@ class Place:
             self.unpin(step_id)
 
     def pin(self, step_id: str) -> None:
-        """Keep this process's retention away from a step until `unpin`. On the loop."""
+        """Protect a step from this process's retention until `unpin`. On the loop."""
         self._reading[step_id] = self._reading.get(step_id, 0) + 1
 
     def unpin(self, step_id: str) -> None:
-        """Take one `pin` back."""
+        """Undo one `pin`."""
         self._reading[step_id] -= 1
         if not self._reading[step_id]:
             del self._reading[step_id]
 
     @asynccontextmanager
     async def _leasing(self, key: str, who: bytes, *, must: bool) -> AsyncIterator[None]:
-        """Have the lease *key* for the length of the block; without *must* go on where it cannot be written."""
+        """Hold the lease *key* for the length of the block; without *must*, continue where it cannot be written."""
         leased = True
         try:
             await self.backend.put(key, who)
@@ -434,7 +434,7 @@ class Place:
             logger.info("lease %s is left to expire: %s", key, error)
 
     def uploads_are_due(self) -> bool:
-        """Return whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
+        """Return whether it is time to list uploads that dead saves left: after the first save, then each hour."""
         last_ns, now_ns = self._listed_uploads_ns, self.engine.now_ns()
         if last_ns is not None and now_ns - last_ns < UPLOADS_EVERY_S * 1e9:
             return False

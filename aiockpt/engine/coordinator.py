@@ -29,15 +29,15 @@ class LoadRound(Protocol):
         ...
 
     async def agree_applied(self, error: Exception | None) -> None:
-        """Agree on whether the objects of each rank accepted what they were given; raise where they did not."""
+        """Agree on whether the objects of each rank accepted their values; raise where they did not."""
 
 
 class Coordinator(Protocol):
-    """How the processes that save one state together act as one.
+    """The coordination of the processes that save one state together.
 
     Attributes:
         rank, world_size: which of them this process is.
-        board_name: what distinguishes their notes from those of other jobs and checkpointers; empty where there are none.
+        board_name: what distinguishes their notes from those of other jobs and checkpointers; empty without other ranks.
     """
 
     @property
@@ -50,7 +50,7 @@ class Coordinator(Protocol):
     # ------------------------------------------------------------------ the calls; any thread, in the order of all ranks
 
     def begin(self, step: int) -> Round:
-        """Return the round of a save that begins now, which says what the ranks mean."""
+        """Return the round of a save that begins now; it identifies the save among the ranks."""
         ...
 
     def begin_load(self) -> LoadRound:
@@ -58,18 +58,18 @@ class Coordinator(Protocol):
         ...
 
     def join(self, board_name: str, name: RoundName) -> Round:
-        """Return a round that another process of this rank has begun, whose notes have that name, and will leave."""
+        """Join the round *name* on the board *board_name*, which another process of this rank has begun and will leave."""
         ...
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
-        """Return what this process writes of *state* if known without the others; None where the ranks must plan it first.
+        """Return the share of *state* that this process writes, if known; None where the ranks must plan it first.
 
         Any thread.
         """
         ...
 
     def depart(self, reason: str, *, failed: bool) -> None:
-        """Notify the others that this process makes no more calls; wait until they can know.
+        """Notify the others that this process makes no more calls; wait until that is posted.
 
         Args:
             failed: whether others may wait for it. Then this does not wait.
@@ -78,7 +78,7 @@ class Coordinator(Protocol):
     # ------------------------------------------------------------------ on the loop: what follows saves into several places
 
     async def post(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
-        """Leave a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
+        """Post a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
 
     async def receive(
         self,
@@ -91,10 +91,10 @@ class Coordinator(Protocol):
         pause_s: float,
         deadline_s: float,
     ) -> N | F:
-        """Return the note that rank 0 leaves under *key*; or, after a while without it, what shows the same.
+        """Return the note that rank 0 posts under *key*; or, after a while without it, what *find* returns.
 
         Args:
-            what: is waited for.
+            what: the awaited thing, in words.
             find: reads the storage, every *pause_s* seconds.
 
         Raises:

@@ -17,7 +17,7 @@ from aiockpt.runtime.promise import Promise, SavePromise
 
 
 class Destination(StepPlaces, Protocol):
-    """Where the saves of one checkpointer go, and where what it loads lies."""
+    """Where one checkpointer saves to, and where the steps that it loads lie."""
 
     def takes(self, step: int) -> bool:
         """Return whether *step* is saved at all."""
@@ -35,10 +35,10 @@ class Destination(StepPlaces, Protocol):
         """
 
     def prepare(self, promise: SavePromise) -> None:
-        """Give *promise* a stage for each place, where there are several, when it is registered."""
+        """Add a stage for each place, where there are several, to *promise* when it is registered."""
 
     def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
-        """Return those that `prepare` gave to *promise*, the nearest place's first."""
+        """Return the stages that `prepare` added to *promise*, the nearest place's first."""
         ...
 
     def announce(self, job: SaveJob) -> None:

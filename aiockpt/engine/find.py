@@ -2,13 +2,13 @@
 
 Guarantees:
 
-- A failed listing never counts as "no checkpoint": a tier that cannot be listed raises, unless another one has steps.
-  Then one that is stalled is not waited for, either.
+- A failed listing never counts as "no checkpoint": a tier that cannot be listed raises, unless another tier has steps.
+  Then a stalled tier is not waited for, either.
 - A commit that a dead job could not finish is finished first.
-- Whatever is bad is skipped and logged; what may be well in a minute, and may be the newest, is raised. An outage is not
+- A damaged step is skipped and logged. A transient failure of a step that may be the newest is raised: an outage is not
   damage, and a sound step of another branch is neither.
-- When a step is chosen to be loaded, a newer one that was begun and not committed is logged; where there is none to load,
-  the error says what may have been meant instead.
+- When a step is chosen to be loaded, a newer one that was begun and not committed is logged. Without any step, a log line
+  names the place that may have been meant.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class StepPlaces(Protocol):
     def places(self) -> Sequence[Place]: ...
 
     async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds in each place; of one step the nearest copy comes first.
+        """Return what *list_entries* finds in each place; of one step the nearest copy comes first.
 
         Raises:
-            StorageError: it is not known which steps there are.
+            StorageError: the steps cannot be listed.
         """
         ...
 
@@ -100,15 +100,15 @@ async def candidates(
 ) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
 
-    Of one step the nearest copy comes first; of one that was asked for, copies of its weights alone come last.
+    Of one step the nearest copy comes first; of a requested *step*, copies of its weights alone come last.
 
     Args:
         to_load: log a newer step that is not committed.
 
     Raises:
         StepNotFoundError, ManifestError: of *step*.
-        NoValidCheckpointError: the caller wanted more than there are.
-        UsageError: there are none, and a place is the folder of a step.
+        NoValidCheckpointError: after the last copy, if the caller asks for another.
+        UsageError: there are no steps, and a place is the folder of a step.
     """
     unfinished: list[Unfinished] = []
     listed = await committed_steps(places, unfinished) if step is None else await find_step(places, step)
@@ -146,7 +146,7 @@ async def candidates(
 
 
 async def _log_hints(places: StepPlaces) -> None:
-    """Log what another place may have been meant by: a load of nothing is no error, unless the place is a step's folder."""
+    """Log the place that may have been meant: loading nothing is no error, unless the place is a step's folder."""
     for place in places.places:
         await refuse_step(place.backend)
         for hint in (await find_hints(place.backend)).hints(place.backend.url):
@@ -156,7 +156,7 @@ async def _log_hints(places: StepPlaces) -> None:
 def note_skipped(
     engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped, *, is_known: bool = False
 ) -> None:
-    """Notify log and observers of why a step is not chosen; not the log of what *is_known*, and stays so for long."""
+    """Report to log and observers why a step is skipped; at level DEBUG where that *is_known* and lasting."""
     skipped.append((step_id, str(error)))
     logger.log(logging.DEBUG if is_known else logging.WARNING, "%s is skipped: %s", step_id, error)
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))

@@ -51,12 +51,12 @@ class RoundName(msgspec.Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """What the keys of its notes begin with."""
+        """The prefix of the keys of its notes."""
         return f"warm_up/{self.number}" if self.step == WARM_UP else f"save/{self.step}/{self.number}"
 
     @property
     def call(self) -> str:
-        """What it is, in words."""
+        """The call, in words."""
         if self.step == WARM_UP:
             return f"warm_up() number {self.number}"
         return f"the save of step {self.step}" + (f", number {self.number}" if self.number > 1 else "")
@@ -83,7 +83,7 @@ class Round(Protocol):
         ...
 
     def name_attempt(self) -> str | None:
-        """Return the nonce that the save has on all ranks; None where any will do. It may wait."""
+        """Return the nonce that the save has on all ranks; None where any will do. May block."""
         ...
 
     def abort(self, error: BaseException) -> None:
@@ -95,7 +95,7 @@ class Round(Protocol):
     # ------------------------------------------------------------------ on the loop
 
     def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
-        """Notify the others of what ends this block before `save` has begun; *places* may be written to."""
+        """Notify the others of an error in the block before `save` has begun; *places*: may be written to."""
         ...
 
     async def choose_place(
@@ -104,7 +104,7 @@ class Round(Protocol):
         """Return the one of *places* that is written to: what *choose* returns on rank 0.
 
         Raises:
-            RankError: rank 0 has not said it, and its vote is not found in any of them.
+            RankError: rank 0 has not posted it, and its vote is not found in any of them.
         """
         ...
 
@@ -115,27 +115,27 @@ class Round(Protocol):
     # ------------------------------------------------------------------ on the loop, where another process writes
 
     async def announce(self) -> None:
-        """Say that this process knows what to write."""
+        """Announce that this process knows what to write."""
 
     def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
-        """Serve the others while the block waits for the process that writes, and leave.
+        """Serve the others while the block waits for the process that writes; leave the round at its end.
 
         Args:
             places: where the save may be written to.
-            died: returns how that process ended, if it has, and no other process goes on with the save.
+            died: returns the error of that process, if it has ended and no other process continues the save.
         """
         ...
 
 
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save was asked for; the fields are those of `aiockpt.Checkpointer.save`.
+    """The arguments of a save; the fields are those of `aiockpt.Checkpointer.save`.
 
     Attributes:
         state: as the caller gave it, of which *selection* is saved; empty where it is described otherwise.
-        snapshot: how it is to be copied; None for the checkpointer's way.
-        begun_ns: when; None for now.
+        snapshot: how it is to be copied; None for the checkpointer's default.
+        begun_ns: when the call began (monotonic); None for now.
     """
 
     step: int
@@ -158,14 +158,14 @@ class SaveGuard(CopyGuard, Protocol):
 
     @property
     def needs_all_slabs(self) -> bool:
-        """Whether the copy wanted slabs for all of the state."""
+        """Whether the copy needed slabs for all of the state."""
         ...
 
     def begin(self, job: SaveJob) -> None:
-        """Make each change of the state wait for the copy of *job*: its call returns before that."""
+        """Make each change of the state wait for the copy of *job*, whose call returns before the copy ends."""
 
     def check_addresses(self) -> None:
-        """Raise TornSnapshotError when a tensor is not where it was: nothing may be read from there."""
+        """Raise TornSnapshotError when a tensor has moved in memory: its old address must not be read."""
 
     def recheck(self) -> TornSnapshotError | None:
         """Compare once more, if the copy is over and not yet compared; return why it is torn, if it is. Any thread."""
@@ -175,7 +175,7 @@ class SaveGuard(CopyGuard, Protocol):
         """Expedite the copy: it is waited for, or not wanted any more. Any thread; idempotent."""
 
     def stopped(self, error: BaseException) -> None:
-        """End, as the save did, with *error*: no change needs to wait any more. Any thread."""
+        """End with the *error* of the save: changes of the state wait no longer. Any thread."""
 
 
 class Unguarded:
@@ -204,7 +204,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
         copied_at_call_bytes: bytes of the tensors that were copied in the call already.
         beside: whether it is copied beside the program, after the call has returned.
         is_temporary: whether all tensors were made for this save, and the next one will have others.
-        after: the devices, and what must have passed on each before its tensors are what they were at the call.
+        after: the devices, each with the event after which its tensors have their values of the call.
         guard: of the state, until it is copied.
     """
 
@@ -224,7 +224,7 @@ class Snapshotter(Protocol):
     def capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
     ) -> Capture:
-        """Say how a state is copied; from here on it is as it was at the call, for the copy.
+        """Choose how a state is copied; from here on the copy sees it as it was at the call.
 
         Args:
             walked: its tensors, and its encoded values; *state* as the caller gave it.
@@ -235,7 +235,7 @@ class Snapshotter(Protocol):
         ...
 
     def guard_in_call(self, state: ShardedState) -> SaveGuard:
-        """Return what compares the digests of a state that the call copies."""
+        """Return the guard that compares the digests of a state that the call copies."""
         ...
 
 
@@ -247,17 +247,17 @@ class SaveJob:
         number: of the save, in the order of the calls; *round* is the same among all ranks.
         nonce: of the attempt; None where it is made when the attempt begins.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
-        plan: what goes where, and *slabs* the way of full slabs to the writers, by data file; set by `prepare`.
+        plan: what goes where, and *slabs* passes full slabs to the writers, by data file; set by `prepare`.
         guard: of the state, until it is copied.
-        host_copied: resolved when only devices have something left to copy, with the events behind that.
-        copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
-            promise's *snapshotted*.
-        begun: whether it runs, or will: then it notifies the other ranks itself of what goes wrong.
+        host_copied: resolved when only devices still copy, with the events after their copies.
+        copied: resolved when the slabs have all of the state, or the copy has failed; later than the promise's
+            *snapshotted* where a device holds a copy.
+        begun: whether it runs, or will: then it notifies the other ranks of failures itself.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
-        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless another process writes.
-        hand_samples: takes the samples of replicas there, before the copy counts as made.
-        replica_tables: returns what the receipt says of replicas.
+        hand_over: accepts each full slab, on the thread that copies; passes it to *slabs* unless another process writes.
+        hand_samples: accepts the samples of replicas there, before the copy counts as made.
+        replica_tables: returns the receipt's tables of replicas.
     """
 
     plan: SavePlan
@@ -403,7 +403,7 @@ class SaveJob:
         self._engine.loop.call_soon(self._fail_unless_running, error)
 
     def cancel(self) -> None:
-        """Stop because the caller said so."""
+        """Stop at the caller's request."""
         self.stop(SaveCancelledError(f"the save of step {self.step} was cancelled before it was committed"))
 
     def stop(self, error: BaseException) -> None:
@@ -420,7 +420,7 @@ class SaveJob:
         return self._stopped_by is not None
 
     def why(self, error: BaseException) -> BaseException:
-        """Return why the save ends: what it was stopped with, where *error* is but the cancellation that follows."""
+        """Return why the save ends: the error that stopped it, where *error* is only the cancellation that follows."""
         return error if isinstance(error, Exception) else self._stopped_by or error
 
     def _cancel_scope(self) -> None:
@@ -429,7 +429,7 @@ class SaveJob:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Have the block save it, on the loop: what it raises fails the promise, and is not raised here."""
+        """Run the block that saves it, on the loop; an error of the block fails the promise, and is not raised here."""
         failure: BaseException | None = None
         try:
             with anyio.CancelScope() as self._scope:

@@ -51,7 +51,7 @@ logger = logging.getLogger("aiockpt")
 
 
 SCRATCH_READS = 4
-"""Scratch memory has room for so many times the reads that are under way at once: 256 MiB for a folder."""
+"""The size of scratch memory, in multiples of the reads that are under way at once: 256 MiB for a folder."""
 
 
 CHANGES_LOGGED = 20
@@ -59,7 +59,7 @@ CHANGES_LOGGED = 20
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """What a caller asked ``load`` for; the fields are those of `aiockpt.Checkpointer.load`."""
+    """The arguments of a load; the fields are those of `aiockpt.Checkpointer.load`."""
 
     state: Mapping[str, Any]
     step: int | None
@@ -80,7 +80,7 @@ class Filled(msgspec.Struct, frozen=True):
     """A load whose tensors are filled; ``target.apply()`` fills the objects, on the waiter's thread.
 
     Attributes:
-        agree: whether an object of any rank may refuse what it gets, so that all must be notified of the outcome.
+        agree: whether an object of any rank may refuse its value, so that all must be notified of the outcome.
     """
 
     result: LoadResult
@@ -88,7 +88,7 @@ class Filled(msgspec.Struct, frozen=True):
     agree: bool = False
 
     def apply(self) -> LoadResult:
-        """Fill the objects; return the result, with what refused to be filled."""
+        """Fill the objects; return the result, whose *differences* name what could not be filled."""
         self.target.apply()
         return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.notes))
 
@@ -99,8 +99,8 @@ async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
     Raises:
         NoValidCheckpointError: steps exist and none is valid.
         StateMismatchError: the checkpoint does not fit the state; nothing was overwritten. A copy of the weights alone
-            that a state wants more of than it has is passed over while there are others.
-        CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
+            is skipped, where the state needs more, while there are other copies.
+        CorruptionError: the requested step is damaged; the state may be partly overwritten.
     """
     begun_ns = sought_ns = places.engine.now_ns()
     skipped: Skipped = []
@@ -153,7 +153,7 @@ def reporting_failures(engine: Engine, step: int | None) -> Iterator[None]:
 
 
 class Lacking:
-    """Steps of which a place has the weights alone, found by a load that wants more: it goes on to a whole one.
+    """Copies that a load skips because they have the weights alone, and its state needs more.
 
     Args:
         skipped: gets each of them, with the reason.
@@ -165,7 +165,7 @@ class Lacking:
         self._first: StateMismatchError | None = None
 
     def pass_over(self, place: Place, manifest: Manifest, error: StateMismatchError) -> None:
-        """Go on from a copy that does not fit; raise when it is not the weights alone, or was asked for."""
+        """Skip a copy that does not fit; raise when it has more than the weights, or the step was requested."""
         if not has_weights_only(manifest):
             raise error
         advice = 'Load what it has, as with only=["model"], or a step that is somewhere in full.'
@@ -178,7 +178,7 @@ class Lacking:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise what the first of them lacked when the block finds nothing else to load."""
+        """Raise the mismatch of the first skipped copy when the block finds nothing else to load."""
         try:
             yield
         except (NoValidCheckpointError, RankFailedError) as error:
@@ -201,7 +201,7 @@ def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[s
 def skip_or_raise(
     engine: Engine, request: LoadRequest, step_id: str, step: int, error: CorruptionError, skipped: Skipped
 ) -> None:
-    """Go on from a step whose data are damaged, unless it is the one that was asked for."""
+    """Skip a step whose data are damaged; raise when it was requested."""
     if request.step is not None:
         error.add_note("The state given to load() is partly overwritten: build it anew, or load another step over it.")
         raise error
@@ -231,8 +231,8 @@ async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) 
     """Match the state with a checkpoint; nothing of it changes.
 
     Raises:
-        StateMismatchError: they do not fit; also when the weights alone were found for a state that wants more, and
-            ``strict=False`` would take them for the newest step.
+        StateMismatchError: they do not fit; also when the weights alone were found for a state that needs more, and
+            ``strict=False`` would accept them as the newest step.
     """
     rank, world_size = place.engine.rank, place.engine.world_size
     with place.engine.stages("load", manifest.step).time("match"):
@@ -257,7 +257,7 @@ async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: Fi
     """Fill the tensors of *target*, every block verified.
 
     Args:
-        tensors: how; None reads all that is wanted here.
+        tensors: how; None reads everything on this rank.
     """
     async with place.reading(manifest.id):
         if place.engine.options.io.verify == "full":
@@ -269,7 +269,7 @@ async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: Fi
 def finish(
     place: Place, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
 ) -> Filled:
-    """Begin a new line of saves at a step that is loaded for good, and notify observers."""
+    """Begin a new line of saves at the step that was loaded, and notify observers."""
     engine = place.engine
     engine.lineage.descend_from(manifest, place.backend)
     if manifest.finite is False:
@@ -333,7 +333,7 @@ def emit_loaded(
 
 
 def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:
-    """Return what of the configuration is another than when the step was saved, and log it once for all ranks."""
+    """Return how the configuration has changed since the step was saved, and log it once for all ranks."""
     changes = config_changes(manifest.config, engine.options.config)
     if changes and engine.rank == 0:
         more = f"; and {len(changes) - CHANGES_LOGGED} more" if len(changes) > CHANGES_LOGGED else ""
@@ -367,7 +367,7 @@ async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[Tensor
 
 
 def scratch_limit_bytes(place: Place) -> int:
-    """Return how much of a load may wait in scratch memory: so much that reads seldom wait for it to be used again."""
+    """Return the limit of a load's scratch memory, large enough that reads seldom wait for its reuse."""
     return SCRATCH_READS * place.backend.traits.block_reads * place.engine.options.io.read_bytes
 
 
@@ -382,7 +382,7 @@ class Tally:
 
 
 def open_fetcher(place: Place, manifest: Manifest, places: Places, on_read: Callable[[int], object]) -> Fetcher:
-    """Return what reads the files of *manifest* into *places*, by the engine's options."""
+    """Return the reader of the files of *manifest* into *places*, by the engine's options."""
     io = place.engine.options.io
     return Fetcher(
         place.backend,
@@ -462,7 +462,7 @@ def _describe_name(manifest: Manifest, name: str) -> tuple[list[str], str]:
 
 
 def _count_of_numbers(tree: Node, stored: str) -> int | None:
-    """Return how many plain numbers the tensor *stored* stands for, which is longer than they are; None for a tensor."""
+    """Return how many plain numbers the tensor *stored*, which is longer, encodes; None for a real tensor."""
     if type(tree) is dict and tree.get(TAG) == "numbers":
         count: int | None = tree["count"] if tree["name"] == stored else None
         return count
@@ -533,12 +533,12 @@ def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
 
 
 class Places:
-    """The memories that a load fills.
+    """The memory that a load fills.
 
     Args:
         shards: what is wanted; ``data`` is the live tensor, filled in place.
-        scratch_limit_bytes: of scratch memory, unless one piece is larger. Each pass must be settled before the next
-            one is read then; without a limit all may be at once.
+        scratch_limit_bytes: of scratch memory, unless one piece is larger. Each pass must then be finished before
+            the next one is read; without a limit all may be read at once.
     """
 
     def __init__(
@@ -576,10 +576,10 @@ class Places:
 
     @torch.no_grad()
     def finish(self, pass_number: int | None = None) -> None:
-        """Copy what is not where it is wanted yet. Runs on a worker thread, after all blocks were verified.
+        """Copy staged and scratch data to the targets. Runs on a worker thread, after all blocks were verified.
 
         Args:
-            pass_number: the pass that was read, whose part of the scratch memory becomes free; None: all of them were.
+            pass_number: the pass that was read, whose part of the scratch memory becomes free; None: all were read.
         """
         all_read = pass_number is None or pass_number == len(self.plan.passes) - 1
         for number, pieces in self._unplaced.items():
@@ -606,5 +606,5 @@ def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
-    """Say whether bytes can be read straight into *tensor*."""
+    """Return whether bytes can be read straight into *tensor*."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

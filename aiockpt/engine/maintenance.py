@@ -1,4 +1,4 @@
-"""Maintenance of committed checkpoints: hints, retention, garbage, verification, looking inside."""
+"""Maintenance of committed checkpoints: hints, retention, garbage, verification, description."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
     """One stored tensor: its name, dtype code (F32, BF16 …), global shape, bytes, and the files that hold it.
 
     Attributes:
-        axes: as they lay in memory, slowest first, where that is known not to be their own order; files are row-major.
+        axes: their order in memory, slowest first, where it is known not to be row-major, as files are.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Description(msgspec.Struct, frozen=True):
 
     Attributes:
         alias: names that share the memory of another tensor.
-        left_out: names that were not saved because the caller said so; of tensors with dtype code and shape, else None.
+        left_out: names that the caller excluded from the save; of tensors with dtype code and shape, else None.
         not_finite: tensors with numbers that are NaN or infinite, and how many, where that was checked
             (``screen="finite"``; `StepInfo.finite` says whether).
         values: the plain values as they are written (docs/format.md#values); ``per_rank`` those of each rank.
@@ -105,7 +105,7 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """A step that is in another place now, too.
+    """A copy of a step in another place.
 
     Attributes:
         url, generation: where, and as which generation there.
@@ -126,12 +126,12 @@ class Pruned(msgspec.Struct, frozen=True):
     """What retention removed, or would remove: steps with the reason, and the folders of garbage.
 
     Attributes:
-        left: (step id, reason) of what should go, or should be looked at for garbage, and could not.
-        failed: the ids of those that are left because the storage, or what lies there, did not allow it: not for a reader.
+        left: (step id, reason) of what should be removed, or searched for garbage, and could not.
+        failed: the ids of those that were left because of the storage or its content, not because of a reader.
         kept: the steps that stay, the newest first, with what keeps them.
         thinned: the steps that keep their weights alone from now on, or would.
         uploads: the keys of unfinished uploads of dead saves that were aborted, or would be.
-        note: what could not be looked at or aborted, and why; None when nothing.
+        note: what could not be listed or aborted, and why; None without such.
     """
 
     steps: tuple[Doomed, ...]
@@ -145,7 +145,7 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 async def steps(places: StepPlaces) -> tuple[StepInfo, ...]:
-    """Return every committed step, the newest first, damaged ones with their problem; what its nearest tier says of it."""
+    """Return every committed step, the newest first, damaged ones with their problem; as its nearest tier has it."""
     nearest: dict[tuple[str, int], StepInfo] = {}
     for listed in await committed_steps(places):
         which = (listed.entry.id, listed.entry.age_order[0])
@@ -204,7 +204,7 @@ def _count_not_finite(manifest: Manifest) -> dict[str, int]:
 
 
 async def verify(places: StepPlaces, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
-    """Read every block of a step, compare it, and leave a mark of what was found; retention goes by it.
+    """Read every block of a step, compare it, and leave a mark of the result, which retention uses.
 
     Raises:
         CorruptionError: names the first bad file, block, offset and tensors.
@@ -234,7 +234,7 @@ async def copy(
     Raises:
         StepNotFoundError, NoValidCheckpointError: there is nothing to copy.
         CorruptionError: the step is damaged; nothing became visible at the target.
-        StorageError: of either place. What was copied is not copied again the next time.
+        StorageError: of either place. A retry does not copy again what was copied.
     """
     begun_ns = places.engine.now_ns()
     found = await find_manifest(places, step)
@@ -257,31 +257,31 @@ async def copy(
 
 
 async def mark_verified(place: Place, manifest: Manifest) -> None:
-    """Leave a mark that all of a generation was read, and is what was saved."""
+    """Mark a generation as verified: all of it was read, and is as it was saved."""
     await _mark(place, manifest, damaged_key, verified_key, {"bytes": sum(file.size for file in manifest.files)})
 
 
 async def mark_damaged(place: Place, manifest: Manifest, problem: str) -> None:
-    """Leave a mark that a generation is not what was saved; retention does not count it."""
+    """Mark a generation as damaged; retention does not count it."""
     await _mark(place, manifest, verified_key, damaged_key, {"problem": problem})
 
 
 async def _mark(
     place: Place, manifest: Manifest, old: Callable[[str, int], str], new: Callable[[str, int], str], facts: Any
 ) -> None:
-    """Replace what an earlier verification said of a generation by what this one found."""
+    """Replace the mark of an earlier verification of a generation by the result of this one."""
     mark = {"verified_ns": place.engine.world.clock.time_ns(), "write_id": manifest.write_id, **facts}
     try:
         await place.backend.delete([old(manifest.id, manifest.generation)])
         await place.backend.put(new(manifest.id, manifest.generation), msgspec.json.encode(mark))
     except StorageError as error:  # a read-only place can be verified too
-        logger.info("%s was verified; the mark cannot be left: %s", manifest.id, error)
+        logger.info("%s: verified, but the mark of the result cannot be written: %s", manifest.id, error)
 
 
 async def clean_up(place: Place, saved: SaveResult) -> None:
     """After a commit: move the hint, collect what the new generation made garbage, apply retention.
 
-    The checkpoint is safe by now: trouble here is logged, and tried again after the next commit. Nothing needs the hint.
+    The checkpoint is safe by now: failures here are logged, and the next commit retries. The hint is optional.
     """
     try:
         async with place.cleaning:
@@ -295,7 +295,7 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                 entry = await list_step(place.backend, saved.id)
                 await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
     except CheckpointError as error:
-        logger.warning("cleaning up after %s: %s", saved.id, error)
+        logger.warning("clean-up after %s failed, and is retried after the next commit: %s", saved.id, error)
 
 
 async def _move_hint(place: Place, saved: SaveResult) -> None:
@@ -308,7 +308,7 @@ async def _move_hint(place: Place, saved: SaveResult) -> None:
 
 @asynccontextmanager
 async def making_room(place: Place) -> AsyncIterator[None]:
-    """Apply retention when a save in the block found no room, here or on another rank, so that a later one does."""
+    """Apply retention when a save in the block found no room, here or on another rank, so that a later one finds some."""
     try:
         yield
     except (StorageFullError, RankFailedError):
@@ -324,13 +324,13 @@ async def make_room(place: Place) -> None:
         async with place.cleaning:
             await prune(place, place.retention, with_uploads=False)
     except CheckpointError as error:
-        logger.warning("making room in %s: %s", place.backend.url, error)
+        logger.warning("making room in %s failed: %s", place.backend.url, error)
 
 
 async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
-    """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be.
+    """Delete what *rules* do not keep, and the garbage; with *dry_run* only return what that would be.
 
-    What cannot be read or removed is left, with the reason: one bad step holds up no other.
+    What cannot be read or removed is left, with the reason: one bad step does not stop the others.
 
     Args:
         with_uploads: abort the uploads that dead saves left in an object store, too; a request more, at least.
@@ -339,7 +339,7 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
         StorageError: the place cannot be listed.
     """
     engine = place.engine
-    busy = set(engine.busy_attempts)  # before the look: what is committed during it would seem to be left behind
+    busy = set(engine.busy_attempts)  # before the scan: what is committed during it would seem abandoned
     entries = await scan(place.backend, place.heads)
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
@@ -372,13 +372,13 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
 
 
 class _Pruning:
-    """One pass over a place, which removes things or, in a dry run, says what it would; a bad step holds up no other.
+    """One pass over a place, which removes things or, in a dry run, only lists them; a bad step does not stop the others.
 
     Args:
         busy: attempts of this process that are under way.
 
     Attributes:
-        left: (step id, reason) of what could not be removed; *failed*: the steps that are not left for a reader.
+        left: (step id, reason) of what could not be removed; *failed*: the steps that were not left for a reader.
     """
 
     def __init__(self, place: Place, rules: Retention, busy: Collection[str], *, dry_run: bool = False) -> None:
@@ -388,7 +388,7 @@ class _Pruning:
         self._rules, self._busy, self._dry_run = rules, busy, dry_run
 
     async def delete(self, doomed: Sequence[Doomed], by_id: dict[str, StepEntry]) -> list[Doomed]:
-        """Delete steps; return which. What is deleted, perhaps only in part, goes from *by_id*."""
+        """Delete steps; return which. A step that is deleted, perhaps only in part, is removed from *by_id*."""
         deleted: list[Doomed] = []
         for step in doomed:
             with self._leaving(step.id):
@@ -424,7 +424,7 @@ class _Pruning:
         return collected
 
     async def thin(self, steps: Sequence[StepFacts]) -> list[Thinned]:
-        """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
+        """Reduce the older of the kept *steps*, the newest first, to their weights; return which."""
         known, token = self._place.thin_steps, self._engine.token
         thinned: list[Thinned] = []
         whole_count, verified = 0, False
@@ -462,7 +462,7 @@ class _Pruning:
         return swept
 
     async def _is_held(self, step_id: str) -> bool:
-        """Say whether another process reads a step, which is left for it."""
+        """Return whether another process reads a step, which is left for it."""
         reader = await find_reader(self._backend, step_id, self._engine.token(6))
         if reader is not None:
             self.left.append((step_id, reader))
@@ -474,7 +474,7 @@ class _Pruning:
 
     @contextmanager
     def _leaving(self, step_id: str) -> Iterator[None]:
-        """Go on from what cannot be done to one step in the block; the log gets the reason once."""
+        """Record the failure of the block on one step, and go on; each reason is logged once."""
         try:
             yield
         except CheckpointError as error:

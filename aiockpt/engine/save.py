@@ -44,14 +44,14 @@ RECORD_FILES = 8
 
 
 class OneAtATime:
-    """Lets one save of a step in at a time, in the order in which they come."""
+    """A lock for each step: its saves run one at a time, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._locks: dict[int, anyio.Lock] = {}
 
     @asynccontextmanager
     async def saving(self, step: int) -> AsyncIterator[None]:
-        """Have no other save of *step* inside such a block."""
+        """Exclude other saves of *step* for the length of the block."""
         lock = self._locks.setdefault(step, anyio.Lock())
         try:
             async with lock:
@@ -66,7 +66,7 @@ async def save_alone(place: Place, job: SaveJob) -> SaveResult:
 
     Raises:
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: see `aiockpt.errors`. Nothing is visible
-            then, but for a time-out, whose outcome the storage knows.
+            then; after a time-out the outcome is unknown until the storage is read.
     """
     emit_start(place.engine, job)
     with job.stages.time("begin"):
@@ -96,7 +96,7 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
 
 
 async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
-    """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
+    """Return a new attempt named *nonce*, or the existing save where ``on_exists`` keeps it."""
     await refuse_step(place.backend)
     entry = await list_step(place.backend, step_id(job.step))
     if entry.committed and (existing := await existing_save(place, entry)) is not None:
@@ -106,7 +106,7 @@ async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
 
 
 async def existing_save(place: Place, entry: StepEntry) -> SaveResult | None:
-    """Return what is there of a committed step where the policy leaves it as it is; None means: a new generation."""
+    """Return the existing save of a committed step where ``on_exists`` keeps it; None means: a new generation."""
     policy = place.engine.options.on_exists
     if policy == "new_generation":
         return None
@@ -135,7 +135,7 @@ def records_bytes(plan: SavePlan) -> int:
 
 
 async def check_space(place: Place, job: SaveJob) -> None:
-    """Refuse a save that does not fit, before a byte is written; what retention does not keep goes first."""
+    """Refuse a save that does not fit, before a byte is written; steps that retention does not keep are deleted first."""
     if await _lack(place, job) is None:
         return
     await make_room(place)
@@ -144,7 +144,7 @@ async def check_space(place: Place, job: SaveJob) -> None:
 
 
 async def _lack(place: Place, job: SaveJob) -> str | None:
-    """Return what there is too little of for a save, in words; None where it fits, or the place does not say."""
+    """Return, in words, what a save lacks room for; None where it fits, or the room is unknown."""
     reserve, files = records_bytes(job.plan), len(job.plan.files) + RECORD_FILES
     space = await space_for(place.backend, needed := job.plan.file_bytes + reserve)
     if space.free_bytes is not None and space.free_bytes < needed:
@@ -162,7 +162,7 @@ async def _lack(place: Place, job: SaveJob) -> str | None:
 
 @asynccontextmanager
 async def attempting(place: Place, job: SaveJob, attempt: Attempt) -> AsyncIterator[None]:
-    """Remove what was written where the block fails before its vote stands; later failures leave it to be finished."""
+    """Remove the attempt where the block fails before its vote is written; later failures leave it to be finished."""
     try:
         yield
     except BaseException:
@@ -185,15 +185,15 @@ async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry
             tasks.start_soon(
                 place.uploader.write_file, folder, path, engine.rank, file, slabs, screen, job.stages, written
             )
-    await job.copied.settled()  # small files may be durable before the thread that copied has said that it is done
+    await job.copied.settled()  # small files may be durable before the thread that copied has reported its end
     return tuple(written[path] for path in paths)
 
 
 async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
-    """Leave this rank's receipt: from here it has done its part.
+    """Write this rank's receipt, which completes its part.
 
     Raises:
-        TornSnapshotError: the state changed while it was copied; no receipt was left.
+        TornSnapshotError: the state changed while it was copied; no receipt was written.
     """
     await job.confirm()
     if place.engine.options.screen is not None:
@@ -210,7 +210,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
 
 
 def _report_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
-    """Notify observers of what was found in *files*, and the log whenever it is found in other tensors than before."""
+    """Notify observers of numbers in *files* that are not finite; log whenever the affected tensors change."""
     found: Counter[str] = Counter()
     for file in files:
         found.update(file.not_finite or {})
@@ -249,7 +249,7 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
 
 
 async def _drop_attempt(place: Place, attempt: Attempt) -> None:
-    """Remove what an attempt left that has not voted: it cannot be committed. Garbage collection is the net below."""
+    """Remove an attempt without a vote, which cannot be committed; if that fails, garbage collection does it later."""
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
             await collect(place.backend, Garbage(attempt.id, attempt.attempt), place.engine.token(16))
@@ -274,7 +274,7 @@ async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt])
 
 
 def _log_buffers(engine: Engine, votes: Sequence[Receipt]) -> None:
-    """Log, once, how many buffers ranks have differently."""
+    """Log, once, which buffers differ between ranks."""
     engine.differing_buffers = names = tuple(one.name for one in find_differences(votes, "buffers"))
     if names:
         logger.info(

@@ -6,9 +6,9 @@ Guarantees:
   worker copies it.
 - A save that must wait for another one to end, or for other ranks, never holds up an event loop: it waits on a worker, and
   each change of the state waits for it.
-- Any thread may save: calls are accepted one at a time, but for their waits and the copy itself.
+- Any thread may save: calls are accepted one at a time, except for their waits and the copy itself.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
-- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
+- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; except where
   copies end in time with a few slabs.
 """
 
@@ -50,7 +50,7 @@ class Submitter:
 
     Args:
         destination: where saves go.
-        coordinator: how this process agrees with those that save with it.
+        coordinator: of this process and those that save with it.
         copies: which copies are made beside the program, and which changes of the state are made by hand.
         beside: captures the states that are not copied in the call alone.
     """
@@ -77,8 +77,8 @@ class Submitter:
     def submit(self, request: SaveRequest) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`.
 
-        Interrupted anywhere, the save ends. What others did, ranks, the storage or a writer process, is raised only where
-        ``on_error`` says so.
+        If the call is interrupted anywhere, the save ends. Failures of other ranks, the storage or a writer process are
+        raised only with ``on_error="raise"``.
         """
         begun_ns = self._engine.now_ns()
         self.refuse_inside_save("save()")
@@ -154,7 +154,7 @@ class Submitter:
     def _capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
     ) -> Capture:
-        """Leave the state where it is for a copy in the call; have all else captured that is copied beside the program."""
+        """Capture the state for its copy: in place for a copy in the call, else for a copy beside the program."""
         engine = self._engine
         engine.pin(walked)
         if snapshot != "eager" or runs_event_loop():
@@ -177,7 +177,7 @@ class Submitter:
             raise
 
     async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
-        """Wait for what must come first: here, for workers that wait would be missed by those that write."""
+        """Wait for what must come first: on the loop, because workers that wait would be missing for writes."""
         for point in before:
             await point.settled_within(self._engine.options.deadlines.close_s)
         await run_blocking(self._copying, self._copy_elsewhere, job)
@@ -233,15 +233,15 @@ class Submitter:
     async def _fill_pool(self, job: SaveJob) -> None:
         """Make the slabs that the next snapshot of this state will need.
 
-        A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
-        a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
+        A first copy into untouched memory is so slow that writers return slabs before new ones are allocated: it ends with
+        a handful, and without this every later save would allocate some more (measured: 5 × a plain copy, not 1.2 ×).
         """
         await job.copied.settled()
         if job.guard.needs_all_slabs:
             try:
                 await run_blocking(self._engine.state_work, self._engine.pool.warm_up, job.plan.window_count)
             except Exception as error:  # noqa: BLE001  the save itself needs none of it
-                logger.warning("no more slabs for the next snapshot, which will wait for these: %s", error)
+                logger.warning("staging pool: too few slabs; the next snapshot waits for free ones: %s", error)
 
     def _why_full(self, snapshot: Snapshot) -> str | None:
         """Return why a save that begins now would wait; None when it would not."""
@@ -276,7 +276,7 @@ class Submitter:
         return SaveFuture(promise)
 
     def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
-        """Return what *state* holds of what *selection* chooses; on the caller's thread."""
+        """Return the part of *state* that *selection* chooses; on the caller's thread."""
         with self._calls:
             return self._walker.walk(state, selection)
 
@@ -295,7 +295,7 @@ class Submitter:
         pool.make_huge()
 
     def release(self) -> None:
-        """Release the last states, and all that is known of them."""
+        """Release the last states, and all that is cached of them."""
         self._walker.release()
 
 
@@ -303,7 +303,7 @@ def check_step(step: object) -> int:
     """Return *step* as an int: one, or what counts as one (an integer of numpy, an integer tensor without axes).
 
     Raises:
-        UsageError: it numbers no step; a state in its place is not printed.
+        UsageError: it is no number of a step; a state in its place is not printed.
     """
     if not isinstance(step, bool | np.bool_) and getattr(step, "dtype", None) is not torch.bool:
         with suppress(TypeError, ValueError, RuntimeError):

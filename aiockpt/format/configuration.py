@@ -1,4 +1,4 @@
-"""The configuration that a step was saved with, and what of it has changed since, in words without secrets."""
+"""The configuration that a step was saved with, and its changes since, in words without secrets."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def flatten(config: Any, name: str = "config") -> Iterator[tuple[str, Any]]:
 
 
 def config_changes(was: Any, now: Any) -> tuple[str, ...]:
-    """Return what differs between two configurations, a line each: ``config.lr: 0.1 → 0.2``."""
+    """Return the differences between two configurations, a line each: ``config.lr: 0.1 → 0.2``."""
     old, new = dict(flatten(was)), dict(flatten(now))
     return tuple(_change(name, old, new) for name in {**old, **new} if not _same(name, old, new))
 
 
 def shown_value(name: str, value: Any) -> Any:
-    """Return what may be shown of the value *name* of a configuration."""
+    """Return the value *name* of a configuration as it may be shown."""
     return "***" if _SECRET.search(name) else redact(value) if isinstance(value, str) else value
 
 

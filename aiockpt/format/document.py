@@ -1,4 +1,4 @@
-"""Checksums, and the documents that are sealed with them (manifest, receipt): small, and parsed safely whatever they hold.
+"""Checksums, and the documents that are sealed with them (manifest, receipt): small, and parsed safely for any content.
 
 A sealed document is one line of JSON whose last member is the digest of every byte before it
 (docs/format.md#sealed-documents). The digest is compared *before* anything is parsed. It finds damage, not malice, so
@@ -6,7 +6,7 @@ parsing trusts nothing either.
 
 Guarantees:
 
-- `unseal` returns the very bytes that `seal` took, or raises `ManifestError`.
+- `unseal` returns the very bytes that `seal` was given, or raises `ManifestError`.
 - `parse` raises `ManifestError` and nothing else, for any bytes.
 - A document in which an object has the same key twice is refused, because readers would differ about it.
 """
@@ -161,12 +161,12 @@ def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
 def collector_paused() -> Iterator[None]:
     """Keep the cyclic collector from walking the growing result again and again (2–10 × slower).
 
-    Whether it is on is the program's choice: many trainers call ``gc.disable()`` and collect at steps of their choice,
-    and they may do so at any moment of a pause on another thread. So the collector is not switched: it is made to run
-    rarely, by its threshold, which goes back when the last pause ends, unless another one was set meanwhile.
+    The program decides whether the collector is on: many trainers call ``gc.disable()`` and collect at chosen steps, and
+    may do so on another thread during a pause. So the collector is not switched off: its threshold is raised, and is
+    restored when the last pause ends, unless another one was set meanwhile.
     """
     global _usual
-    _pauses.append(None)  # one call of C code, as `pop` is: two threads cannot lose count
+    _pauses.append(None)  # one call of C code, like `pop`: two threads cannot lose a count
     first, *others = gc.get_threshold()
     if 0 < first < RARELY:
         _usual = (first, *others)
@@ -201,17 +201,17 @@ def check_unique_keys(body: bytes, what: str) -> None:
 
 
 def without(body: bytes, member: str, part: bytes, instead: bytes = b"{}") -> bytes:
-    """Return *body* with *instead* for *part*, which is that *member*; or for the first of the same bytes before it."""
+    """Return *body* with *instead* in place of *part*, the value of *member*; or of the first equal bytes before it."""
     start = body.find(f'"{member}":'.encode()) + len(member) + 3
     if not body.startswith(part, start):  # with spaces, or in another object with such a member
         return body.replace(part, instead, 1)
     return b"".join((body[:start], instead, memoryview(body)[start + len(part) :]))
 
 
-# A memo of the last question: a job saves one structure again and again; what follows from it alone is computed once.
+# A memo of the last question: a job saves one structure repeatedly; results that follow from it alone are computed once.
 #
 # A question is compared by its value, never by its name or place, so an answer is right for any caller. Comparing equal
-# structures is one pass in C; what it spares is some sixty calls of Python a tensor, on the thread that all saves share.
+# structures is one pass in C; it saves some sixty calls of Python a tensor, on the thread that all saves share.
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -224,20 +224,20 @@ class Memo(Generic[Q, A]):
         self._last: tuple[Q, A] | None = None
 
     def recall(self, question: Q) -> A | None:
-        """Return the answer to *question*; None when something else was asked last."""
+        """Return the answer to *question*; None when that was not the last one."""
         last = self._last
         return last[1] if last is not None and last[0] == question else None
 
     def remember(self, question: Q, answer: A) -> A:
-        """Keep *answer*, and return it."""
+        """Store *answer*, and return it."""
         self._last = (question, answer)
         return answer
 
 
 MEMO_BYTES = 1 << 20
-"""Of JSON that may be kept in memory for the next one to be compared with."""
+"""The most bytes of JSON that are kept in memory to be compared with the next document."""
 MEMO_PIECES = 100_000
-"""Of a layout that may be kept likewise."""
+"""The most pieces of a layout that is kept likewise."""
 _trees: Memo[bytes, int] = Memo()
 
 
@@ -254,9 +254,9 @@ def check_tree(raw: bytes, what: str) -> int:
     nodes = _count_nodes(raw)
     if nodes <= MAX_TREE_DEPTH:  # also bounds the depth
         return nodes
-    if (known := _trees.recall(raw)) is not None:  # of a receipt, and now of the manifest
+    if (known := _trees.recall(raw)) is not None:  # the tree of a receipt is in the manifest, too
         return known
-    # What is escaped goes first, backslashes in pairs from the left: then each quote begins or ends a string.
+    # Escapes are removed first, backslashes in pairs from the left: then each quote begins or ends a string.
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
     bare = b"".join(unescaped.split(b'"')[::2])
     structure = bare.translate(None, delete=_NOT_STRUCTURE)

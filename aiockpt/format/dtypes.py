@@ -1,11 +1,11 @@
-"""The table of element types: which there are, how wide they are, and what torch and safetensors call them.
+"""The table of element types: their codes, their widths, and their names in torch and safetensors.
 
 Guarantees:
 
 - Every dtype of torch 2.13 that a dense tensor can have is here; its elements are whole bytes (packed types such as
   ``float4_e2m1fn_x2`` count as their bytes). Quantised dtypes are refused: they carry scales outside the tensor.
-- A dtype that is newer than this table is carried as its bytes. Its code says how many they are and what torch calls it, as
-  ``X2.float16_new``, and stays a code of it where a later table has another one: `same` compares them.
+- A dtype that is newer than this table is stored as its bytes. Its code has their number and the name in torch, as
+  ``X2.float16_new``, and remains valid where a later table adds another code: `same` compares them.
 - A code, once released, keeps its meaning: checkpoints name their dtypes by it.
 - *native* means that every safetensors of today writes and reads it under that code; the others become U8 entries.
 """
@@ -79,13 +79,13 @@ def itemsize(code: str) -> int:
 
 
 def itemsize_if_known(code: str) -> int | None:
-    """Return the bytes of one element; None where nothing is such a code."""
+    """Return the bytes of one element; None where *code* is not valid."""
     row = _BY_CODE.get(code) or _unlisted(code)
     return None if row is None else row.itemsize
 
 
 def same(code: str, other: str) -> bool:
-    """Return whether two codes are those of one dtype."""
+    """Return whether two codes stand for the same dtype."""
     return code == other or torch_name(code) == torch_name(other)
 
 
@@ -123,7 +123,7 @@ def _row(code: str) -> DType:
 
 @lru_cache(maxsize=64)
 def _unlisted(code: str) -> DType | None:
-    """Return the row of a dtype that is carried as its bytes; None for what is no such code, or contradicts the table."""
+    """Return the row of a dtype that is stored as its bytes; None where *code* is none, or contradicts the table."""
     match = _UNLISTED.fullmatch(code)
     if match is None:
         return None

@@ -5,9 +5,8 @@ Guarantees:
 - Exact for every dtype: no sum that may overflow, no conversion.
 - Memory in which all is finite is read twice, by one thread that has released the GIL, and nothing is allocated.
 
-Of numbers in the formats of IEEE 754, those that are not finite are the ones whose exponent has all bits set. Taken as
-integers with a sign they are the greatest of all (no sign bit), taken as integers without they are (with a sign bit): so two
-maxima suffice.
+In the formats of IEEE 754 a number is not finite when its exponent has all bits set. Without the sign bit such numbers are
+the greatest of all as signed integers, with the sign bit as unsigned integers: so two maxima suffice.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 
 class _Bits(msgspec.Struct, frozen=True):
-    """How numbers of so many *width* bytes are not finite: at or above *least*, but for the sign; or exactly *only*."""
+    """The bits of numbers of *width* bytes that are not finite: at or above *least*, sign aside; or exactly *only*."""
 
     width: int
     least: int = 0

@@ -1,14 +1,14 @@
 r"""Receipts of many ranks in one object: line by line, each still its own proof.
 
-At 10,000 ranks rank 0 cannot read 10,000 receipts one by one in good time. So each group of ranks puts its receipts
-in one object more, ``g/r00064-r00127.jsonl`` in the attempt's folder: one sealed receipt a line, by rank
-(docs/format.md#receipts). Of receipts with equal plain values only the first says them; the others' ``state`` is null.
+At 10,000 ranks rank 0 cannot read 10,000 receipts one by one in good time. So each group of ranks also writes its
+receipts into one object, ``g/r00064-r00127.jsonl`` in the attempt's folder: one sealed receipt a line, by rank
+(docs/format.md#receipts). Of receipts with equal plain values only the first has them; the others' ``state`` is null.
 
 Guarantees:
 
 - A gathered object is a copy and never a vote of its own: what is decoded is equal to the receipts themselves.
 - All or nothing. Each line has its own digest and passes every check of a receipt, and the lines are exactly the ranks
-  that the name says; a line that is damaged, missing, twice or of another attempt refuses the whole.
+  in the name; a line that is damaged, missing, repeated or of another attempt invalidates the whole.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a checkpoint consists of: the manifest (the commit), the receipts (the votes), and their JSON.
+"""The documents of a checkpoint: the manifest (the commit), the receipts (the votes), and their JSON.
 
 Guarantees:
 
 - Decoding checks in this order: digest, JSON, version and ``requires``, limits, types. Anything else than a document
-  of ours raises `ManifestError`, quickly and without large allocations. What the fields mean to each other is for
-  `validate` to check.
-- Encoding ends with decoding, so that nothing is committed that a reader would refuse.
-- The first 4 KiB of a manifest hold its head, which orders steps, and a digest of that: many manifests can be ordered by
+  of ours raises `ManifestError`, quickly and without large allocations. Whether the fields agree with each other is
+  checked by `validate`.
+- Encoding ends with decoding, so that no document is committed that a reader would refuse.
+- The first 4 KiB of a manifest hold its head, which orders steps, and the head's digest: many manifests can be ordered by
   their first bytes alone, and a damaged head orders nothing.
-- Unknown members are ignored; what a reader must know is announced in ``requires`` (docs/format.md#versioning).
+- Unknown members are ignored; features that a reader must know are announced in ``requires`` (docs/format.md#versioning).
 - Non-finite metrics are null in JSON and None here.
 """
 
@@ -41,7 +41,7 @@ from aiockpt.format.dtypes import CODES
 
 VERSION = 1
 KNOWN_REQUIRES = frozenset({"parts", "dtypes"})
-"""What a reader must know of to read a document, and this version does: `aiockpt.format.parts`, `aiockpt.format.dtypes`."""
+"""The features that a document may require and this version reads: `aiockpt.format.parts`, `aiockpt.format.dtypes`."""
 HEAD_BYTES = 4096
 """The head of a manifest, and the digest after it, lie within so many bytes from its start."""
 _HEAD_SEAL = b',"head":"'
@@ -73,11 +73,11 @@ class PieceView(Sequence[Piece]):
 
     @abstractmethod
     def listed(self) -> list[Piece]:
-        """Return them as they are written in JSON."""
+        """Return the pieces as they are written in JSON."""
 
     @abstractmethod
     def is_writable(self) -> bool:
-        """Say whether a reader accepts the numbers in the table."""
+        """Return whether a reader accepts the numbers in the table."""
 
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         axes: its axes as they lay in memory, slowest first, where that is not their own order (`aiockpt.state.layout`);
-            unset where it is, or where it is unknown. Bytes in files are row-major whatever it says.
+            unset where it is, or where it is unknown. Bytes in files are row-major in any case.
     """
 
     dtype: str
@@ -101,16 +101,16 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 def has_table(tensors: Mapping[str, TensorEntry]) -> bool:
-    """Say whether the pieces of *tensors* are in a table, not each in their own place."""
+    """Return whether the pieces of *tensors* are in one table, not in a tuple for each tensor."""
     return isinstance(next((entry.pieces for entry in tensors.values()), ()), PieceView)
 
 
 LeftOut = dict[str, tuple[str, Dims] | None]
-"""Names that were chosen not to be saved: of tensors, with dtype code and global shape, and of other things, with null."""
+"""Names that the caller excluded from the save: of tensors, with dtype code and global shape, and of others, with null."""
 
 
 def required_for(tensors: Mapping[str, TensorEntry], left_out: LeftOut | msgspec.UnsetType) -> tuple[str, ...]:
-    """Return what a reader must know of for the dtypes of a document, as it announces it."""
+    """Return the features that a document announces in ``requires`` because of its dtypes."""
     codes = {entry.dtype for entry in tensors.values()} | {facts[0] for facts in (left_out or {}).values() if facts}
     return () if codes <= CODES else ("dtypes",)
 
@@ -122,11 +122,11 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         p: path relative to the step's folder.
         size: bytes, header included.
         rank: the one that wrote it.
-        algo, block: what the sums are, and the bytes under each.
+        algo, block: the kind of the sums, and the bytes under each.
         sums: base64 of the blocks' sums, 8 bytes each.
         digest: xxh3_128 of the sums.
-        kind: "weights" where all that is in it is held by modules, "rest" where nothing is; unset where that is unknown.
-        not_finite: tensors with numbers in it that are NaN or infinite, and how many; unset where they were not checked.
+        kind: "weights" where modules hold all of its tensors, "rest" where they hold none; unset where that is unknown.
+        not_finite: its tensors with numbers that are NaN or infinite, and how many; unset where they were not checked.
     """
 
     p: str
@@ -175,7 +175,7 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 def are_finite(files: Sequence[FileEntry]) -> bool | msgspec.UnsetType:
-    """Return what a manifest of *files* says of them: whether all numbers are finite, if all were checked."""
+    """Return `Manifest.finite` for *files*: whether all numbers are finite; unset unless all were checked."""
     if any(file.not_finite is msgspec.UNSET for file in files) or not files:
         return msgspec.UNSET
     return not any(file.not_finite for file in files)
@@ -209,7 +209,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. The order of the fields is the order in the file: those up to ``world_size`` are its head.
 
     Attributes:
-        generation: which save of this id it is, from 1 (docs/format.md#generations-and-attempts).
+        generation: number of the save of this id, from 1 (docs/format.md#generations-and-attempts).
         sequence: logical clock: one more than the highest sequence visible when the attempt began.
         run: which checkpointer wrote it (12 hex digits); parent: id of the step that one had loaded, or None. Together
             they are the lineage (docs/decisions.md#lineage): steps of one run follow each other, the first follows *parent*.
@@ -217,15 +217,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             `MAX_ANCESTORS`: they stay true when a step is deleted or saved anew.
         forked_from: place, step id and run of the step of another place that the line of saves began from.
         finite: whether no file holds a number that is NaN or infinite; unset where not all of them were checked.
-        write_id: random, of the writer that created this object; says whose create succeeded.
+        write_id: random, of the writer that created this object; identifies the create that succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
-        left_out: what was not saved because the caller said so; a state that has it keeps it as it is.
+        left_out: names that the caller excluded from the save; a load leaves them unchanged in the state.
         state: ``{"global": tree, "per_rank": {"0": tree, …}}``, encoded by `state.tree`.
-        metrics: what retention may choose by; None where the value was not finite.
-        config: the configuration of the program, where it gave one.
-        older: steps that were there when its run began to save, or were committed by it since, before this one began; the
-            newest first, at most `MAX_OLDER`: this save is newer.
+        metrics: values that retention may choose by; None where a value was not finite.
+        config: the configuration of the program, where it passed one.
+        older: steps that existed when its run began to save, or that the run has committed since, before this save began;
+            the newest first, at most `MAX_OLDER`: this save is newer.
     """
 
     format: Literal["aiockpt"] = "aiockpt"
@@ -259,14 +259,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's vote: its data are durable, and this is what they are (docs/format.md#receipts).
+    """A rank's vote: its data are durable, and described here (docs/format.md#receipts).
 
     Attributes:
-        plan_digest, scalars_digest: what the rank planned, and its global values; all ranks must agree on the latter.
+        plan_digest, scalars_digest: of the rank's plan, and of its global values; all ranks must agree on the latter.
         files, tensors: as in the manifest; pieces number this rank's own files.
         state: the global tree as this rank sees it.
         per_rank: the tree that belongs to this rank alone, or None.
-        replicas, buffers: digests of what other ranks have, too (`aiockpt.format.merge`).
+        replicas, buffers: digests of tensors that other ranks have, too (`aiockpt.format.merge`).
     """
 
     format: Literal["aiockpt-receipt"] = "aiockpt-receipt"
@@ -302,13 +302,13 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RECEIPT_START = b'{"format":"aiockpt-receipt"'
-"""Every receipt begins like that."""
+"""The first bytes of every receipt."""
 
 Verdict = Literal["commit", "collect"]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided about an attempt, once and for all (docs/format.md#the-decision-record)."""
+    """The final decision about an attempt (docs/format.md#the-decision-record)."""
 
     decision: Verdict
     attempt: str
@@ -316,7 +316,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class _Envelope(msgspec.Struct):
-    """What is read before the rest: what a reader must know, and the parts whose size must be bounded first."""
+    """The members that are read first: the announced features, and the parts whose size must be bounded."""
 
     format: str
     version: int
@@ -355,10 +355,10 @@ def decode_manifest(data: bytes, what: str = "manifest") -> Manifest:
     """Return the manifest in *data*; call `validate.check_manifest` before acting on it.
 
     Args:
-        what: what to call it in messages, such as its key.
+        what: its name in messages, such as its key.
 
     Raises:
-        ManifestError: no reader may believe it.
+        ManifestError: it is damaged or not valid.
     """
     return _decode(data, "aiockpt", Manifest, what)
 
@@ -378,7 +378,7 @@ _decoded: Memo[bytes, dict[str, TensorEntry]] = Memo()
 
 
 def _decode(data: bytes, expected_format: str, kind: type[D], what: str) -> D:
-    """Return the document in *data*, its tensors not decoded again where they are those of the document before."""
+    """Return the document in *data*; tensors that are equal to those of the last document are not decoded again."""
     body = unseal(data, what)
     envelope = _check_body(body, expected_format, what)
     tensors = bytes(envelope.tensors)
@@ -386,7 +386,7 @@ def _decode(data: bytes, expected_format: str, kind: type[D], what: str) -> D:
     document = parse(body if known is None else without(body, "tensors", tensors), kind, what)
     if known is not None and not document.tensors:
         document = replace(document, tensors=dict(known))
-    elif known is not None:  # the same bytes stand before them, in another member
+    elif known is not None:  # the same bytes occur earlier, in another member
         document = parse(body, kind, what)
     elif len(tensors) <= MEMO_BYTES:
         _decoded.remember(tensors, dict(document.tensors))
@@ -398,7 +398,7 @@ _encoded: Memo[tuple[tuple[str, ...], dict[str, TensorEntry]], bytes] = Memo()
 
 
 def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
-    """Return the sealed *document*, decoded once; not its tensors where the same ones were in the document before."""
+    """Return the sealed *document*, decoded once as a check; tensors equal to those of the last document are skipped."""
     question = (tuple(document.tensors), document.tensors)
     known = _encoded.recall(question)
     try:
@@ -420,7 +420,7 @@ def _list_pieces(value: object) -> object:
 
 
 def _without_table(document: Manifest | Receipt) -> Manifest | Receipt:
-    """Return *document* without the pieces of a table, whose numbers a reader accepts; else as it is."""
+    """Return *document* without its pieces where a table holds them and a reader accepts its numbers; else unchanged."""
     some = next((entry.pieces for entry in document.tensors.values()), ())
     if not isinstance(some, PieceView) or not some.is_writable():
         return document
@@ -428,7 +428,7 @@ def _without_table(document: Manifest | Receipt) -> Manifest | Receipt:
 
 
 def _check_body(body: bytes, expected_format: str, what: str) -> _Envelope:
-    """Check all that must hold before a body is decoded into structs; return its envelope."""
+    """Make the checks that must precede the decoding of a body into structs; return its envelope."""
     envelope = parse(body, _Envelope, what)
     if envelope.format != expected_format:
         raise ManifestError(f"{what} is a document of format {envelope.format[:40]!r}, not {expected_format!r}")
@@ -462,11 +462,11 @@ def _check_reader(envelope: _Envelope, what: str) -> None:
 
 
 def _check_keys(body: bytes, envelope: _Envelope, document: Manifest | Receipt, what: str) -> None:
-    """Refuse duplicate keys, without tokenising the two large parts where something quicker proves that they have none.
+    """Refuse duplicate keys, without tokenising the two large parts where a quicker check proves that they have none.
 
     A decoded tensor accounts for 10 quotes (its name, three keys, the dtype), and for 12 where it has axes. When there are
-    no more, nothing was dropped; a quote cannot hide, and an escaped one or an unknown member only leads to the slow way.
-    A state that is written as it was read has lost nothing, either.
+    no more, no key was dropped; an escaped quote or an unknown member only leads to the slow check. A state that encodes
+    to the bytes that were read has lost no key, either.
     """
     tensors, read, entries = bytes(envelope.tensors), bytes(envelope.state), document.tensors
     if msgspec.json.encode(document.state) == read:
@@ -478,7 +478,7 @@ def _check_keys(body: bytes, envelope: _Envelope, document: Manifest | Receipt, 
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The fields of a manifest that say which save it is, and how new. They order steps, and decide nothing else."""
+    """The fields of a manifest that identify its save and order it in time. They order steps, and decide nothing else."""
 
     id: str
     step: Count
@@ -497,9 +497,9 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def decode_head(data: bytes) -> Head | None:
-    """Return the head that the first bytes of a manifest begin with, if the digest after it holds. Never raises.
+    """Return the head in the first bytes of a manifest, if the digest after it matches. Never raises.
 
-    None says nothing of the manifest: it may be damaged, or have been written before there was that digest. Read it whole.
+    None proves nothing: the manifest may be damaged, or have been written by a version without that digest. Read it whole.
     """
     at = data.find(_HEAD_SEAL, 0, HEAD_BYTES)
     head, rest = data[:at], data[at + len(_HEAD_SEAL) : HEAD_BYTES]

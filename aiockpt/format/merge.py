@@ -5,9 +5,9 @@ Guarantees:
 - Pure and deterministic: receipts in any order give the same manifest, so that any process may finish a commit.
 - Only votes of one attempt and one world are merged; every rank has voted exactly once. Plans may differ: what counts
   is that the pieces of each tensor are complete.
-- A piece that several ranks wrote is taken from the lowest of them; what then overlaps or leaves a gap is refused.
-- Replicas that ranks have differently are refused (`check_replicas`).
-- Plain values are the union of what the ranks say; they must agree wherever they say the same (`unite`).
+- A piece that several ranks wrote is taken from the lowest of them; pieces that then overlap or leave a gap are refused.
+- Replicas that differ between ranks are refused (`check_replicas`).
+- Plain values are the union of those of all ranks; ranks must agree on values that several of them have (`unite`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "
 _SHOWN = 5
 _DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
 _MEMO_PIECES = 100_000
-"""Pieces of votes that may be kept in memory for the next ones to be compared with, and are made at once."""
+"""The most pieces of votes that are kept in memory to be compared with the next ones, and are made at once."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
 
 
@@ -58,7 +58,7 @@ def merge_receipts(receipts: Sequence[Receipt], *, writer: str, write_id: str, c
 
     Raises:
         CommitError: the votes do not make a checkpoint; names the ranks and the fact, value or tensor.
-        ReplicasDifferError: ranks have other values of the same tensors.
+        ReplicasDifferError: ranks have different values of the same tensors.
     """
     votes = sorted(receipts, key=lambda receipt: receipt.rank)
     with collector_paused():
@@ -141,7 +141,7 @@ def _check_agreement(first: Receipt, vote: Receipt) -> None:
 
 
 def _merge_values(votes: Sequence[Receipt]) -> Any:
-    """Unite the global trees; ranks with equal digests said the same, so one of them is read."""
+    """Unite the global trees; of ranks with equal digests, whose trees are equal, one is read."""
     distinct = {vote.scalars_digest: vote for vote in reversed(votes)}
     said = sorted((vote.rank, vote.state) for vote in distinct.values())
     tree, conflicts = unite(said)
@@ -163,7 +163,7 @@ def _merge_files(votes: Sequence[Receipt]) -> tuple[FileEntry, ...]:
 
 
 def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """Collect the pieces of each tensor, unless there are few and the votes before said the same of their tensors."""
+    """Collect the pieces of each tensor; few pieces are reused where the last votes had equal tensors."""
     few = min(_MEMO_PIECES, MAX_PIECES)
     if _count_pieces((vote.tensors for vote in votes), few) > few:
         return _merge_pieces(votes)
@@ -176,7 +176,7 @@ def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
 
 
 def _count_pieces(holders: Iterable[Mapping[str, TensorEntry]], most: int) -> int:
-    """Return how many there are, or some number above *most*: to visit each of ten million costs half a second."""
+    """Return the number of pieces, or any number above *most*: to visit each of ten million costs half a second."""
     count = 0
     for tensors in holders:
         count += sum([len(entry.pieces) for entry in tensors.values()])
@@ -202,7 +202,7 @@ def _merge_pieces(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
 
 
 def _put_together(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors with pieces that cannot be in a table, some of which `check_manifest` refuses by name."""
+    """Return the tensors of votes whose pieces do not fit a table; `check_manifest` refuses the bad ones by name."""
     pieces: dict[str, dict[Any, Any]] = {name: {} for name in entries}
     base = 0
     for vote in votes:
@@ -215,9 +215,9 @@ def _put_together(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) 
 
 
 class _Described:
-    """What the first rank that has a tensor says of it, and whether the others agree. Hot, as the merge is.
+    """The description of each tensor by the first rank that has it, and whether the others agree. Hot, as the merge is.
 
-    The order of the axes in memory is a fact of the whole tensor: where ranks say different things of it, nothing is said.
+    The order of the axes in memory is a fact of the whole tensor: where ranks disagree about it, it is left unset.
 
     Attributes:
         entries: every tensor, those of the first rank first.
@@ -237,7 +237,7 @@ class _Described:
                     self.entries.setdefault(name, entry)
 
     def check(self, vote: Receipt) -> None:
-        """Return when *vote* describes its tensors as others do.
+        """Check that *vote* describes its tensors as the others do.
 
         Raises:
             CommitError: it does not; names the tensor and both ranks.
@@ -265,7 +265,7 @@ class _Described:
 
 
 def _merge_alias(votes: Sequence[Receipt], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Collect the ties. A name that is a tied one here and a tensor of its own there is a tensor."""
+    """Collect the ties. A name that is tied on one rank and a tensor of its own on another is a tensor."""
     alias: dict[str, tuple[str, int]] = {}
     for vote in votes:
         for name, target in vote.alias.items():
@@ -282,7 +282,7 @@ def _merge_alias(votes: Sequence[Receipt], tensors: Mapping[str, TensorEntry]) -
 
 
 def _merge_left_out(votes: Sequence[Receipt], stored: Container[str]) -> LeftOut | UnsetType:
-    """Collect what was left out; what one rank left out and another saved is there."""
+    """Collect what was left out; a name that one rank left out and another saved counts as saved."""
     merged: LeftOut = {}
     for vote in votes:
         for name, facts in (vote.left_out or {}).items():
@@ -308,27 +308,27 @@ def _follow(alias: Mapping[str, str], name: str, tensors: Mapping[str, TensorEnt
     return name
 
 
-# The digests of replicas in receipts, and what they say when all ranks have voted (docs/format.md#replicas).
+# The digests of replicas in receipts, and their comparison when all ranks have voted (docs/format.md#replicas).
 #
-# A receipt has a table of 16 bytes for each box of a tensor that its rank and others have: which box of which tensor, and
+# A receipt has a table with 16 bytes for each box of a tensor that its rank and others have: the tensor and the box, and
 # the digest of some of its bytes. Guarantees:
 #
-# - Pure. Ranks are compared box by box, whatever else each of them has, and whichever writes the box.
-# - A table has no names: each is the hash of one that some receipt has. Each distinct table is read once.
+# - Pure. Ranks are compared box by box, whatever other boxes they have, and whichever rank writes the box.
+# - A table has hashes in place of names; some receipt has each name. Each distinct table is read once.
 
 
 _SHOWN = 5
 
 
 class ReplicaTables(msgspec.Struct, frozen=True):
-    """The tables of one receipt: of what all ranks must have alike, and of the buffers of modules."""
+    """The tables of one receipt: of the tensors that must be equal on all ranks, and of the buffers of modules."""
 
     replicas: bytes = b""
     buffers: bytes = b""
 
 
 class ReplicaDifference(msgspec.Struct, frozen=True):
-    """A tensor that ranks have differently: those that have the *same* values as the lowest rank, and the *others*."""
+    """A tensor that differs between ranks: the ranks with the *same* values as the lowest rank, and the *others*."""
 
     name: str
     same: tuple[int, ...]
@@ -350,7 +350,7 @@ def _hash(data: bytes) -> int:
 
 
 def check_replicas(votes: Sequence[Receipt]) -> None:
-    """Return when no two ranks have other values of what all must have alike.
+    """Check that the replicas that must be equal on all ranks are.
 
     Raises:
         ReplicasDifferError: names the tensors and the ranks.
@@ -370,7 +370,7 @@ def check_replicas(votes: Sequence[Receipt]) -> None:
 
 
 def find_differences(votes: Sequence[Receipt], table: Literal["replicas", "buffers"]) -> list[ReplicaDifference]:
-    """Return the tensors of one of the tables that ranks have differently, by name."""
+    """Return the tensors of one of the tables that differ between ranks, by name."""
     ranks_of: dict[bytes, list[int]] = {}
     for vote in votes:
         if rows := getattr(vote, table):
@@ -393,7 +393,7 @@ def _keys(rows: NDArray[Any]) -> NDArray[np.uint64]:
 def _describe(
     odd: NDArray[np.uint64], tables: Mapping[tuple[int, ...], NDArray[Any]], votes: Sequence[Receipt]
 ) -> list[ReplicaDifference]:
-    """Return what differs: the boxes with the keys *odd*, in the *tables* of some ranks each."""
+    """Return the differences: the boxes with the keys *odd*, in *tables* that are of some ranks each."""
     values: dict[int, dict[int, list[int]]] = {}
     for ranks, rows in tables.items():
         keys = _keys(rows)
@@ -411,7 +411,7 @@ def _describe(
 
 
 def _names_of(hashes: Iterable[int], votes: Sequence[Receipt]) -> dict[int, str]:
-    """Return the name behind each hash; each is in the receipt of a rank that writes some of the tensor."""
+    """Return the name behind each hash; it is in the receipt of any rank that writes a part of the tensor."""
     wanted = dict.fromkeys(hashes, "a tensor that no receipt names")
     names = {name for vote in votes for name in vote.tensors}
     return wanted | {known: name for name in names if (known := _hash(name.encode())) in wanted}
@@ -426,7 +426,7 @@ def _names_of(hashes: Iterable[int], votes: Sequence[Receipt]) -> dict[int, str]
 # - optimizers (``{"$":"optimizer"}``) by parameter name (`aiockpt.format.optimizers`);
 # - anything else must be equal wherever two ranks have it, type included.
 #
-# Pure, and linear in the size of all trees; for any JSON it either unites or finds conflicts. What has not the form of
+# Pure, and linear in the size of all trees; for any JSON it either unites or finds conflicts. A node without the form of
 # an optimizer is compared as it is.
 
 
@@ -438,10 +438,10 @@ _APART = ("items", "metadata")
 
 
 def unite(votes: Votes) -> tuple[Any, list[Conflict]]:
-    """Return the union of the trees of some ranks, and where they contradict each other.
+    """Return the union of the trees of some ranks, and their conflicts.
 
     Args:
-        votes: (rank, tree), at least one; where there is a conflict the first one's value stands.
+        votes: (rank, tree), at least one; in a conflict the value of the first one is used.
     """
     conflicts: list[Conflict] = []
     return _unite(votes, "", conflicts), conflicts
@@ -474,7 +474,7 @@ def _unite_tagged(votes: Votes, tag: Any, path: str, conflicts: list[Conflict]) 
 
 
 def _agree(votes: Votes, path: str, conflicts: list[Conflict]) -> Any:
-    """Return the first rank's node; the first rank that says otherwise is a conflict."""
+    """Return the first rank's node; the first rank with another one is a conflict."""
     first, ours = votes[0]
     for rank, theirs in votes[1:]:
         if type(theirs) is not type(ours) or theirs != ours:
@@ -504,6 +504,6 @@ def _unite_pairs(votes: Votes, path: str, conflicts: list[Conflict]) -> dict[str
     rest = [(rank, {name: value for name, value in node.items() if name not in _APART}) for rank, node in votes]
     items = [[key, _unite(some, f"{path}[{key!r:.40}]", conflicts)] for key, some in said.values()]
     node = {**_unite_objects(rest, path, conflicts), "items": items}
-    told = [(rank, node["metadata"]) for rank, node in votes if "metadata" in node]
-    # Classes put the device of their rank into it, which is no contradiction.
-    return {**node, "metadata": _unite(told, path, [])} if told else node
+    with_metadata = [(rank, node["metadata"]) for rank, node in votes if "metadata" in node]
+    # Classes put the device of their rank into it, which is no conflict.
+    return {**node, "metadata": _unite(with_metadata, path, [])} if with_metadata else node

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- Every key is relative to the checkpoint root, made and parsed here only; parsers return None for what is not ours.
+- Every key is relative to the checkpoint root, made and parsed here only; parsers return None for a name that is not ours.
 - Key parts are safe on any file system and object store: letters, digits, ``.``, ``_``, ``-``, no dot in front.
 - `join_name` and `split_name` are exact inverses (docs/format.md#names-of-leaves).
 """
@@ -32,7 +32,7 @@ _DATA = re.compile(rf"({_STEP_ID.pattern})/a-([0-9a-f]{{12}})/d/r([0-9]{{5,9}})-
 LEASE_PREFIX = "lease-"
 _COPIED = re.compile(r"f([0-9]{6,})\.json")
 _OF_A_RANK = re.compile(r"(.+)(@rank[0-9]+)", re.DOTALL)
-"""The name of a tensor that belongs to one rank. Behind a position, or an empty key, that is no way to write a key."""
+"""The name of a tensor that belongs to one rank. No key is written like that after a position, or an empty key."""
 _GATHERED = re.compile(r"(r[0-9]{5,9})-(r[0-9]{5,9})\.jsonl")
 
 
@@ -80,7 +80,7 @@ def parse_manifest(name: str) -> int | None:
 
 
 def verified_key(step_id: str, generation: int) -> str:
-    """Return the key of the mark that says when and how *generation* was verified."""
+    """Return the key of the mark that records when and how *generation* was verified."""
     return f"{check_step_id(step_id)}/VERIFIED-{_check_generation(generation)}.json"
 
 
@@ -90,7 +90,7 @@ def parse_verified(name: str) -> int | None:
 
 
 def damaged_key(step_id: str, generation: int) -> str:
-    """Return the key of the mark that says that a verification found *generation* damaged."""
+    """Return the key of the mark that records that a verification found *generation* damaged."""
     return f"{check_step_id(step_id)}/DAMAGED-{_check_generation(generation)}.json"
 
 
@@ -127,7 +127,7 @@ def parse_attempt(folder_name: str) -> str | None:
 
 
 def data_path(attempt: str, rank: int, index: int) -> str:
-    """Return data file number *index* of *rank* relative to its step, as manifests and receipts say it."""
+    """Return the path of data file number *index* of *rank* relative to its step, as in manifests and receipts."""
     return f"{attempt_prefix(attempt)}/d/r{_check_rank(rank):05d}-{index:04d}.safetensors"
 
 
@@ -138,7 +138,7 @@ def parse_data(key: str) -> tuple[str, str, int] | None:
 
 
 def part_path(attempt: str, column: str, index: int) -> str:
-    """Return blob number *index* of a *column* of pieces relative to its step."""
+    """Return the path of blob number *index* of a *column* of pieces relative to its step."""
     return f"{attempt_prefix(attempt)}/p/{column}-{index:04d}.bin"
 
 
@@ -158,7 +158,7 @@ def parse_receipt(name: str) -> int | None:
 
 
 def failure_key(step_id: str, attempt: str, rank: int) -> str:
-    """Return the key under which a rank says that it failed."""
+    """Return the key under which a rank reports that it failed."""
     return f"{receipt_folder(step_id, attempt)}/r{_check_rank(rank):05d}.fail.json"
 
 
@@ -168,7 +168,7 @@ def parse_failure(name: str) -> int | None:
 
 
 def gathered_folder(step_id: str, attempt: str) -> str:
-    """Return the folder of what groups of an attempt's ranks have gathered."""
+    """Return the folder of the gathered receipts of an attempt."""
     return f"{attempt_folder(step_id, attempt)}/g"
 
 
@@ -188,7 +188,7 @@ def parse_gathered(name: str) -> range | None:
 
 
 def decision_key(step_id: str, attempt: str) -> str:
-    """Return the key of the one record that says whether an attempt is committed or collected."""
+    """Return the key of the record that decides whether an attempt is committed or collected."""
     return f"{attempt_folder(step_id, attempt)}/DECISION.json"
 
 
@@ -269,19 +269,19 @@ def _escape(key: str) -> str:
 
 
 def prefixes(name: str) -> list[str]:
-    """Return the names of all that the leaf *name* (from `join_name`) is a part of, the longest (itself) first."""
+    """Return the names of the leaf *name* (from `join_name`) and of all that contains it, the longest (itself) first."""
     return [name[: token.end()] for token in _TOKEN.finditer(name)][::-1]
 
 
 class Names:
-    """A set of names that is asked whether something is one of them, or has one of them in it."""
+    """A set of names, with a test whether a name is one of them, or contains one of them."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
         self._sorted: list[str] | None = None
 
     def reach(self, part: str) -> bool:
-        """Return whether *part*, a name, is one of the names, or what one of them is a part of."""
+        """Return whether *part*, a name, is one of the names, or contains one of them."""
         if part in self._names:
             return True
         if self._sorted is None:
@@ -307,7 +307,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def split_name(name: str) -> tuple[str | int, ...]:
-    """Return the path that `join_name` wrote as *name*; of a tensor of one rank the last part bears the rank: ``0@rank3``.
+    """Return the path that `join_name` wrote as *name*; the last part of one rank's tensor has the rank: ``0@rank3``.
 
     Raises:
         UsageError: `join_name` writes no such name.
@@ -322,7 +322,7 @@ def split_name(name: str) -> tuple[str | int, ...]:
 
 
 def dotted(name: str) -> str:
-    """Return a name with dots alone between its parts, as keys of a ``state_dict()`` have them: ``blocks.0.weight``.
+    """Return a name with only dots between its parts, like the keys of a ``state_dict()``: ``blocks.0.weight``.
 
     Raises:
         UsageError: as `split_name`.

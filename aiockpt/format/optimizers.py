@@ -2,12 +2,12 @@
 
 Ranks may have other parameters (stages of a pipeline, groups of experts) and so other groups. Guarantees:
 
-- What a group says (learning rate, …) belongs to its parameters. Groups that say the same in the same place stay one
-  group, as one process would have it; where ranks have other groups, each parameter keeps what its own group says.
-- A parameter that several ranks have must have the same values on all of them, or it is named with two ranks.
-- State belongs to parameters: the union of what the ranks have of it.
+- The options of a group (learning rate, …) belong to its parameters. Groups with equal options in the same place stay one
+  group, as in one process; where ranks have other groups, each parameter keeps the options of its own group.
+- A parameter that several ranks have must have the same options on all of them; else it is named with two ranks.
+- State belongs to parameters: the result is the union of the ranks' states.
 
-Pure, and linear in the size of all nodes. What has not the form of an optimizer is left to the caller.
+Pure, and linear in the size of all nodes. A node without the form of an optimizer is left to the caller.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import msgspec
 
 TAG = "$"
 Votes = Sequence[tuple[int, Any]]
-"""What ranks say of one place of the tree: (rank, node)."""
+"""The ranks' nodes at one place of the tree: (rank, node)."""
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Two ranks say different things of one place; *path* is empty for the whole tree."""
+    """A place at which two ranks differ; *path* is empty for the whole tree."""
 
     path: str
     first: int
@@ -32,21 +32,21 @@ class Conflict(msgspec.Struct, frozen=True):
     theirs: Any
 
     def __str__(self) -> str:
-        """Say the place, the ranks and the difference, in short."""
+        """Return the place, the ranks and the difference, in short."""
         where = self.path or "everything"
         return f"{where} ({self.ours!r:.40} on rank {self.first}, {self.theirs!r:.40} on rank {self.other})"
 
 
 Unite = Callable[[Votes, str, list[Conflict]], Any]
-"""Returns the union of some nodes that are at a path, and adds where they contradict each other."""
+"""Returns the union of some nodes that are at a path, and adds their conflicts to a list."""
 
 
 class OptimizerRow(msgspec.Struct, omit_defaults=True):
     """Which parameters, by their numbers in the groups, have which tensors.
 
     Attributes:
-        part: keys whose tensors the program has as plain ones, each rank the part of its part of the parameter.
-        whole: keys whose tensors all ranks have alike, although the parameter is spread over them.
+        part: keys whose tensors are plain ones in the program, on each rank for its own part of the parameter.
+        whole: keys whose tensors are equal on all ranks, although the parameter is spread over them.
         spread: keys whose tensors are spread over ranks in another way than the parameter: "R" (replicated) or "S" and the
             axis, for each axis of the mesh.
     """
@@ -68,14 +68,14 @@ class OptimizerGroup(msgspec.Struct, forbid_unknown_fields=True):
 class OptimizerNode(
     msgspec.Struct, tag_field=TAG, tag="optimizer", forbid_unknown_fields=True, rename={"class_name": "class"}
 ):
-    """What a checkpoint says of an optimizer.
+    """The node of an optimizer in a checkpoint.
 
     Attributes:
         groups: as above.
         state: which parameters have which tensors; those are tensors of the checkpoint.
         values: (parameter, key, node) of the state that is no tensor.
-        class_name: the class that saved it, with its module. Checkpoints of older versions do not say it.
-        keys: what its groups have by default.
+        class_name: the class that saved it, with its module. Checkpoints of older versions lack it.
+        keys: those that its groups have by default.
         rest: state that belongs to no parameter.
         digests: of tensors that must be the same on all ranks, by their names within the optimizer.
     """
@@ -92,7 +92,7 @@ class OptimizerNode(
         """Return which tensors each parameter has, by the parameter's name.
 
         Raises:
-            IndexError: there is no parameter of some number.
+            IndexError: a row names a parameter number that does not exist.
         """
         names = [name for group in self.groups for name in group.params]
         return {names[number]: row for row in self.state for number in row.params}
@@ -102,7 +102,7 @@ Nodes = Sequence[tuple[int, OptimizerNode]]
 
 
 def read_optimizer(node: dict[str, Any]) -> OptimizerNode | None:
-    """Return what *node* says; None where it has not the form of an optimizer."""
+    """Return *node* decoded; None where it does not have the form of an optimizer."""
     if node.get(TAG) != "optimizer":
         return None
     try:
@@ -114,7 +114,7 @@ def read_optimizer(node: dict[str, Any]) -> OptimizerNode | None:
 
 
 def unite_optimizers(votes: Nodes, path: str, unite: Unite, conflicts: list[Conflict]) -> dict[str, Any]:
-    """Return the node that all ranks wrote together; where they contradict each other the first one's value stands."""
+    """Return the union of all ranks' nodes; in a conflict the value of the first one is used."""
     node: dict[str, Any] = {TAG: "optimizer"}
     for name, attribute in (("class", "class_name"), ("keys", "keys"), ("rest", "rest")):
         said = [(rank, found) for rank, one in votes if (found := getattr(one, attribute)) is not msgspec.UNSET]
@@ -141,7 +141,7 @@ def unite_optimizers(votes: Nodes, path: str, unite: Unite, conflicts: list[Conf
 
 
 def _unite_digests(votes: Nodes, path: str, conflicts: list[Conflict]) -> dict[str, str]:
-    """Return the digests of all tensors that the ranks should have alike; one that differs is a conflict."""
+    """Return the digests of all tensors that should be equal on all ranks; one that differs is a conflict."""
     known: dict[str, tuple[int, str]] = {}
     refused = set()
     for rank, one in votes:
@@ -154,7 +154,7 @@ def _unite_digests(votes: Nodes, path: str, conflicts: list[Conflict]) -> dict[s
 
 
 def _unite_by_place(votes: Nodes, path: str, unite: Unite) -> list[dict[str, Any]] | None:
-    """Return the groups where all ranks have the same ones, but for the parameters in them; else None."""
+    """Return the groups where those of all ranks are equal, except for their parameters; else None."""
     count = len(votes[0][1].groups)
     homes: dict[str, int] = {}
     for _, one in votes:
@@ -174,7 +174,7 @@ def _unite_by_place(votes: Nodes, path: str, unite: Unite) -> list[dict[str, Any
 
 
 def _unite_by_name(votes: Nodes, path: str, conflicts: list[Conflict]) -> list[dict[str, Any]]:
-    """Return groups in which every parameter has the values that its own ranks give it."""
+    """Return groups in which every parameter has the options that its own ranks have for it."""
     groups: dict[bytes, dict[str, Any]] = {}
     homes: dict[str, tuple[int, dict[str, Any]]] = {}
     for rank, one in votes:
@@ -194,7 +194,7 @@ def _unite_by_name(votes: Nodes, path: str, conflicts: list[Conflict]) -> list[d
 def _differences(
     name: str, first: int, ours: dict[str, Any], rank: int, theirs: dict[str, Any], path: str
 ) -> list[Conflict]:
-    """Return each value that two ranks give one parameter differently; one that only one of them has, too."""
+    """Return a conflict for each option of one parameter that differs between two ranks, or that one of them lacks."""
     if ours is theirs or _encoded(ours) == _encoded(theirs):
         return []
     return [
@@ -205,7 +205,7 @@ def _differences(
 
 
 def _encoded(node: Any) -> bytes:
-    """Return what is equal for equal nodes only, type included (1, 1.0 and True are three values)."""
+    """Return bytes that are equal for equal nodes only, type included (1, 1.0 and True are three values)."""
     return msgspec.json.encode(node, order="sorted")
 
 
@@ -225,7 +225,7 @@ def _unite_tables(optimizers: Sequence[OptimizerNode], groups: Sequence[dict[str
 
 
 def _unite_rows(one: OptimizerRow, other: OptimizerRow) -> OptimizerRow:
-    """Return what two ranks have of one parameter."""
+    """Return the union of two ranks' rows of one parameter."""
     return OptimizerRow(
         list(dict.fromkeys((*one.keys, *other.keys))),
         [],

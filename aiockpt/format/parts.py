@@ -9,8 +9,8 @@ that are blobs in the attempt's folder, ``p/<column>-0000.bin`` and so on, 64 Mi
 Numbers are unsigned and little-endian, 4 bytes where all of a column fit, else 8. Pieces lie by tensor; of one tensor by
 offsets, then sizes. The manifest has the digest of every blob, so its own digest covers them.
 
-Guarantee: `attach` believes no blob before its digest, and allocates no more than the blobs that it was given. What the
-numbers mean to each other is for `aiockpt.format.validate` to check.
+Guarantee: `attach` uses no blob before it has compared the digest, and allocates no more than the size of the given blobs.
+Whether the numbers agree with each other is checked by `aiockpt.format.validate`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOO_LARGE = 2**63
 
 
 def detach(manifest: Manifest) -> tuple[Manifest, dict[str, bytes]]:
-    """Return the manifest as it is written, and the blobs to write before it, by their paths below the step's folder."""
+    """Return the written form of the manifest, and the blobs to write before it, by their paths below the step's folder."""
     if REQUIRED not in manifest.requires or (table := table_of(manifest.tensors)) is None:
         return manifest, {}
     blobs: dict[str, bytes] = {}
@@ -52,7 +52,7 @@ def detach(manifest: Manifest) -> tuple[Manifest, dict[str, bytes]]:
 
 
 def part_paths(manifest: Manifest) -> list[str]:
-    """Return where the blobs of a manifest lie, below the step's folder; no path is taken from a document."""
+    """Return the paths of a manifest's blobs below the step's folder; no path is read from a document."""
     return [
         part_path(manifest.attempt, column, index)
         for column, entry in zip(COLUMNS, _check_entries(manifest), strict=True)
@@ -81,7 +81,7 @@ def attach(manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
 
 
 def _check_entries(manifest: Manifest) -> tuple[PartEntry, ...]:
-    """Return the description of the columns when it can be one."""
+    """Return the description of the columns; raise unless it is valid."""
     parts = tuple(manifest.parts or ())
     if REQUIRED not in manifest.requires or tuple(entry.column for entry in parts) != COLUMNS:
         raise _refusal(manifest, f"are not {', '.join(COLUMNS)}, or are not announced")

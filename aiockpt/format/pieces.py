@@ -1,10 +1,10 @@
-"""Pieces as columns: of one table are the merge of all votes, the checks, and what is written.
+"""Tables of pieces, stored as columns: the merge of all votes, the checks and the writing use the same table.
 
 Guarantees:
 
 - A table stays columns: a tensor's ``pieces`` is a view of it, and `Piece` objects are made only on access.
-- The merge is deterministic: of equal boxes it takes that of the lowest rank, and a tensor's pieces lie by their offsets.
-- Each receipt is read once, while it is in the processor's cache; some together go to their places.
+- The merge is deterministic: of equal boxes it uses that of the lowest rank; a tensor's pieces are sorted by offsets.
+- Each receipt is read once, while it is in the processor's cache; the pieces of several are placed together.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from aiockpt.format.tiling import Flags, Ints
 
 Column: TypeAlias = NDArray[Any]
 TENSORS_AT_ONCE = 4096
-"""Tensors of votes, about, whose pieces are read together: they fit into the processor's cache."""
+"""About how many tensors of votes are read together: their pieces fit into the processor's cache."""
 _pieces = attrgetter("pieces")
 _BYTES = ("file", "start", "end")
 _SIDES = (("offsets", 0), ("sizes", 1))
-"""The columns of boxes, and what dimensions have in them that a tensor lacks."""
+"""The columns of boxes, and the value in them for dimensions that a tensor lacks."""
 
 
 class PieceTable:
@@ -74,7 +74,7 @@ class PieceTable:
             yield from islice(zip(*[numbers] * some, strict=False), count) if some else repeat((), count)
 
     def is_writable(self) -> bool:
-        """Say whether a reader accepts all numbers of the boxes."""
+        """Return whether a reader accepts all numbers of the boxes."""
         return all(int(column.max(initial=0)) < MAX_DIM for column in (self.offsets, self.sizes))
 
 
@@ -88,7 +88,7 @@ def pad(flat: Column, dimensions: Ints, most: int, fill: int) -> Ints:
 
 
 def unpad(padded: Column, dimensions: Ints) -> Column:
-    """Return the numbers that `pad` filled up."""
+    """Return the numbers that `pad` was given."""
     most = padded.shape[1]
     if (dimensions == most).all():
         return padded.reshape(-1)
@@ -146,7 +146,7 @@ class PieceRows(PieceView):
 
 
 def table_of(tensors: Mapping[str, TensorEntry]) -> PieceTable | None:
-    """Return the table that the pieces of *tensors* lie in; None where each has its own, from JSON."""
+    """Return the table that holds the pieces of *tensors*; None where each tensor has its own tuple, from JSON."""
     some = next((entry.pieces for entry in tensors.values()), ())
     return some.table if isinstance(some, PieceRows) else None
 
@@ -199,10 +199,10 @@ def read_boxes(boxes: Sequence[Any], dimensions: Ints) -> tuple[Ints, Ints] | No
 
 
 def sort_boxes(owner: Ints, count: int, offsets: Column, sizes: Column) -> tuple[Ints, Flags]:
-    """Return the boxes in the order of their owners, where there are equal ones, side by side; and which are the first ones.
+    """Return the order of the boxes by owner, equal ones side by side, and which of them is the first of its equals.
 
     Args:
-        owner: of each box, which of *count* tensors it belongs to.
+        owner: of each box, the number of its tensor, below *count*.
         offsets, sizes: (boxes, dimensions).
     """
     # Of two bytes by radix, which takes a tenth of the time.
@@ -224,7 +224,7 @@ def sort_boxes(owner: Ints, count: int, offsets: Column, sizes: Column) -> tuple
 
 
 def _find_unsorted(offsets: Column, order: Ints, bounds: Ints) -> Flags:
-    """Return which tensors have boxes that do not come after the ones before in *order*, by their offsets."""
+    """Return which tensors have boxes whose offsets do not ascend in *order*."""
     after, same = np.zeros(max(len(order) - 1, 0), bool), np.ones(max(len(order) - 1, 0), bool)
     after[bounds[(bounds > 0) & (bounds < len(order))] - 1] = True
     for column in offsets.T:
@@ -298,9 +298,9 @@ class PieceMerge:
         self._taken.append((owner, narrow(rows)))
 
     def merge(self, most: int) -> PieceTable | None:
-        """Return all pieces in one table; None where some cannot be in one, which no checkpoint has.
+        """Return all pieces in one table; None where some cannot be in a table, which is so for no valid checkpoint.
 
-        Up to *most* pieces with equal offsets lie in the order of the votes, more of them by their sizes.
+        Up to *most* pieces those with equal offsets stay in the order of the votes; above, they are sorted by size.
         """
         self.read()
         if self._taken is None:
@@ -313,7 +313,7 @@ class PieceMerge:
         if len(kept) <= most:
             tied = (offsets[kept[1:]] == offsets[kept[:-1]]).all(axis=1) & (owner[kept[1:]] == owner[kept[:-1]])
             if tied.any():
-                # They are no tiling, unless some have no elements: documents of so few have always had them like that.
+                # They are no tiling, unless some are empty. Documents with so few pieces have always kept that order.
                 kept.sort()
                 kept = kept[np.lexsort((*offsets[kept].T[::-1], owner[kept]))]
         table = rows[kept]
@@ -325,5 +325,5 @@ class PieceMerge:
 
 
 def narrow(column: Column) -> Column:
-    """Return *column* in as few bytes a number as it is written in: 4 where all of it fit, else 8."""
+    """Return *column* with the bytes a number of its written form: 4 where all of it fit, else 8."""
     return column.astype("<u4" if int(column.max(initial=0)) < 2**32 else "<u8", copy=False)

@@ -23,7 +23,7 @@ from aiockpt.format.manifest import Count, Dims
 from aiockpt.format.names import MAX_NAME_BYTES
 
 MAX_HEADER_BYTES = 64 << 20
-"""Of the whole prefix: length field, JSON and padding."""
+"""The most bytes of the whole prefix: length field, JSON and padding."""
 PAYLOAD_ALIGNMENT = 4096
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -58,7 +58,7 @@ class _Wire(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Beside(msgspec.Struct, frozen=True):
-    """What a header has beside its entries."""
+    """The part of a header beside its entries."""
 
     metadata: Raw = msgspec.field(default=Raw(), name=_METADATA)
 
@@ -97,10 +97,10 @@ def encode_header(
 
 
 def read_below(metadata: Mapping[str, str]) -> str:
-    """Return the name of what all entries of a file lie below, by its metadata; "" where they have their full names.
+    """Return the name prefix of all entries of a file, by its metadata; "" where they have their full names.
 
     Raises:
-        CorruptionError: what our own part of the metadata says is no JSON of ours.
+        CorruptionError: our own part of the metadata is not our JSON.
     """
     try:
         return parse(metadata.get("aiockpt", "{}").encode(), _Ours, "aiockpt's part of the safetensors metadata").below
@@ -123,7 +123,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
         raise CorruptionError(f"the safetensors header says it ends at {data_start}, which it cannot have")
     if len(prefix) < data_start:
         raise CorruptionError(f"the safetensors header ends at {data_start}, only {len(prefix)} bytes were read")
-    body = bytes(prefix[_LENGTH_BYTES:data_start]).rstrip(b" ")  # ours are padded to a block: 1 MiB to look through
+    body = bytes(prefix[_LENGTH_BYTES:data_start]).rstrip(b" ")  # ours are padded to a block: 1 MiB to scan
     try:
         if not body.startswith(b"{"):
             raise ManifestError("safetensors header does not start with an object")
@@ -133,7 +133,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
             check_unique_keys(raw_metadata, "safetensors metadata")
         wires = _decode_entries(body, raw_metadata)
         entries = [Entry(name, wire.dtype, wire.shape, *wire.data_offsets) for name, wire in wires.items()]
-        # Ten quotes for each decoded entry (a name, three keys, a dtype): there are no more of them, and none was dropped.
+        # Ten quotes for each decoded entry (a name, three keys, a dtype): if there are no more, no entry was dropped.
         if body.count(b'"') != 10 * len(entries) + (2 + raw_metadata.count(b'"') if raw_metadata else 0):
             check_unique_keys(body, "safetensors header")
     except ManifestError as error:
@@ -144,7 +144,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
 
 
 def _decode_entries(body: bytes, raw_metadata: bytes) -> Mapping[str, _Wire]:
-    """Decode all entries at once, and one by one where that fails: to name the one that cannot be read."""
+    """Decode all entries at once, and one by one where that fails, to name the bad one."""
     bare = without(body, _METADATA, raw_metadata, b"null") if raw_metadata else body
     try:
         wires = parse(bare, dict[str, _Wire | None], "safetensors header")

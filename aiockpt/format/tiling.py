@@ -1,15 +1,15 @@
-"""The tiling check: whether every element of a shape is in exactly one of some boxes; of many tensors at once.
+"""The tiling check, for many tensors at once: every element of a shape must be in exactly one of some boxes.
 
 Guarantees:
 
-- Linear in the number of boxes, whatever their form, but for sorting where a single axis is cut: no pair is ever compared.
+- Linear in the number of boxes, whatever their form, except for a sort where a single axis is cut; never in pairs.
 - A tiling is always accepted. Anything else is refused, except with probability below 2⁻⁷⁰. No arithmetic wraps.
 
-The idea: give each cut of each axis a random number; a box weighs the product over the axes of (number at its end −
-number at its start), modulo the prime 2³¹ − 1. Weight is additive, so boxes that tile weigh together what the whole
-weighs. If some element is covered twice or never, the difference is a polynomial in the random numbers that is not zero
-and has at most 32 axes as degree: it vanishes by chance only (Schwartz–Zippel; coverage counts stay below the prime), in
-each of three rounds. The numbers follow from a cryptographic digest of the boxes themselves, so they are the same
+The idea: assign a random number to each cut of each axis; the weight of a box is the product over the axes of (number at
+its end − number at its start), modulo the prime 2³¹ − 1. Weight is additive, so boxes that tile have together the weight
+of the whole. If some element is covered twice or never, the difference is a nonzero polynomial in the random numbers, of
+a degree of at most 32 (the axes): it vanishes by chance only (Schwartz–Zippel; coverage counts stay below the prime), in
+each of three rounds. The numbers are derived from a cryptographic digest of the boxes themselves, so they are the same
 everywhere and boxes cannot be chosen to fit them.
 """
 
@@ -29,7 +29,7 @@ _ROUNDS = 3
 
 
 def are_tiled(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
-    """Return which of some tensors are covered by their boxes, which lie inside them: each element exactly once.
+    """Return which tensors are tiled by their boxes, each element exactly once; boxes must lie inside their tensor.
 
     Args:
         shapes: (tensors, dimensions); a tensor of fewer dimensions has 1 in the others, as its boxes have 0 and 1.
@@ -61,7 +61,7 @@ def are_tiled(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
 
 
 def _follow_one_another(whole: Ints, counts: Ints, starts: Ints, lengths: Ints) -> Flags:
-    """Say where boxes that are cut on one axis only tile: each begins where another ended. Exact, and quicker."""
+    """Return which tensors are tiled by boxes cut on one axis: each begins where another ended. Exact, and quicker."""
     filled = lengths > 0
     owner = np.repeat(np.arange(len(counts)), counts)[filled]
     starts, stops = starts[filled], (starts + lengths)[filled]
@@ -78,7 +78,7 @@ def _follow_one_another(whole: Ints, counts: Ints, starts: Ints, lengths: Ints) 
 
 
 def _weigh_as_much(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
-    """Say where boxes weigh as much as the whole, in several rounds."""
+    """Return for which tensors the boxes have the weight of the whole, in several rounds."""
     seed = hashlib.blake2b(np.ascontiguousarray(offsets).tobytes())
     seed.update(np.concatenate([np.ravel(sizes), np.ravel(shapes), counts]).tobytes())
     keys = np.random.default_rng(int.from_bytes(seed.digest(), "little")).integers(
@@ -101,7 +101,7 @@ def _weigh(starts: Ints, stops: Ints, keys: NDArray[np.uint64]) -> Ints:
 
 
 def _number(places: Ints, key: Any) -> Ints:
-    """Return the number at each of some places of one axis (the mixing of splitmix64)."""
+    """Return the random number at each of *places* on one axis (the mixing of splitmix64)."""
     mixed = places.astype(np.uint64) + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -110,7 +110,7 @@ def _number(places: Ints, key: Any) -> Ints:
 
 
 def add_up(volumes: Ints, counts: Ints) -> list[int]:
-    """Return the sums of so many of the *volumes* each, which may not fit into 8 bytes."""
+    """Return the sums of consecutive *volumes*, *counts* in each; a sum may not fit into 8 bytes."""
     ends = np.concatenate([[0], np.cumsum(counts)])
     halves = (np.concatenate([[0], np.cumsum(half)])[ends] for half in (volumes >> 32, volumes & 0xFFFFFFFF))
     high, low = (np.diff(sums).tolist() for sums in halves)

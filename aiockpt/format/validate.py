@@ -7,7 +7,7 @@ Guarantees:
   in pairs.
 - Everything refused raises `ManifestError` (a header: `CorruptionError`) naming what is wrong.
 
-Numbers are within the bounds of `manifest` already: decoding saw to that.
+Numbers are within the bounds of `manifest` already: decoding has checked that.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from aiockpt.format.safetensors import Entry, Header, read_below
 from aiockpt.format.tiling import add_up, are_tiled
 
 ROW = np.dtype([("name", "<u4"), ("box", "<u4"), ("digest", "<u8")])
-"""Of a receipt's tables of replicas (`aiockpt.format.merge`): 16 bytes."""
+"""The row of a receipt's tables of replicas (`aiockpt.format.merge`): 16 bytes."""
 MAX_PIECES = 2 * 10**6
-"""In JSON; beyond it they are in columns (`aiockpt.format.parts`)."""
+"""The most pieces in JSON; more of them are in columns (`aiockpt.format.parts`)."""
 _ROWS_AT_ONCE = 1 << 18
 _MOST_BYTES = 2.0**62
 MAX_TENSORS = 10**6
@@ -63,7 +63,7 @@ _PATH_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[0-9a-f]{12}")
 _MAX_PATH_PARTS = 4
 _MAX_REASON = 600
-"""Characters: names and shapes in a message come from the document, which is not trusted."""
+"""The most characters of a message: names and shapes in it come from the document, which is not trusted."""
 
 _good: Memo[tuple[dict[str, TensorEntry], dict[str, str], list[int]], bool] = Memo()
 
@@ -72,10 +72,10 @@ Placed = tuple[str, Piece]
 
 
 def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
-    """Return when *m*, found as *generation* of *step_id*, can be believed as far as it itself can tell.
+    """Check that *m*, found as *generation* of *step_id*, is valid, by every check that needs no other object.
 
     Raises:
-        ManifestError: it cannot; the message names the manifest's key and what is wrong.
+        ManifestError: it is not; the message names the manifest's key and the fault.
     """
     what = manifest_key(step_id, generation)
     if m.id != step_id or m.generation != generation:
@@ -94,7 +94,7 @@ def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
 
 
 def _check_layout(m: Manifest, what: str) -> None:
-    """Check the tensors of a manifest; of one without a table not again those of the one before."""
+    """Check the tensors of a manifest; without a table, tensors equal to those of the last manifest are skipped."""
     in_table = has_table(m.tensors)
     if REQUIRED in m.requires and not in_table:
         _refuse(what, "it requires parts, and its pieces are not in a table, or the other way round")
@@ -108,9 +108,9 @@ def _check_layout(m: Manifest, what: str) -> None:
 
 
 def check_receipt(receipt: Receipt, step_id: str, attempt: str, rank: int) -> None:
-    """Return when *receipt*, found as the vote of *rank* in *attempt* at *step_id*, can be counted as one.
+    """Check that *receipt*, found as the vote of *rank* in *attempt* at *step_id*, is a valid vote.
 
-    Whether pieces and aliases are complete shows only when all votes are merged.
+    Whether pieces and aliases are complete is known only when all votes are merged.
 
     Raises:
         ManifestError: it is no vote.
@@ -179,7 +179,7 @@ def _check_files(files: Sequence[FileEntry], document: Manifest | Receipt, what:
 
 
 def _check_path(path: str, prefix: str, what: str) -> None:
-    """Accept plain names below the attempt's folder only; no file system reads anything else into them."""
+    """Accept only plain names below the attempt's folder, which mean the same on every file system."""
     parts = path.split("/", _MAX_PATH_PARTS)
     if parts[0] != prefix:
         _refuse(what, f"the path {path[:160]!r} does not begin with {prefix!r}, its attempt's folder")
@@ -209,7 +209,7 @@ def _check_sums(file: FileEntry, what: str) -> None:
 def _check_tensors(
     tensors: Mapping[str, TensorEntry], files: Sequence[FileEntry], what: str, most: int | None, *, whole: bool
 ) -> None:
-    """Check tensors, and that each of their pieces, at most so many, can be; where *whole*, that they tile them."""
+    """Check tensors and their pieces, which are at most *most*; with *whole*, also that the pieces tile the tensors."""
     widths = _check_shapes(tensors, what)
     pieces = sum([len(entry.pieces) for entry in tensors.values()])
     if most is not None and pieces > most:
@@ -232,11 +232,11 @@ def _check_tensors(
 
 
 class _Look:
-    """A look at the pieces of tensors, all together: numbers are below 2⁶³, dimensions below 2⁴⁸.
+    """A check of the pieces of all tensors together: numbers are below 2⁶³, dimensions below 2⁴⁸.
 
     Args:
         shapes, widths: of each tensor, sizes and bytes of an element.
-        whole: find what the pieces of each tensor hold, and whether they tile it, too.
+        whole: also find how many elements the pieces of each tensor hold, and whether they tile it.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class _Look:
         self.tiled: list[bool] = []
 
     def at(self, table: PieceTable) -> tuple[int, int] | None:
-        """Return (number of the tensor, place among its pieces) of the first piece that cannot be; None when all can."""
+        """Return (number of the tensor, place among its pieces) of the first invalid piece; None when all are valid."""
         edges = np.flatnonzero(np.diff(table.bounds[1:] // _ROWS_AT_ONCE)) + 1
         limits = np.array([*self._file_sizes, -1], np.int64)
         for low, stop in pairwise([0, *edges.tolist(), len(self.shapes)]):
@@ -260,7 +260,7 @@ class _Look:
             offsets, sizes = table.boxes(low, stop)
             bad = (start > end) | (end > limits[np.minimum(file, len(self._file_sizes))])
             bad |= (sizes > shape[owner] - offsets).any(axis=1)
-            # What might wrap is refused by its size in floating point, before it is compared.
+            # A product that might wrap is refused by its size in floating point, before it is compared.
             with np.errstate(over="ignore"):
                 bad |= sizes.prod(axis=1, dtype=np.float64) * width > _MOST_BYTES
             volumes = sizes.prod(axis=1)
@@ -274,12 +274,12 @@ class _Look:
         return None
 
     def at_each(self, pieces: Sequence[Sequence[Piece]]) -> tuple[int, int] | None:
-        """Do as `at` for pieces that cannot be in a table."""
+        """Return the same as `at`, for pieces that cannot be in a table."""
         places = ((number, place) for number, some in enumerate(pieces) for place in range(len(some)))
         return next((one for one in places if self.find_problem(one[0], pieces[one[0]][one[1]])), None)
 
     def find_problem(self, number: int, piece: Piece) -> str | None:
-        """Say what is wrong with a piece of tensor *number*; None when nothing is."""
+        """Return the fault of a piece of tensor *number*, in words; None when it is valid."""
         shape, file_sizes = self.shapes[number], self._file_sizes
         if not 0 <= piece.file < len(file_sizes):
             return f"is in file number {piece.file} of {len(file_sizes)}"
@@ -358,7 +358,7 @@ def _check_left_out(m: Manifest, what: str) -> None:
 def pieces_by_file(m: Manifest) -> Sequence[list[Placed]]:
     """Return the pieces in each file, by file index and in file order; pass them to `check_header` for many files.
 
-    Of a table each file's are looked up when they are asked for.
+    For a table, the pieces of a file are collected on access.
     """
     table = table_of(m.tensors)
     if table is not None:
@@ -399,14 +399,14 @@ class _TableByFile(Sequence[list[Placed]]):
 
 
 def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[Placed] | None = None) -> None:
-    """Return when the safetensors header of file number *file_index* agrees with the manifest's pieces in it.
+    """Check that the safetensors header of file number *file_index* agrees with the manifest's pieces in it.
 
     Args:
         m: a manifest that `check_manifest` accepted.
-        placed: the file's item of `pieces_by_file`, to spare a walk over all pieces.
+        placed: the file's item of `pieces_by_file`, to save a walk over all pieces.
 
     Raises:
-        CorruptionError: they contradict each other; names the file and a tensor.
+        CorruptionError: they disagree; names the file and a tensor.
     """
     if placed is None:
         placed = pieces_by_file(m)[file_index]
@@ -433,7 +433,7 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
 
 
 def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int, owner: str) -> str | None:
-    """Say how *piece* contradicts the header's *entry* of *owner* that its first byte lies in; None when it does not."""
+    """Return how *piece* disagrees with the *entry*, of *owner*, that holds its first byte; None when it agrees."""
     entry_end = entry_start + entry.end - entry.start
     if piece.end > entry_end:
         return f"has bytes {piece.start}–{piece.end}, the header's entry {entry.name[:80]!r} ends at {entry_end}"

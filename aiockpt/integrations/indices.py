@@ -1,7 +1,7 @@
-"""The indices that a ``DataLoader`` reads, made so that the rest of an epoch can be repeated.
+"""The indices that a ``DataLoader`` reads, wrapped so that the rest of an epoch can be repeated.
 
-They are drawn again with the random numbers of the begin of the epoch, and those that were trained are passed over. No
-sample is read for it. What another batch size or another length of the data makes of that position is decided here, too.
+They are drawn again with the random numbers of the beginning of the epoch, and those that were trained are skipped. No
+sample is read for this. This module also decides how a new batch size or length of the data changes the position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RNG = aiockpt.RNG()
 
 
 def find_generators(*owners: Any) -> list[torch.Generator]:
-    """Return the generators that loaders, samplers and datasets own, and what lies in these, each of them once.
+    """Return the generators that loaders, samplers and datasets own, also in nested objects, each of them once.
 
     A sampler that has an ``initial_seed`` is left out: it seeds its generator anew for each epoch.
     """
@@ -56,17 +56,17 @@ class Indices:
     """The indices of a ``DataLoader``, which can repeat the rest of an epoch.
 
     Attributes:
-        start: the random generators when the epoch's indices were begun, or None.
+        start: the state of the random generators at the beginning of the epoch's indices, or None.
     """
 
     @classmethod
     def put_into(cls, loader: DataLoader[Any]) -> Self:
-        """Return the indices that *loader* reads, put in the place of its sampler, or those that are there already."""
+        """Replace the sampler of *loader* by `Indices`, unless it is replaced already; return them."""
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         source: Any = getattr(loader, name)
         if isinstance(source, Indices):
             return source  # type: ignore[return-value]
-        # A DataLoader refuses this by its setter; frameworks make a new one for it.
+        # The setter of a DataLoader refuses this; frameworks make a new loader instead.
         indices = loader.__dict__[name] = cls(source, loader)
         return indices
 
@@ -98,7 +98,7 @@ class Indices:
         yield from given
 
     def _after(self, seen: int) -> Iterator[Any]:
-        """Return the items of an iteration that begins after the first *seen* samples of its order."""
+        """Return the items of an iteration after the first *seen* samples of its order."""
         sampler = _batch_sampler(self._source)
         if not seen or sampler is None:
             return iter(self._source)
@@ -111,26 +111,26 @@ class Indices:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether batches are cut from an order of samples, so that they may have another size after a resume."""
+        """Whether batches are cut from an order of samples, so that their size may change on a resume."""
         return _batch_sampler(self._source) is not None
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the samples come in the order of the data, however many there are."""
+        """Whether the samples come in the order of the data, regardless of their number."""
         return isinstance(getattr(_batch_sampler(self._source), "sampler", self._source), SequentialSampler)
 
     def go_on(self, start: Any, passed: int, seen: int = 0) -> None:
         """Make the next iteration the one that began at *start*, without its first items.
 
         Args:
-            passed: how many items.
-            seen: samples that come before those items, where `counts_samples`.
+            passed: number of items to skip.
+            seen: number of samples before those items, where `counts_samples`.
         """
         if start is not None:
             self._go_on = (start, passed, seen)
 
     def reset(self) -> None:
-        """Make the next iteration a whole one: of the one that was to go on, nothing was left."""
+        """Make the next iteration a whole one: nothing is left of the one that was to continue."""
         self._go_on = None
 
     def own(self) -> list[bytes]:
@@ -142,7 +142,7 @@ class Indices:
         write_generators(self._generators, states)
 
     def read(self) -> Any:
-        """Return the state of all generators that indices are drawn by."""
+        """Return the state of all generators from which indices are drawn."""
         return {"global": _RNG.state_dict(), "own": self.own()}
 
     def write(self, state: Any) -> None:
@@ -152,7 +152,7 @@ class Indices:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the number of samples or batches; None where it is not known."""
+    """Return the number of samples or batches; None where unknown."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -160,7 +160,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def log_other_length(length: int | None, before: int | None) -> None:
-    """Log that the data have another length than when a checkpoint was made."""
+    """Log if the length of the data differs from that in the checkpoint."""
     logger.warning(
         "the data have %s samples, and had %s when the checkpoint was made: the rest of this epoch is drawn of another "
         "order, so that some of its samples come twice, and others not",
@@ -169,7 +169,7 @@ def log_other_length(length: int | None, before: int | None) -> None:
 
 
 def whole_batches(samples: int, size: int, before: int) -> int:
-    """Return after how many whole batches of *size* a loader goes on that cannot go on at any sample; log it."""
+    """Return the number of whole batches of *size* after which a loader resumes that cannot resume at any sample; log it."""
     logger.warning(
         "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at whole "
         "batches, after %d samples",
@@ -190,7 +190,7 @@ class _Rest:
 
 
 def _batch_sampler(source: Any) -> Any:
-    """Return the sampler of torch that cuts an order of samples into batches; None where they are made otherwise."""
+    """Return torch's sampler that cuts an order of samples into batches; None where batches are made in another way."""
     while hasattr(source, "batch_sampler"):
         source = source.batch_sampler
     is_plain = type(source).__name__ == "BatchSampler" and type(source).__module__.startswith(("torch.", "torchdata."))

@@ -1,4 +1,4 @@
-"""Nested dicts by the dotted names of frameworks: where each tensor of a state lies, whatever it is called there."""
+"""Nested dicts for the dotted names of frameworks: conversion between flat names and paths in a state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def put(state: dict[Any, Any], path: Sequence[str | int], value: object) -> None
     """Put *value* at *path* of nested dicts.
 
     Raises:
-        UsageError: something else is in its way.
+        UsageError: another value is on the path, or at its end.
     """
     inner: Any = state
     for depth, part in enumerate(path[:-1], 1):
         inner = inner.setdefault(part, {})
         if type(inner) is not dict:
-            raise aiockpt.UsageError(f"{_dotted(path[:depth])} is a tensor, and what {_dotted(path)} lies in")
+            raise aiockpt.UsageError(f"{_dotted(path[:depth])} is a tensor and a prefix of {_dotted(path)}; rename one")
     if path[-1] in inner:
-        raise aiockpt.UsageError(f"{_dotted(path)} is a tensor, and what others lie in")
+        raise aiockpt.UsageError(f"{_dotted(path)} is a tensor and a prefix of other names; rename it")
     inner[path[-1]] = value
 
 
@@ -29,7 +29,7 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 
 def value_at(state: dict[str, Any], path: Sequence[str]) -> Any:
-    """Return what lies at *path* of nested dicts."""
+    """Return the value at *path* of nested dicts."""
     inner: Any = state
     for part in path:
         inner = inner[part]
@@ -37,7 +37,7 @@ def value_at(state: dict[str, Any], path: Sequence[str]) -> Any:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat dict as dicts in dicts, so that its tensors are called as those of a module are."""
+    """Return a flat dict as nested dicts, so that its tensors have the same names as those of a module."""
     state: dict[str, Any] = {}
     for name, value in flat.items():
         put(state, name.split("."), value)

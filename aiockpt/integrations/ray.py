@@ -7,7 +7,7 @@
 
 Ray keeps a *handle* of each checkpoint, a folder with one small file that names the step and the place. Tensors go from the
 workers to the place; nothing is uploaded twice. Ray is notified of a checkpoint when all ranks have committed it, in the
-order of the reports, while training goes on.
+order of the reports, while training continues.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def report(metrics: Mapping[str, Any], save: aiockpt.SaveFuture | None = None, *
 
 
 def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
-    """Load the step that Ray goes on from into *state*, and return the next step; every worker calls it.
+    """Load the step from which Ray continues into *state*, and return the next step; every worker calls it.
 
-    That is the step of ``ray.train.get_checkpoint()``, so that reports and checkpoints agree: a step that was committed and
-    not reported before a worker died is trained again. When Ray has none, it is the newest step of the place.
+    It is the step of ``ray.train.get_checkpoint()``, so that reports and checkpoints agree: a step that was committed and
+    not reported before a worker died is trained again. If Ray has no checkpoint, it is the newest step of the place.
 
     Raises:
         UsageError: Ray's newest checkpoint was not made by `report`.
@@ -85,7 +85,7 @@ def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
 
 
 def read_handle(checkpoint: Any) -> RayHandle:
-    """Return what a checkpoint of Ray (``result.checkpoint``, ``ray.train.get_checkpoint()``) is a handle of.
+    """Return the handle in a checkpoint of Ray (``result.checkpoint``, ``ray.train.get_checkpoint()``).
 
     Raises:
         UsageError: it was not made by `report`.

@@ -1,4 +1,4 @@
-"""The steps of a place as the switches save them and go on from them: the same on all ranks, the newest valid one first."""
+"""Steps of a place for the integrations: the same list on all ranks, the newest valid step first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def ask_first_rank(ask: Callable[[], T]) -> T:
-    """Return what rank 0 gets from *ask*, on all ranks. Every rank calls it; a single process calls *ask* itself.
+    """Return on all ranks the result of *ask* on rank 0. Every rank calls it; a single process calls *ask* itself.
 
     Raises:
-        CheckpointError: what *ask* raised on rank 0, on all ranks.
+        CheckpointError: the error of *ask* on rank 0, on all ranks.
     """
     if not dist.is_initialized():
         return ask()
@@ -43,21 +43,21 @@ def valid_steps(ckpt: aiockpt.Checkpointer) -> list[int]:
 
 
 def raise_if_lost(ckpt: aiockpt.Checkpointer) -> None:
-    """Raise where there are steps and none of them is valid: no run begins anew by mistake. Every rank calls it."""
+    """Raise if there are steps, but no valid one, so that no run begins anew by mistake. Every rank calls it."""
     ckpt.load({}).result()
 
 
 def load_newest(
     steps: Sequence[int], load: Callable[[int], T], may_go_back: Callable[[int], bool] = lambda _: True
 ) -> T:
-    """Return what *load* makes of the first of *steps* that is not damaged; each that is passed over is logged.
+    """Return the result of *load* for the first of *steps* that is not damaged; log each step that is skipped.
 
     Args:
         steps: at least one.
-        may_go_back: whether an older step may be loaded after one that failed; asked with that one.
+        may_go_back: called with a step that failed; returns whether an older one may be loaded.
 
     Raises:
-        CorruptionError, StepNotFoundError: of the last one, or of one that may not be passed over.
+        CorruptionError, StepNotFoundError: from the last step, or from one that may not be skipped.
     """
     for step in steps[:-1]:
         try:
@@ -65,14 +65,14 @@ def load_newest(
         except (CorruptionError, StepNotFoundError) as error:
             if not may_go_back(step):
                 raise
-            logger.warning("step %d is not resumed from: %s", step, error)
+            logger.warning("step %d: cannot be loaded (%s); an older step is tried", step, error)
     return load(steps[-1])
 
 
 def begin_save(
     save: Callable[[], aiockpt.SaveFuture], expect: Callable[[aiockpt.SaveFuture], None]
 ) -> aiockpt.SaveFuture:
-    """Begin a save, and pass its future to *expect*, also where an earlier one failed, which is raised afterwards.
+    """Begin a save, and pass its future to *expect*; the error of an earlier save is raised only after that.
 
     Raises:
         BackgroundSaveError: an earlier save failed.

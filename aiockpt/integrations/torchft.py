@@ -1,12 +1,12 @@
-"""torchft (0.2): checkpoints of a job of replica groups, and how a group that was gone gets the state of the others.
+"""torchft (0.2): checkpoints of a job of replica groups, and transfer of state to a group that rejoins.
 
     checkpoint_transport=PlaceTransport("/dev/shm/heal")           # an argument of torchft's Manager
     ckpt = ReplicaCheckpointer(manager, "/shared/run-7", replica="0", loader=loader, every=100)
     ckpt.resume(state)
     ckpt.step(state)                                               # after each step of torchft's optimizer
 
-All groups hold the same model, so one of them writes it: the first that participates in the step. Each group has read
-its own samples, and writes the position of its own loader. torchft's counters are in the checkpoint, as it requires.
+All groups hold the same model, so one of them writes it: the first that participates in the step. Each group reads its own
+samples, and writes the position of its own loader. The checkpoint contains torchft's counters, as torchft requires.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ POLL_S = 0.02
 
 
 class ReplicaCheckpointer:
-    """Saves and loads a job of replica groups; each process of each group makes one, after its process group.
+    """Saves and loads a job of replica groups; each process of each group creates one, after its process group.
 
-    Use it as ``with``: leaving the block waits until all is committed, and raises what went wrong.
+    Use it in a ``with`` block, whose end waits until all saves are committed, and raises their errors.
 
     Args:
         manager: torchft's, of this process.
-        place: where checkpoints go, the same for all groups; a path or a URL. Positions of loaders go beside it.
-        replica: what this group is called, in each of its lives the same.
-        loader: what this group reads from, an `aiockpt.Loader` or anything with ``state_dict()``; None saves none.
+        place: the path or URL of the checkpoints, the same for all groups. Positions of loaders are saved beside it.
+        replica: the name of this group, the same after each restart.
+        loader: the loader of this group, an `aiockpt.Loader` or any object with ``state_dict()``; None saves no position.
         every: steps from one checkpoint to the next.
         options: of each `aiockpt.Checkpointer`, such as ``retention``.
     """
@@ -59,9 +59,9 @@ class ReplicaCheckpointer:
         """Load the newest checkpoint into *state* and the manager, and this group's position at that step into its loader.
 
         The group that wrote the model wrote its position with it, so that a job of one group finds both or neither. Another
-        one that had no position at that step uses its newest one before it, or begins its data anew. Returns the number of
-        steps that are done; 0 when there is no checkpoint. What the living groups have trained since comes from them, at
-        the first step.
+        group without a position at that step uses its newest one before it, or begins its data anew. Returns the number of
+        steps that are done; 0 without a checkpoint. Running groups send the progress that they made since, at the first
+        step.
         """
         loaded = self._shared.load(self._with_manager(state)).result()
         if loaded is None:
@@ -77,15 +77,15 @@ class ReplicaCheckpointer:
         return int(self._manager.current_step())
 
     def step(self, state: Mapping[str, Any]) -> aiockpt.SaveFuture | None:
-        """Save when the manager's step is one to be saved, what this group is to write of it.
+        """Save this group's part if the manager's step is one to be saved.
 
-        Call it after each step of the optimizer, on every process. Returns the save of the model, where this group writes
-        it, else None.
+        Call it after each step of the optimizer, on every process. Returns the save of the model if this group writes it,
+        else None.
         """
         step = int(self._manager.current_step())
         if step % self._every or step == self._saved:
             return (
-                None  # not a step to save, or one that was not committed by torchft: the number is still that of before
+                None  # not a step to save, or one that torchft did not commit: the step number is then that of before
             )
         self._saved = step
         if self._loader is not None:
@@ -99,12 +99,12 @@ class ReplicaCheckpointer:
         return {**state, MANAGER: self._manager}
 
     def wait(self) -> None:
-        """Block until every save in flight has ended; raise what went wrong."""
+        """Block until every save in flight has ended; raise their errors."""
         self._own.wait()
         self._shared.wait()
 
     def close(self) -> None:
-        """Wait until all is committed, release everything, and raise what went wrong."""
+        """Wait until all saves are committed, release everything, and raise their errors."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -120,15 +120,15 @@ class ReplicaCheckpointer:
 
 
 class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # Any, where torchft is not installed
-    """Brings the state to a group that is behind through a place that both see: every block is compared as it is read.
+    """Transfers the state to a group that is behind through a place that both see; every block is verified when it is read.
 
-    Pass one to each Manager. Processes of the same rank in their groups exchange what they hold, so that shards go as they
-    are.
+    Pass one to each Manager. Processes of the same rank in their groups exchange their local state, so that shards are sent
+    unchanged.
 
     Args:
         place: a folder that all hosts see, or a URL; on one host ``/dev/shm/…``.
-        state_dict: the function that the Manager has. Tensors that it returns are filled in place, and it is needed for
-            ``DTensor``, whose placement is not sent. None makes new tensors on the host.
+        state_dict: the function that the Manager has. The tensors that it returns are filled in place; it is required for
+            ``DTensor``, whose placement is not sent. With None, new tensors are made on the host.
     """
 
     def __init__(self, place: str, state_dict: Callable[[], Any] | None = None) -> None:
@@ -137,7 +137,7 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
         self._sent: aiockpt.Checkpointer | None = None
 
     def metadata(self) -> str:
-        """Return where this process puts what it sends."""
+        """Return the URL to which this process writes the state that it sends."""
         return self._url
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
@@ -148,13 +148,13 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
         self._sent.save(step, {"state": tree_map(_local, state_dict)}).result(timeout.total_seconds())
 
     def disallow_checkpoint(self) -> None:
-        """Return at once: what was sent is a copy."""
+        """Return at once: the state that was sent is a copy."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Return the state of *step* that was sent, as soon as it is there.
+        """Return the state of *step* as soon as it has been sent.
 
         Raises:
-            TimeoutError: it did not come in time.
+            TimeoutError: it did not arrive in time.
         """
         received: dict[str, Any] = {"state": None}
         until = time.monotonic() + timeout.total_seconds()
@@ -167,7 +167,7 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
         return received["state"] if self._state_dict is None else _fill(self._state_dict(), received["state"])
 
     def shutdown(self, wait: bool = True) -> None:
-        """Delete what was sent."""
+        """Delete the state that was sent."""
         if self._sent is not None:
             for info in self._sent.steps().result():
                 self._sent.delete(info.step).result()
@@ -180,7 +180,7 @@ def _local(value: Any) -> Any:
 
 
 def _fill(here: Any, received: Any) -> Any:
-    """Return *received* with the tensors of *here*, filled, where it has them at the same place."""
+    """Return *received* with the tensors of *here*, filled, where *here* has one at the same place."""
     mine: dict[Any, torch.Tensor] = {}
     tree_map_with_path(lambda path, value: mine.setdefault(path, value) if torch.is_tensor(value) else None, here)
 

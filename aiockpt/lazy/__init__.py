@@ -1,1 +1,1 @@
-"""Copies beside training: what may change before its copy is found, guarded or copied at once, and compared afterwards."""
+"""Copies beside training: tensors that may change meanwhile are found, guarded or copied at once, and then compared."""

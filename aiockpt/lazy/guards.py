@@ -13,15 +13,15 @@ from typing import Literal, get_args
 import msgspec
 
 Guard = Literal["hook", "copy", "counter", "outer counter", "sample", "place", "old memory", "nothing", "–"]
-"""What sees to it that no other state than that of the call is published:
+"""What ensures that only the state of the call is published:
 
-- ``"hook"``: whoever changes it waits for the copy;
+- ``"hook"``: a thread that is about to change it waits for the copy;
 - ``"copy"``: a copy of it is made in the call;
 - ``"counter"``: torch counts the change; ``"outer counter"``: at the DTensor, not at its local tensor;
 - ``"sample"``: 16 of its bytes are compared, and most changes of a whole tensor change them;
 - ``"place"``: its address is compared;
-- ``"old memory"``: what is copied is what the tensor was, which the save keeps;
-- ``"nothing"``, or ``"–"`` where there is no such change.
+- ``"old memory"``: the save keeps the tensor's old memory, and copies that;
+- ``"nothing"``: it is not guarded; ``"–"``: there is no such change.
 """
 
 Where = Literal["host", "device", "dtensor_host", "dtensor_device"]
@@ -60,7 +60,7 @@ class Change(msgspec.Struct, frozen=True):
     dtensor_device: Guard
 
     def guard(self, where: Where) -> Guard:
-        """Return what guards a tensor that is there."""
+        """Return the guard of a tensor at *where*."""
         guard: Guard = getattr(self, where)
         return guard
 
@@ -79,7 +79,7 @@ KINDS = (
     Kind("other", "all else: buffers, frozen parameters, an EMA, tensors by themselves"),
     Kind("near", "what shares a storage, and so perhaps torch's counter, with one that is copied"),
 )
-"""In the order in which they are asked for: the first one that fits decides; then what is near a copied one."""
+"""In the order of the checks: the first kind that fits decides; "near" is found last, from all copied tensors."""
 
 COPIED = {kind.key for kind in KINDS if kind.copied}
 

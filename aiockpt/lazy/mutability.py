@@ -6,9 +6,9 @@ updated by hand, and bare tensors are the user's. So only what is owned by an op
 (`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same memory. What is on a device is
 copied there, in the order of its compute stream: the call does not wait for it.
 
-What is left in place is compared all the same (`aiockpt.lazy.version_check`). So it is copied at the call, too, where that
-would see nothing or too much: a tensor without a counter of its changes (of inference mode), one that shares its storage,
-and perhaps its counter, with something that is not trusted, and one that was seen to change while it was being copied.
+Tensors left in place are still compared (`aiockpt.lazy.version_check`). Where that comparison would miss changes, or report
+unrelated ones, a tensor is copied at the call, too: one without a change counter (of inference mode), one that shares its
+storage, and perhaps its counter, with an untrusted tensor, and one that once changed while it was being copied.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from aiockpt.state.tree import Path
 logger = logging.getLogger("aiockpt")
 
 SHOWN = 12
-"""Names in a line that is to be copied into a program."""
+"""Names, at most, in a line that a user copies into a program."""
 PACKED_BYTES, ALIGNED_BYTES = 1 << 10, 16
 """Tensors of at most this size are copied together: torch spends 0.3 µs on each, a copy of 1 KiB takes 0.05."""
 
 
 class Mutability:
-    """Copies what may change of walked states.
+    """Copies the tensors of walked states that may change.
 
     Args:
-        mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
+        mutable: names, or prefixes of names, of tensors that are copied at the call whatever owns them.
         immutable: the same of tensors that change only in optimizer steps although no optimizer owns them, such as the
             frozen weights under an adapter. The longer name wins.
         accelerator: copies what is on a device; None for CUDA's.
@@ -68,7 +68,7 @@ class Mutability:
         self._newly_torn += names
 
     def split(self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool) -> SplitState:
-        """Return what is copied in the call of *walked* and what is left in place: as for its last save, while that holds.
+        """Divide *walked* into tensors copied in the call and tensors left in place; reuses the last result while it holds.
 
         Args:
             trusting: also leave parameters in place that no optimizer is known to own.
@@ -91,11 +91,11 @@ class Mutability:
     def copy_mutable(
         self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool
     ) -> ShardedState:
-        """Return *walked* with a copy of every tensor that something else than an optimizer step may change.
+        """Return *walked* with a copy of every tensor that anything other than an optimizer step may change.
 
         Args:
             trusting: see `split`.
-            reuse: whether the copies of the last call are read no more and may be overwritten.
+            reuse: whether the copies of the last call are no longer read and may be overwritten.
         """
         return self.split(walked, state, trusting=trusting).copy(walked, reuse=reuse)
 
@@ -106,8 +106,8 @@ class Mutability:
         if torn != self._torn:
             self._torn = torn
             logger.warning(
-                "%s changed while a snapshot was being copied, not in the step of an optimizer: from now on the call of a "
-                "save copies what did. Say so from the start: Checkpointer(lazy=Lazy(mutable=%s))",
+                "%s: changed while a snapshot was being copied, not in the step of an optimizer; from now on each save "
+                "copies them in the call. Declare them from the start: Checkpointer(lazy=Lazy(mutable=%s))",
                 list_names(sorted(torn)),
                 _in_short(torn, [shard.name for shard in tensors]),
             )
@@ -157,12 +157,12 @@ class Mutability:
 
 
 class SplitState:
-    """The tensors of one state, by what is copied of them in the call and what is left in place.
+    """The tensors of one state, divided into those copied in the call and those left in place.
 
     Attributes:
         kinds: by name; of a tensor with several parts here, that of the last part.
-        in_place: what is not copied.
-        copied_bytes: of what is.
+        in_place: the tensors that are not copied.
+        copied_bytes: of those that are.
         copies: those of the last call; None before the first one, and where nothing is copied.
     """
 
@@ -182,7 +182,7 @@ class SplitState:
         self.copies: _Copies | None = None
 
     def fits(self, tensors: tuple[TensorShard, ...]) -> bool:
-        """Return whether *tensors* are those of the last call, but that some that are copied may be in other memory."""
+        """Return whether *tensors* are those of the last call; those that are copied may have moved to other memory."""
         known = self._tensors
         if len(known) != len(tensors) or not self._owned.is_current():
             return False
@@ -205,7 +205,7 @@ class SplitState:
         return msgspec.structs.replace(walked, tensors=self.copies.shards)
 
     def note_versions(self) -> VersionCheck | None:
-        """Return a check of what is left in place against what it is now; None where that is nothing."""
+        """Return a check of the tensors left in place against their present versions; None if there are no such tensors."""
         return None if self._sources is None else VersionCheck(self._sources)
 
 
@@ -213,10 +213,10 @@ class _Copies:
     """Copies of some of the tensors of a state, made again at each save by a few calls for all of them.
 
     Args:
-        numbers: of those.
+        numbers: of the tensors to copy.
 
     Attributes:
-        shards: the whole state, with the copies in place of what they are made of.
+        shards: the whole state, with the copies in place of their originals.
     """
 
     def __init__(self, tensors: Sequence[TensorShard], numbers: Sequence[int], accelerator: Accelerator) -> None:
@@ -241,9 +241,9 @@ class _Copies:
         self._copy_packed()
 
     def make_again(self, tensors: Sequence[TensorShard]) -> None:
-        """Copy what *tensors* hold now: the same ones, or others like them.
+        """Copy the present values of *tensors*: the same ones, or others like them.
 
-        A walk returns the very same sequence only while they are where they were.
+        A walk returns the very same sequence only while all tensors are at their old addresses.
         """
         if tensors is not self._live:
             self._find_sources(tensors)
@@ -295,7 +295,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _alike(shard: TensorShard, known: TensorShard) -> bool:
-    """Return whether one is what the other was, in other memory."""
+    """Return whether both describe the same tensor, perhaps in other memory."""
     return (
         (shard.name, shard.dtype, shard.shape, shard.boxes) == (known.name, known.dtype, known.shape, known.boxes)
         and shard.data.shape == known.data.shape
@@ -304,7 +304,7 @@ def _alike(shard: TensorShard, known: TensorShard) -> bool:
 
 
 def _in_short(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return what *names* begin with, and nothing else that is *known*, where a line has room for that."""
+    """Return prefixes that match *names* and no other *known* name; shorter ones if a line has no room for those."""
     chosen = sorted(set(names))
     others = {
         path[:size] for path in map(split_name, set(known).difference(chosen)) for size in range(1, len(path) + 1)
@@ -320,7 +320,5 @@ def _in_short(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 def _path(name: str) -> Path:
     if not isinstance(name, str) or not name:
-        raise UsageError(
-            f"{name!r} names no tensor: give names as `describe().tensors` has them, or what they begin with"
-        )
+        raise UsageError(f"{name!r} names no tensor: give names as `describe().tensors` has them, or prefixes of them")
     return split_name(name)

@@ -2,10 +2,10 @@
 
 Guarantees:
 
-- Trusted is what lies in the parameters or the state of an optimizer whose every step calls torch's hooks
-  (`is_announced`): one that the state names, or when it names none, any of this process.
-- Not trusted, whatever owns it, is what something else changes too: an optimizer without hooks, or forward itself
-  (`changed_in_forward`).
+- Trusted are the parameters and the state of optimizers whose every step calls torch's hooks (`is_announced`): of those
+  that the state names, or, if it names no optimizer, of all in this process.
+- A tensor that something else changes, too, is not trusted, whatever owns it: an optimizer without hooks, or forward
+  itself (`changed_in_forward`).
 - A result stays valid while no optimizer or module was made or freed, and the groups, states and steps are the same.
 """
 
@@ -32,9 +32,9 @@ from aiockpt.state.shards import TensorShard
 
 # Finds the optimizers of this process, and the modules whose forward changes parameters, at every save.
 #
-# Nothing leads from a tensor to what changes it, so they are found by what refers to their classes, as objects do. That
-# walks over all objects there are (tens of milliseconds), and is done again only when some came or went: each object
-# counts as a reference to its class, and classes are few.
+# A tensor has no reference to what changes it, so optimizers and modules are found as referrers of their classes. That
+# walks over all objects (tens of milliseconds), and is repeated only when the reference count of a class has changed: each
+# object is a reference to its class, and classes are few.
 #
 # To refer to all objects, even for a moment, breaks other threads: a tuple that is being made from an iterator cannot grow
 # when another reference to it exists.
@@ -44,10 +44,10 @@ _LEARNED_RANGE = "torch.ao.quantization._learnable_fake_quantize"
 
 
 class OptimizerFinder:
-    """Finds them, and remembers the result, without keeping any of them alive.
+    """Finds optimizers and such modules, and caches the result without keeping any of them alive.
 
     Attributes:
-        warned: classes of optimizers of which the log says already that they step without hooks.
+        warned: classes of optimizers already logged as stepping without hooks.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def changed_in_forward(module: object) -> Iterator[torch.Tensor]:
 
 
 def limit_of(module: object) -> object:
-    """Return the norm that forward of *module* keeps its rows below; None when it has no such thing."""
+    """Return the norm below which forward of *module* keeps its rows; None without a ``max_norm``."""
     return getattr(module, "max_norm", None)
 
 
@@ -115,7 +115,7 @@ _DELEGATES = {
     ("lightning.pytorch.core.optimizer", "LightningOptimizer"): "_optimizer",
     ("pytorch_lightning.core.optimizer", "LightningOptimizer"): "_optimizer",
 }
-"""Classes without hooks that change nothing themselves, and where they have the optimizer whose ``step`` they call."""
+"""Classes without hooks that only call the ``step`` of an inner optimizer, and the attribute that holds it."""
 
 
 def is_announced(optimizer: Optimizer) -> bool:
@@ -130,7 +130,7 @@ def is_announced(optimizer: Optimizer) -> bool:
 
 
 def step_of(optimizer: Optimizer) -> tuple[Hashable, Hashable]:
-    """Return what is another one when ``step`` was replaced, of the class or of the instance. Keeps nothing alive."""
+    """Return a token that changes when ``step`` is replaced, on the class or on the instance. Keeps nothing alive."""
     return _token(type(optimizer).step), _token(vars(optimizer).get("step"))
 
 
@@ -166,7 +166,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class OptimizerOwned:
-    """The owners that were found for one state; `find` comes first."""
+    """The owners found for one state; call `find` first."""
 
     def __init__(self, finder: OptimizerFinder) -> None:
         self._finder = finder
@@ -201,7 +201,7 @@ class OptimizerOwned:
         self._warn(silent, tensors)
 
     def is_current(self) -> bool:
-        """Return whether what was found last is still so; of what the walker watches it is known."""
+        """Return whether the last result still holds; what the walker watches is not checked again."""
         return (
             self._facts is not None
             and self._facts_of(self._finder.collect()) == self._facts
@@ -209,7 +209,7 @@ class OptimizerOwned:
         )
 
     def kind_of(self, tensor: torch.Tensor) -> Literal["owned", "unhooked", "other"]:
-        """Return whether only announced steps change *tensor*; whether something else changes it, or its storage."""
+        """Return "owned" if only announced steps change *tensor*, "unhooked" if something else changes it or its storage."""
         if self._changed_elsewhere.touches(tensor):
             return "unhooked"
         return "owned" if tensor in self._trusted else "other"
@@ -217,7 +217,7 @@ class OptimizerOwned:
     def _remember_addresses(
         self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]
     ) -> None:
-        """Remember the addresses of those that are trusted with any of *tensors* and that nothing else watches."""
+        """Record the addresses of trusted tensors that share memory with *tensors* and that the walker does not watch."""
         watched = {id(t) for one in named if id(one) in self._watched for t in _tensors_of(one)}
         wanted = TensorMemory(shard.data for shard in tensors)
         locals_ = (local for tensor in _plain(owned) if id(tensor) not in watched for local in local_tensors(tensor))
@@ -225,7 +225,7 @@ class OptimizerOwned:
         self._pointers = list(map(torch.Tensor.data_ptr, self._trusted_locals))
 
     def _facts_of(self, living: Sequence[object]) -> list[object]:
-        """Return what shows any change; the identities are of what `_trusted_locals` keeps alive, where that matters."""
+        """Return values that differ after any change; `_trusted_locals` keeps objects alive whose ids could be reused."""
         facts: list[object] = [len(living), *map(id, living)]
         facts += [limit_of(one) is None for one in chain(living, self._limited) if not isinstance(one, Optimizer)]
         for one in living:
@@ -263,7 +263,7 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Skip what has no addresses, or no bytes of its own."""
+    """Return the tensors that have an address, and bytes of their own."""
     return [value for value in tensors if is_spread(value) or _has_address(value)]
 
 

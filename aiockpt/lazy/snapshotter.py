@@ -1,7 +1,7 @@
-"""Copies of states beside the program: where they are, but for what may change there; or from a copy on the device.
+"""Capture of states that are copied beside the program: in place, except for what may change there, or from a device copy.
 
-An eager save inside a running event loop is one of these, too: where its copy would hold the loop up (a large state, or one
-that must wait for something) it is made on a worker, else in the call.
+An eager save inside a running event loop is captured here, too. If its copy would block the loop (a large state, or one
+that must wait for something), a worker makes it; else the call does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _before_step(*_: Any) -> None:
 
 
 def _order_step(copies: PendingCopies) -> None:
-    """Let no step that the calling thread begins now overtake a copy; block only for what the host has left to copy."""
+    """Order the step that the calling thread begins after all copies; block only for what the host still has to copy."""
     copies.note_change()
     for copy in copies.copying:
         refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")
@@ -70,7 +70,7 @@ def _order_step(copies: PendingCopies) -> None:
 
 
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__
-"""Of what torch wraps every optimizer's step in: it calls the hooks, then the step."""
+"""The code of torch's wrapper around every optimizer's step, which calls the hooks, then the step."""
 
 
 def in_optimizer_step() -> bool:
@@ -139,7 +139,7 @@ class LazySnapshotter:
         )
 
     def guard_in_call(self, state: ShardedState) -> StateGuard:
-        """Return what compares the digests of a state that the call copies."""
+        """Return the guard that compares the digests of a state that the call copies."""
         return self._guard(state)
 
     def _guard(
@@ -156,7 +156,7 @@ class LazySnapshotter:
     # the call as well; a state that lies entirely there is copied eagerly.
 
     def _clone(self, walked: ShardedState, *, busy: bool) -> tuple[ShardedState, Snapshot, str]:
-        """Copy *walked* on its devices, if that is possible; return it, how it is to be copied, and why not from there.
+        """Copy *walked* on its devices if possible; return the state to copy, the snapshot, and why it is not "device".
 
         Args:
             busy: whether the last such copy is still needed.
@@ -270,9 +270,9 @@ class StateGuard:
         self.compared = True
 
     def recheck(self) -> TornSnapshotError | None:
-        """Compare for the second time, if the first was made and this was not; return why the copy is torn, if it is.
+        """Make the second comparison, once, after the first; return the error if the copy is torn, else None.
 
-        Of a copy that is known to be torn, this finds what else has changed by now.
+        For a copy that is known to be torn, this finds what else has changed by now.
         """
         with self._rechecking:
             if self.compared or self._torn is not None:
@@ -286,8 +286,8 @@ class StateGuard:
     def stopped(self, error: BaseException) -> None:
         """Release the tensors, unless the second comparison can still find what else has changed.
 
-        What has changed when something else ends the save is noted, too: where the copies of many ranks are torn, each of
-        them ends the save of all, and each rank would tear the next one again.
+        Changes are noted also when another error ends the save: if the copies of several ranks are torn, the first error
+        ends the save of all, and the other ranks would tear the next save again.
         """
         self._digests = None
         if isinstance(error, TornSnapshotError):
@@ -341,6 +341,6 @@ class DigestCheck:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """Return the digest of what *tensor* holds; by address, for ``numpy()`` would forbid resizing its storage for good."""
+    """Return the digest of *tensor*'s bytes, read by address: ``numpy()`` would forbid resizing its storage for good."""
     dense = on_host(tensor)  # a copy must live as long as the view
     return xxhash.xxh3_64_intdigest(byte_view(dense))

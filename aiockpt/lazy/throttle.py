@@ -1,16 +1,16 @@
 """Throttle of a copy: a few slabs at a time for as long as nothing waits for it.
 
-A copy beside the running program has until the optimizer steps. Where the bytes reach the storage before that, a few slabs
-that go round between the copy and the writers are enough, and no copy of the whole state is ever made (DataStates-LLM
-copies all of it; here a block is hashed and written from the slab it was copied to, see
-docs/decisions.md#copies-in-the-order-of-the-file). They go in *batches*: some are filled, handed on together, and written
-before the next ones are filled, as long as that ends in time: a thread that copies beside one that hashes, and a loop
-that is woken for every slab, cost training twice as much. Guarantees:
+A copy beside the running program has time until the optimizer steps. If the bytes reach the storage before that, a few
+slabs that circulate between the copy and the writers are enough, and no copy of the whole state is ever made
+(DataStates-LLM copies all of it; here a block is hashed and written from the slab it was copied to, see
+docs/decisions.md#copies-in-the-order-of-the-file). Slabs move in *batches*: a batch is filled, handed on together, and
+written before the next one is filled, as long as the copy then ends in time. A thread that copies beside one that hashes,
+and a loop that is woken for every slab, would cost training twice as much. Guarantees:
 
 - The first wait for a snapshot ends its throttle at once: what is left is copied as fast as memory allows.
-- It also ends by itself before an optimizer is expected, so that what is left is copied until then; a program that was not
-  seen to step yet is expected at any moment.
-- It never outlasts the deadline for a slab: a storage that stands still is reported as it is for any save.
+- It also ends by itself before the next step of an optimizer is expected, early enough to copy what is left; before the
+  first observed step, a step is expected at any moment.
+- It never outlasts the deadline for a slab: a stalled storage is reported as for any save.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from aiockpt.runtime.slabs import SlabPool
 BATCH = 8
 """Slabs of a batch. Measured with 16 MiB in a slab: with 4 a save takes a third more of training, with 16 as much."""
 REMEMBERED = 4
-"""Steps; the shortest of them is expected again."""
+"""Times from a save to the next step; the shortest of them is expected again."""
 EARLY = 0.85
-"""The part of the expected time that is counted on."""
+"""The fraction of the expected time that a copy may use."""
 SLOWER = 2.0
-"""How much longer than the last one a copy may take."""
+"""How many times longer than at the measured rate a copy may take."""
 
 
 class Pacing:
-    """Remembers for how long a program leaves its state alone after a save, and how fast it was copied. Any thread.
+    """Records for how long a program leaves its state unchanged after a save, and the rate of its copies. Any thread.
 
     Args:
         now_ns: the monotonic time.
@@ -43,7 +43,7 @@ class Pacing:
         self._bytes_per_s: float | None = None
 
     def begin(self, pool: SlabPool, busy_slabs: int) -> Throttle:
-        """Return the throttle of a snapshot that begins now, whose writers are all kept busy by *busy_slabs* slabs."""
+        """Return the throttle of a snapshot that begins now; *busy_slabs* slabs keep all its writers busy."""
         return Throttle(self, pool, busy_slabs, self._now_ns())
 
     def since_s(self, begun_ns: int) -> float:
@@ -51,7 +51,7 @@ class Pacing:
         return (self._now_ns() - begun_ns) / 1e9
 
     def stepped(self, seconds: float) -> None:
-        """Note that the state was left alone for *seconds* after a save."""
+        """Note that the state stayed unchanged for *seconds* after a save."""
         self._quiet_s.append(seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
@@ -70,7 +70,7 @@ class Throttle:
     """Holds the copy of one snapshot back while nothing waits for it.
 
     Attributes:
-        whole: whether slabs for the whole state may have been wanted at once.
+        whole: whether it has ended, so that slabs for the whole state may have been acquired at once.
     """
 
     def __init__(self, pacing: Pacing, pool: SlabPool, busy_slabs: int, begun_ns: int) -> None:
@@ -88,7 +88,7 @@ class Throttle:
         self._pacing.stepped(self._elapsed_s())
 
     def end(self) -> None:
-        """End it: the copy is waited for. Any thread; idempotent."""
+        """End the throttle: a caller waits for the copy. Any thread; idempotent."""
         if not self.whole:
             self.whole = True
             self._pool.wake()
@@ -122,7 +122,7 @@ class Throttle:
         self._left_of_batch = BATCH - 1
 
     def _ends_in(self, seconds: float, left_bytes: int) -> bool:
-        """Return whether batch after batch writes *left_bytes* in *seconds*; not known, so False, before the second one."""
+        """Return whether batch after batch writes *left_bytes* in *seconds*; True, for want of a rate, before the second."""
         return self._bytes_per_s is None or left_bytes <= seconds * self._bytes_per_s
 
     def _elapsed_s(self) -> float:

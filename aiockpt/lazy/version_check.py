@@ -1,12 +1,12 @@
 """Detection of tensors that changed since the call that saves them, by torch's counters, some bytes, and their addresses.
 
 Torch counts the changes of every tensor (``tensor._version``), those through views, slices and ``detach()`` too, and of all
-views together. Of what it does not count (``.data``, numpy, fused kernels, ``_foreach_*`` on DTensors) 16 bytes from the
-middle of a tensor in host memory may show it; on a device, to read would be to wait. What is compared of which tensor is
-read from the table in `aiockpt.lazy.guards`. Guarantees:
+views together. Changes that it does not count (``.data``, numpy, fused kernels, ``_foreach_*`` on DTensors) may show in 16
+bytes from the middle of a tensor in host memory; on a device, reading them would block. The table in `aiockpt.lazy.guards`
+determines what is compared of each tensor. Guarantees:
 
-- What was counted between the note and a check is reported, by the names of the tensors.
-- Nothing is read from where a tensor is no more.
+- Every change counted between the note and a check is reported, by the names of the tensors.
+- Nothing is read from the former address of a tensor.
 - A note costs about 0.1 µs a tensor, a check at an optimizer's step the same: all loops are C code.
 
 When the checks are made is in `aiockpt.lazy.snapshotter`.
@@ -34,10 +34,10 @@ _version = attrgetter("_version")
 
 
 class VersionCheck:
-    """What tensors were like at a call. They are kept alive, and compared.
+    """The versions and samples of tensors at a call, compared with later ones. Keeps the tensors alive.
 
     Args:
-        sources: where that is read; the same for each save of the same tensors where they were.
+        sources: where these are read; shared by all saves of the same tensors at the same addresses.
     """
 
     def __init__(self, sources: VersionSources) -> None:
@@ -66,7 +66,7 @@ class VersionCheck:
         )
 
     def recheck(self) -> None:
-        """Compare once more, when the copy is over: counters, and samples of what has none that can be relied upon.
+        """Compare once more, when the copy is over: counters, and samples of tensors without a reliable counter.
 
         Raises:
             TornSnapshotError: tensors have changed; they are named.
@@ -133,7 +133,7 @@ class VersionSources:
 
 
 class _Samples:
-    """Some bytes of some tensors, by their *numbers*. Only while the tensors are where they were."""
+    """Sampled bytes of the tensors with these *numbers*. Valid only while the tensors keep their addresses."""
 
     def __init__(self, shards: Sequence[TensorShard], numbers: Sequence[int]) -> None:
         self.numbers = numbers

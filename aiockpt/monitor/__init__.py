@@ -2,9 +2,9 @@
 
 - `TraceFile` writes every event of a process into a file beside the run.
 - `Heartbeat` reports every few seconds what this rank does, for ``aiockpt top``.
-- `Metrics` counts for Prometheus, and `Scalars` passes numbers by step to a logger of experiments.
+- `Metrics` counts events for Prometheus, and `Scalars` passes numbers by step to an experiment logger.
 - `Endpoint` reports over HTTP whether this rank is healthy; `OpenTelemetry` makes spans.
-- `aiockpt.monitor.read_run` reads the files of all ranks, and of all starts of a run, as one on one clock.
+- `aiockpt.monitor.read_run` merges the files of all ranks and all starts of a run, on one clock.
 """
 
 from aiockpt.monitor.endpoint import Endpoint

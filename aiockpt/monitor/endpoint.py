@@ -1,7 +1,7 @@
 """The health endpoint of a rank: a small HTTP server with ``/health`` for supervisors, ``/metrics`` for Prometheus.
 
-Opt-in, on the machine itself unless another address is given, and read-only: nothing can be changed there. It runs on the
-engine's loop, so that an answer also shows that this loop is alive.
+Opt-in and read-only; it listens on the loopback address unless another one is given. It runs on the engine's loop, so an
+answer also shows that this loop is alive.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``/health``.
 
     Attributes:
-        well: whether nothing is overdue, and the last save did not fail.
-        problems: why not, in words.
-        pending: the oldest first.
+        well: whether nothing is overdue and the last save did not fail.
+        problems: the reasons why not, in words.
+        pending: unfinished saves and loads, the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since: what a crash would lose.
     """
 
@@ -48,17 +48,17 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 class Endpoint:
     """Serves ``/health`` and ``/metrics``; add one to each checkpointer's ``observers``.
 
-    ``/health`` is answered with status 200 or, when something is overdue or the last save has failed, with 503; both as
-    JSON (`Health`). ``/metrics`` is what ``prometheus_client`` has counted (`aiockpt.monitor.Metrics`).
+    ``/health`` returns status 200, or 503 when something is overdue or the last save has failed; both with JSON
+    (`Health`). ``/metrics`` returns what ``prometheus_client`` has counted (`aiockpt.monitor.Metrics`).
 
     Args:
-        port: 0 chooses a free one, which *port* is when it is open; ranks of one host need one each.
-        host: the address to listen at. By default the machine itself alone; ``"0.0.0.0"`` is every address of the machine.
+        port: 0 chooses a free port, which *port* holds once the endpoint is open; each rank of a host needs its own.
+        host: the address to listen on. The default is loopback, this machine alone; ``"0.0.0.0"`` is every address of it.
         overdue_s: a save or a load that takes longer is a problem.
         registry: of ``prometheus_client``; None is its default one.
 
     Raises:
-        UsageError: aiohttp is not installed, or a value cannot be meant.
+        UsageError: aiohttp is not installed, or a value is out of range.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Endpoint:
         except ImportError as error:
             raise UsageError("Endpoint() needs aiohttp: pip install 'aiockpt[metrics]'") from error
         if not (isinstance(port, int) and 0 <= port < 1 << 16):
-            raise UsageError(f"Endpoint(port={port!r}): give a port, from 0 (any that is free) to 65535")
+            raise UsageError(f"Endpoint(port={port!r}): give a port, from 0 (any free one) to 65535")
         if not overdue_s > 0:
             raise UsageError(f"Endpoint(overdue_s={overdue_s!r}): give seconds, more than 0")
         self.port = port
@@ -104,7 +104,7 @@ class Endpoint:
         """Serve until `aclose`.
 
         Raises:
-            UsageError: it cannot listen there; the port may be taken.
+            UsageError: the address cannot be bound; the port may be taken.
         """
         from aiohttp import web
 
@@ -120,7 +120,7 @@ class Endpoint:
             except OSError as error:
                 raise UsageError(
                     f"{error.strerror}. Each rank of a host needs a port of its own, Endpoint(9464 + local_rank); "
-                    "Endpoint(0) takes one that is free"
+                    "Endpoint(0) chooses a free one"
                 ) from error
             self.port = runner.addresses[0][1]
             logger.info("health and metrics of this rank: http://%s:%d", self._host, self.port)

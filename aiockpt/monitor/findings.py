@@ -30,7 +30,7 @@ from aiockpt.units import count, duration, name_numbers
 Level = Literal["bad", "warning", "note"]
 """Work is in danger; saves are slower or work was lost; worth attention."""
 LATE = 3.0
-"""So many usual intervals without a durable step, or without an event, are too long."""
+"""Usual intervals without a durable step, or without an event, that are reported as too long."""
 MOST_NAMED = 5
 """Ranks or steps that a sentence names."""
 
@@ -58,9 +58,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
-"""Without an event are reported at the earliest; the second where it is not known how often the run saves."""
+"""Least silence that is reported; the second one where the usual interval between saves is unknown."""
 AT_ONCE_S = 5.0
-"""Overlap of two processes; less is uncertain, for clocks differ."""
+"""Least overlap of two processes that is reported: clocks differ, so a shorter one is uncertain."""
 
 
 def two_jobs(run: RunLog) -> Iterator[Finding]:
@@ -120,18 +120,18 @@ def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[F
 
 
 def _fell_silent(
-    last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, told: Collection[int]
+    last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, reported: Collection[int]
 ) -> Iterator[Finding]:
     """Report that ranks have emitted nothing for long, up to now, though their checkpointer was not closed.
 
     Args:
-        told: ranks of which that is reported already.
+        reported: ranks for which this is already reported.
     """
     logs: dict[int, list[ProcessLog]] = defaultdict(list)
     for log in last_start:
         logs[log.opened.rank].append(log)
     silent = {rank: max(log.last_s for log in some) for rank, some in logs.items() if not some[-1].closed}
-    ranks = sorted(silent.keys() - set(told))
+    ranks = sorted(silent.keys() - set(reported))
     if not ranks:
         return
     last_s = max(silent.values())
@@ -184,7 +184,7 @@ def slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Findin
 
 
 PAUSED = 0.02
-"""Part of the time: a larger one in which training is held is reported."""
+"""Fraction of the time; training that is held for more of it is reported."""
 
 
 def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
@@ -210,7 +210,7 @@ def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Report saves that do not end, and the ranks whose data they lack."""
+    """Report unfinished saves, and the ranks whose data they lack."""
     last_start = max((one.start for one in points), default=0)
     lasted = [one.durable_s for one in points if one.durable_s is not None]
     hosts = {process.opened.rank: process.opened.host for process in run.processes}
@@ -235,7 +235,7 @@ def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Report each error that saves failed with once; it is bad where no later step is durable."""
+    """Report each error of failed saves once; its level is bad where no later step is durable."""
     if not summary.failures:
         return
     last_commit_s = max((one.ended_s for one in points if one.durable_s is not None), default=0.0)
@@ -258,7 +258,7 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
 
 
 def failed_loads(run: RunLog) -> Iterator[Finding]:
-    """Report each error that loads failed with once; it is bad where nothing was loaded or saved since."""
+    """Report each error of failed loads once; its level is bad where nothing was loaded or saved since."""
     later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.events_of(kind)]
     by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for one, event in run.events_of(LoadFailed):
@@ -279,21 +279,21 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
 
 
 def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
-    """Report numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
-    told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.events_of(NotFiniteFound)))}
+    """Report NaN and infinite numbers; the level is bad where the last durable step has them, else a note."""
+    reported = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.events_of(NotFiniteFound)))}
     durable = [one for one in points if one.durable_s is not None]
-    bad = [one for one in durable if one.step in told]
+    bad = [one for one in durable if one.step in reported]
     if not bad:
         return
     since = bad[0]
     for one in reversed(durable):
-        if one.step not in told:
+        if one.step not in reported:
             break
         since = one
-    lasts = durable[-1].step in told
+    lasts = durable[-1].step in reported
     first = since if lasts else bad[0]
-    rank, event = told[first.step]
-    before = [one.step for one in durable if one.step not in told and one.begun_s < first.begun_s]
+    rank, event = reported[first.step]
+    before = [one.step for one in durable if one.step not in reported and one.begun_s < first.begun_s]
     yield Finding(
         level="bad" if lasts else "note",
         what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(event.tensors))}, "
@@ -306,12 +306,12 @@ def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def damaged(run: RunLog) -> Iterator[Finding]:
-    """Report steps in storage that are not what was saved, as a scrub found, and those that it repaired from a copy."""
-    told = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepDamaged)]
+    """Report the damaged steps that a scrub found in storage, and those that it repaired from a copy."""
+    reported = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepDamaged)]
     mended = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepRepaired)]
     mended_s = {(event.step, event.url): at_s for at_s, event in mended}
     bad: dict[tuple[int, str], tuple[float, StepDamaged]] = {}
-    for at_s, event in told:
+    for at_s, event in reported:
         if at_s > mended_s.get((event.step, event.url), 0.0):
             bad.setdefault((event.step, event.url), (at_s, event))
     for url in sorted({url for _, url in bad}):
@@ -382,7 +382,7 @@ _ORDER: dict[Level, int] = {"bad": 0, "warning": 1, "note": 2}
 
 
 def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], now_s: float) -> list[Finding]:
-    """Return what is wrong with *run*, the worst first; nothing of a run in which all went well.
+    """Return the problems of *run*, the worst first; an empty list where all went well.
 
     Args:
         now_s: seconds since 1970, by the caller's clock.
@@ -438,7 +438,7 @@ def _retries(run: RunLog) -> Iterator[Finding]:
 
 
 def _unread_traces(run: RunLog) -> Iterator[Finding]:
-    """Report traces that could not be read, in whole or in part: what these ranks did is not known."""
+    """Report traces that could not be read, in whole or in part: the events of these ranks are unknown."""
     if run.missing:
         names = list_names(tuple(one.name for one in run.missing))
         yield Finding(

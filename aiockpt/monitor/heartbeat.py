@@ -2,10 +2,10 @@
 
 Guarantees:
 
-- No save waits for it: an event is a few assignments, and a task of its own writes.
-- What is pending for longer than a deadline is logged, with all that is known of it, also while storage hangs.
+- No save waits for a heartbeat: an event costs a few assignments, and a separate task writes.
+- Work that is pending for longer than a deadline is logged with its details, also while storage hangs.
 - A rank that is slower than its peers is reported (`aiockpt.events.StragglerFound`), about every minute, by rank 0.
-- The last beat is written when the checkpointer is closed. A process that is killed falls silent, which is seen, too.
+- The last beat is written when the checkpointer is closed. A killed process falls silent, and readers detect that.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ logger = logging.getLogger("aiockpt")
 
 BEGINS = "beat-"
 POLL_S = 1.0
-"""Seconds between two checks for what is overdue."""
+"""Seconds between two checks for overdue work."""
 BEATS_TO_COMPARISON = 12
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a rank, as it reports it.
+    """The state of a rank, as the rank itself reports it.
 
     Attributes:
-        number: counts them, in one process.
+        number: of the beat, counted within one process.
         time_s: the wall clock of the host.
-        every_s: when the next one is due.
+        every_s: seconds until the next beat is due.
         pending: the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since its save was called, or it
             was loaded: what a crash would lose. None before the first.
@@ -78,11 +78,11 @@ class Heartbeat:
     """Reports every few seconds what this rank does, for ``aiockpt top RUN``; add one to each checkpointer's ``observers``.
 
     Args:
-        url: where to: a folder or a URL that all ranks and the reader can see. None: the nearest place of the
+        url: the target: a folder or a URL that all ranks and the reader can see. None: the nearest place of the
             checkpointer that other hosts see, in ``monitor/beat-00000.json``.
-        every_s: seconds from one to the next.
-        overdue_s: a save or a load that takes longer is logged with all that is pending, and again each time it has
-            doubled.
+        every_s: seconds from one beat to the next.
+        overdue_s: a save or a load that takes longer is logged with all pending work, and again each time its duration
+            has doubled.
 
     Raises:
         UsageError: a time is not above 0.
@@ -200,7 +200,7 @@ class Heartbeat:
             await backend.put(beat_key(beat.rank), msgspec.json.encode(beat))
         except CheckpointError as error:
             if not was_failing:
-                logger.warning("the heartbeat of rank %d cannot be written, and is tried again: %r", beat.rank, error)
+                logger.warning("the heartbeat of rank %d could not be written; will retry: %r", beat.rank, error)
             return True
         return False
 
@@ -211,9 +211,9 @@ class Heartbeat:
             backend = open_backend(url)
             if backend.traits.scope == "shared":
                 return backend
-        raise UsageError("Heartbeat(): no place of the run is seen by other hosts: name one, Heartbeat('/shared/run')")
+        raise UsageError("Heartbeat(): other hosts can see no place of the run: name one, Heartbeat('/shared/run')")
 
-    # ------------------------------------------------------------------ what takes too long
+    # ------------------------------------------------------------------ overdue work
 
     async def _poll_overdue(self) -> None:
         while not self._ending.is_set():
@@ -225,7 +225,7 @@ class Heartbeat:
         assert self._opened is not None, "Opened is the first event"
         if self._under_way.grew_overdue(now_ns, self._overdue_s):
             logger.warning(
-                "rank %d on %s: longer than %g s under way. Pending are\n%s",
+                "rank %d on %s: a save or load is overdue (%g s); pending:\n%s",
                 self._opened.rank,
                 self._opened.host,
                 self._overdue_s,

@@ -1,7 +1,7 @@
 """The state of a running job at this moment: its heartbeats, polled, and the ranks that have fallen silent.
 
-Clocks of other hosts are not trusted: a rank is silent for as long as the reader has seen no new beat. At the first poll
-they are all there is.
+Clocks of other hosts are not trusted: silence is the time since the reader last saw a new beat. The first poll alone
+has no other measure than those clocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aiockpt.storage.transfer import get_many
 
 _decoder = msgspec.json.Decoder(Beat)
 MISSED = 3
-"""Beats in a row that a healthy rank does not miss."""
+"""Consecutive missing beats from which on a rank counts as silent."""
 GRACE_S = 2.0
-"""And so much more, for the way through the storage."""
+"""Added to that for the way through the storage."""
 MAX_BYTES = 1 << 20
 
 
@@ -34,12 +34,12 @@ class RankNow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """Whether a beat is missing for long."""
+        """Whether the rank is overdue: more than `MISSED` beats and `GRACE_S` have passed."""
         return not self.beat.ended and self.heard_s > MISSED * self.beat.every_s + GRACE_S
 
     @property
     def oldest(self) -> PendingWork | None:
-        """What it has waited for the longest."""
+        """The oldest pending work."""
         return self.beat.pending[0] if self.beat.pending else None
 
 
@@ -49,12 +49,12 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: those with a beat, by number.
         missing: ranks of the world that have never written a beat.
-        durable_step, durable_s: what all fall back to after a crash: the newest that any rank reports, and the seconds of
-            work since then.
+        durable_step, durable_s: the step that all ranks fall back to after a crash, the newest that any rank reports; and
+            the seconds of work since then.
         in_flight: the steps that are being saved.
         slow: ranks that are slower than their peers, the slowest first.
         damaged: heartbeats in the storage that cannot be read, by key: the file is damaged, or of another version.
-        doubled: ranks of which two processes write alternately: two jobs have one place.
+        doubled: ranks whose beats two processes write alternately: two jobs share one place.
     """
 
     ranks: list[RankNow]
@@ -77,7 +77,7 @@ class JobWatch:
     """Reads the heartbeats of one run; for one task.
 
     Args:
-        backend: of the run, or of what `Heartbeat` was given.
+        backend: of the run, or of the *url* of `Heartbeat`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -115,7 +115,7 @@ class JobWatch:
         self._known[stat.key] = (stat, beat, time.monotonic() - silent_s)
 
     def _compare_tellers(self, before: Beat, beat: Beat) -> None:
-        """Note where a process writes again after another one did: a start that follows an earlier one does not."""
+        """Record a process that writes again after another one; a later start of the job does not alternate so."""
         was, now = (before.host, before.pid), (beat.host, beat.pid)
         if was != now:
             self._earlier[beat.rank].add(was)

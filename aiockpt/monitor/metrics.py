@@ -1,8 +1,8 @@
 """Metrics for dashboards: the events of a checkpointer as metrics of Prometheus, or as scalars by step.
 
 `Metrics` counts into a registry of ``prometheus_client``, which serves it (``start_http_server(9464, addr="127.0.0.1")``) or
-pushes it. What is true of an instant only (memory in use, what waits, ages) is read when the registry is collected, on the
-collecting thread. `Scalars` passes numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
+pushes it. Values of an instant (memory in use, queues, ages) are read when the registry is collected, on the collecting
+thread. `Scalars` passes numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 class RunTime:
     """The use of the time of one process, from the events of its checkpointer. Updated on the loop thread, read on any.
 
-    Time runs from the save of the step that this process resumed from, or else from the making of its checkpointer. Lost is
-    what lay between that save and this start: work that is done again, and the time down. Held is what calls of save, waits
-    of optimizers and loads took. The rest is trained (ETTR, effective training time ratio; goodput). Of a run that has
-    restarted often ``aiockpt report`` reads the trace.
+    Time runs from the save of the step that this process resumed from, else from the creation of its checkpointer. *Lost*
+    time lies between that save and this start: repeated work and downtime. *Held* time is that of calls of save, of
+    optimizer waits and of loads. The rest is trained (ETTR, effective training time ratio; goodput). For a run with many
+    restarts, ``aiockpt report`` reads the trace.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class RunTime:
                 self._resume(event)
 
     def _resume(self, event: Loaded) -> None:
-        """Treat the first load, where nothing was saved before it, as what this process resumes from."""
+        """Treat the first load as the resume of this process, unless a save came before it."""
         if not self._resumed and self._opened is not None and event.saved_ns:
             self._lost_s = max((self._opened.time_ns - event.saved_ns) / 1e9, 0.0)
         self._resumed = True
@@ -92,12 +92,12 @@ class RunTime:
         return 0.0 if self._opened is None else (self._opened.time_ns + at_ns - self._opened.at_ns) / 1e9
 
     def effective(self, now_ns: int) -> float:
-        """Return the part of the time that was trained, from 0 to 1."""
+        """Return the trained fraction of the time, from 0 to 1."""
         here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
         return max(here_s - self._held_s, 0.0) / (here_s + self._lost_s) if here_s > 0 else 1.0
 
     def lost_s(self, _: int) -> float:
-        """Return the seconds from when what was loaded was saved to this start."""
+        """Return the seconds from the save of the loaded step to this start."""
         return self._lost_s
 
     def at_risk_s(self, now_ns: int) -> float:
@@ -163,7 +163,7 @@ class Metrics:
         registry: of ``prometheus_client``; None is its default one, which holds the metrics of one checkpointer.
 
     Raises:
-        UsageError: ``prometheus_client`` is not installed, or the registry has another one's metrics.
+        UsageError: ``prometheus_client`` is not installed, or the registry has another checkpointer's metrics.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -179,8 +179,8 @@ class Metrics:
                 metric = getattr(prometheus, kind)(f"aiockpt_{name}", what, labels, registry=to, **buckets)
             except ValueError as error:
                 raise UsageError(
-                    "Metrics(): this registry has the metrics of another checkpointer already. Give that one's Metrics to "
-                    "the next one, too, when it is closed; or take a registry of its own, Metrics(CollectorRegistry()), "
+                    "Metrics(): this registry has the metrics of another checkpointer already. Reuse that Metrics after "
+                    "its checkpointer is closed, or use a separate registry, Metrics(CollectorRegistry()), "
                     "which Endpoint(registry=…) serves"
                 ) from error
             self._metrics[name] = metric
@@ -194,7 +194,7 @@ class Metrics:
         self._handlers = self._table()
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
-        """Read *statistics* whenever the registry is collected, as long as the checkpointer is there."""
+        """Read *statistics* whenever the registry is collected, as long as the checkpointer exists."""
         read = weakref.WeakMethod(statistics)
 
         def now(of: Callable[[Statistics], float]) -> float:
@@ -273,7 +273,7 @@ class Metrics:
         self._metrics["saves_in_flight"].inc()
 
     def _end(self, event: Event, outcome: str) -> None:
-        """Count the end of a save; one that was skipped may have begun, where its step was committed already, or not."""
+        """Count the end of a save. A skipped save may have begun (where its step was already committed) or not."""
         self._metrics["saves"].labels(outcome).inc()
         if self._begun[event.step]:
             self._begun[event.step] -= 1
@@ -290,8 +290,8 @@ class Scalars:
     """Passes numbers of each step to *log*, on a worker thread, so that it may be slow.
 
     Args:
-        log: called with values by name, such as ``{"checkpoint/pause_s": 0.07}``, and their step. One that raises is logged,
-            and not called again.
+        log: called with values by name, such as ``{"checkpoint/pause_s": 0.07}``, and their step. If it raises,
+            the error is logged and it is not called again.
     """
 
     def __init__(self, log: Callable[[Mapping[str, float], int], object]) -> None:
@@ -308,7 +308,7 @@ class Scalars:
             self._news.set()
 
     async def run(self) -> None:
-        """Pass on what is queued, until `aclose`."""
+        """Pass on the queued numbers, until `aclose`."""
         self._ending = False
         while not self._ending or self._queue:
             while self._queue:
@@ -319,7 +319,7 @@ class Scalars:
                 await self._news.wait()
 
     async def aclose(self) -> None:
-        """Stop `run` when all is passed on."""
+        """Stop `run` after the queue is empty."""
         self._ending = True
         self._news.set()
 

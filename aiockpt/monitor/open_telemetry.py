@@ -1,8 +1,8 @@
 """Saves and loads as spans of OpenTelemetry, through its API alone.
 
-The program's configuration of the SDK and its exporters decides where they go. A save is a span from its call to its
-commit, a load from the search for a step until the state is filled, a copy from when it is queued, or begins, until it is
-there; their stages are children. A load that skips a damaged step has one span for each step that it tried.
+The program's configuration of the SDK and its exporters decides where the spans go. A save is a span from its call to its
+commit; a load, from the search for a step until the state is filled; a copy, from when it is queued or begins until it is
+complete. Their stages are child spans. A load that skips a damaged step has one span for each step that it tried.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class OpenTelemetry:
     """Makes spans of events; add one to each checkpointer's ``observers``.
 
     Each has the attributes ``aiockpt.step``, ``aiockpt.rank``, ``aiockpt.host``, and where they apply ``aiockpt.bytes``,
-    ``aiockpt.key`` (the data file, or how a snapshot was taken) and ``aiockpt.url`` (where a save or a copy goes). What
-    failed has the status ERROR and the reason. A save or a load that is called inside a span of the program is its child.
+    ``aiockpt.key`` (the data file, or how a snapshot was taken) and ``aiockpt.url`` (where a save or a copy goes). A failed
+    span has the status ERROR and the reason. A save or a load that is called inside a span of the program is its child.
 
     Args:
-        tracer: None is the one called ``"aiockpt"`` of the global provider.
+        tracer: None uses the tracer ``"aiockpt"`` of the global provider.
 
     Raises:
         UsageError: ``opentelemetry-api`` is not installed.
@@ -58,12 +58,12 @@ class OpenTelemetry:
         self._opened: Opened | None = None
         self._whole: dict[_Which, Span] = {}
         self._over: dict[Operation, tuple[_Which, Span]] = {}
-        """The last of each that is over: the other files of a load that has failed in one end after it."""
+        """The last ended span of each operation: after a load fails in one file, the stages of its other files still end."""
         self._early: list[tuple[TimeSpan, str]] = []
-        """Of saves that have not begun: a small state may be copied before the loop comes to its save."""
+        """Stages of saves without a span yet: a small state may be copied before the loop emits `SaveStarted`."""
 
     def on_event(self, event: Event) -> None:
-        """Make a span, where *event* ends something."""
+        """Make a span where *event* ends an operation or a stage."""
         if isinstance(event, Opened):
             self._opened = event
         if self._opened is None:
@@ -83,7 +83,7 @@ class OpenTelemetry:
         self._end_whole(event)
 
     def _end_whole(self, event: Event) -> None:
-        """End the span of an operation that is over with *event*."""
+        """End the span of the operation that *event* ends."""
         match event:
             case Committed():
                 self._end(("save", event.step, ""), event)
@@ -100,7 +100,7 @@ class OpenTelemetry:
                 self._end(("copy", event.step, event.url), event, event.error)
             case Closed():
                 for which in list(self._whole):
-                    self._end(which, event, "the checkpointer was closed before its end was told")
+                    self._end(which, event, "the checkpointer was closed before its end was reported")
 
     def _wall_ns(self, at_ns: int) -> int:
         assert self._opened is not None
@@ -131,7 +131,7 @@ class OpenTelemetry:
             span.end(self._wall_ns(event.at_ns))
 
     def _add(self, found: TimeSpan, error: str) -> None:
-        """Make the span of a stage, below that of what it belongs to."""
+        """Make the span of a stage, as a child of its operation's span."""
         which = found.operation, found.step, found.key if found.operation == "copy" else ""
         whole = self._whole.get(which)
         if whole is None and found.stage != "find" and (over := self._over.get(found.operation)) and over[0] == which:

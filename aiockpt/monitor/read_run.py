@@ -1,7 +1,7 @@
 """The reader of a run's events: the files of `aiockpt.monitor.trace`, of all ranks and starts, as one.
 
-Guarantee: whatever is in the files, the rest of them is read. Lines that are no event are counted, and so are those that
-belong to no known process because the line before them that names it is bad; files that cannot be read are named.
+Guarantee: damage in a file does not keep the rest from being read. Lines that are no event are counted, and so are lines
+whose process is unknown because the line that names it is damaged; files that cannot be read are named.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.units import count
 
-# The clocks of a run's hosts, aligned as far as its saves prove an offset. A save is a round trip through the store: the
-# first rank writes the manifest when it has seen the receipt of another one, which sees the manifest when it is written. So
-# the other's events before its receipt came before the first rank's commit, and those after it had read the commit after it.
-# Over many saves the two bounds come close, as with the messages of NTP. Wall clocks that agree with both stay as they are.
+# Alignment of the hosts' clocks, as far as saves prove an offset. A save is a round trip through the store: the first rank
+# writes the manifest after it has read another rank's receipt, and that rank then reads the manifest. So the other rank's
+# events up to its receipt precede the first rank's commit, and its events from reading the commit on follow it. Over many
+# saves the two bounds converge, as with the messages of NTP. Wall clocks that satisfy both bounds are left unchanged.
 
 
 class _Seen(msgspec.Struct):
@@ -40,11 +40,11 @@ class _Seen(msgspec.Struct):
     voted: dict[int, int]
     begun: dict[int, int]
     ended: dict[int, int]
-    heard: dict[int, int]
+    received: dict[int, int]
 
 
 def align_clocks(run: RunLog) -> RunLog:
-    """Return *run* with the clocks of each start's ranks set to that of its first rank, where they contradict its saves."""
+    """Return *run* with the ranks' clocks of each start aligned with its first rank's, where saves contradict them."""
     by_start: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, number in enumerate(start_numbers(run) if run.processes else []):
         by_start[number][run.processes[place].opened.rank].append(place)
@@ -59,7 +59,7 @@ def align_clocks(run: RunLog) -> RunLog:
 
 
 def _seen(logs: Iterable[ProcessLog]) -> _Seen:
-    """Return what one rank saw, through all checkpointers that it had in one start."""
+    """Return the times of one rank, from all its checkpointers of one start."""
     seen = _Seen({}, {}, {}, {})
     for at_ns, event in ((log.wall_ns(event.at_ns), event) for log in logs for event in log.events):
         match event:
@@ -69,17 +69,17 @@ def _seen(logs: Iterable[ProcessLog]) -> _Seen:
                 seen.begun[event.step] = at_ns - round(event.seconds * 1e9)
                 seen.ended[event.step] = at_ns
             case Committed():
-                seen.heard[event.step] = at_ns
+                seen.received[event.step] = at_ns
     return seen
 
 
 def _shift(first: _Seen, other: _Seen) -> int:
-    """Return what to add to the clock of *other*, in nanoseconds; 0 where nothing contradicts it, or nothing is certain."""
-    steps = [step for step in first.begun if step in other.voted and step in other.heard and step not in other.begun]
+    """Return the nanoseconds to add to the clock of *other*; 0 where saves agree with it, or their bounds contradict."""
+    steps = [step for step in first.begun if step in other.voted and step in other.received and step not in other.begun]
     if not steps:
         return 0
     most = min(first.begun[step] - other.voted[step] for step in steps)
-    least = max(first.ended[step] - other.heard[step] for step in steps)
+    least = max(first.ended[step] - other.received[step] for step in steps)
     return 0 if least <= 0 <= most or least > most else (least + most) // 2
 
 
@@ -89,9 +89,9 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, _kinds))
 
 ENDING = ".jsonl"
 READS = 16
-"""Objects that are read at once."""
+"""Concurrent reads of objects."""
 LATEST_NS, LATEST_S, MOST_RANKS = 2**62, 2**32, 1_000_000
-"""What is more is damage, and so is what is below 0."""
+"""Larger values are damage, and so are values below 0."""
 
 Trace = tuple[str, bytes | Exception]
 """The name of a file, and its contents, or why it could not be read."""
@@ -114,8 +114,8 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
         if isinstance(data, Exception):
             missing.append(UnreadFile(name, str(data)))
             continue
-        told, missed = _decode(data.split(b"\n"))
-        processes += told
+        events, missed = _decode(data.split(b"\n"))
+        processes += events
         unread += missed
     if not number:
         raise UsageError(
@@ -210,7 +210,7 @@ def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
 
 
 def _is_sound(event: Event) -> bool:
-    """Return whether the numbers of *event* are plausible: a flipped bit makes years of them that no calendar has."""
+    """Return whether the numbers of *event* are plausible: a flipped bit can yield years that no calendar has."""
     if not 0 <= event.at_ns < LATEST_NS:
         return False
     if isinstance(event, Opened):

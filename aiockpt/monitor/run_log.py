@@ -1,7 +1,7 @@
 """The events of all processes of a run, on one clock (`aiockpt.monitor.read_run` reads them).
 
-A process that begins records its host, its rank and its wall clock; from then on its events are on its own monotonic clock.
-They are aligned by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.read_run`).
+At its start a process records its host, its rank and its wall clock; its later events are on its own monotonic clock. Events
+are aligned by the wall clock at that start, and by the saves where it proves wrong (`aiockpt.monitor.read_run`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ E = TypeVar("E", bound=Event)
 
 
 class ProcessLog(msgspec.Struct, frozen=True):
-    """The events of one checkpointer, from its making to its end, or to the kill.
+    """The events of one checkpointer, from its creation to its end, or to the kill.
 
     Attributes:
-        opened: which process it was.
+        opened: the first event, which identifies the process.
         events: in the order in which they were emitted, after *opened*.
-        shift_ns: what its wall clock is behind that of the first rank (`aiockpt.monitor.read_run`).
+        shift_ns: how far its wall clock is behind that of the first rank (`aiockpt.monitor.read_run`).
     """
 
     opened: Opened
@@ -51,9 +51,9 @@ class ProcessLog(msgspec.Struct, frozen=True):
 
     @property
     def last_event_s(self) -> float:
-        """The last time that something happened there: for comparing ranks, as the first alone writes signs of life."""
-        told = [event.at_ns for event in self.events if type(event) is not Alive]
-        return self.wall_s(max(told, default=self.opened.at_ns))
+        """The time of its last event; for comparing ranks, since only the first rank writes signs of life."""
+        times_ns = [event.at_ns for event in self.events if type(event) is not Alive]
+        return self.wall_s(max(times_ns, default=self.opened.at_ns))
 
 
 class UnreadFile(msgspec.Struct, frozen=True):

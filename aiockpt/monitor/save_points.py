@@ -47,7 +47,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gathered:
-    """The events of all ranks so far of one save."""
+    """The events of one save so far, from all ranks."""
 
     def __init__(self) -> None:
         self.begun: dict[int, float] = {}
@@ -112,19 +112,19 @@ def save_points(run: RunLog) -> list[SavePoint]:
                 if type(event) is SaveStarted:
                     times[event.step] += 1
                 key = start, event.step, times[event.step]
-                told = gathered.get(key)
-                if told is None:
-                    told = gathered[key] = _Gathered()
-                told.receive(event, rank, process)
-    points = [told.point(step, start) for (start, step, _), told in gathered.items() if told.begun]
+                gathering = gathered.get(key)
+                if gathering is None:
+                    gathering = gathered[key] = _Gathered()
+                gathering.receive(event, rank, process)
+    points = [gathering.point(step, start) for (start, step, _), gathering in gathered.items() if gathering.begun]
     return sorted(points, key=lambda one: one.begun_s)
 
 
 def usual_interval_s(points: Sequence[SavePoint]) -> float | None:
-    """Return the median time from one save of a start to its next step; None where no two follow each other."""
+    """Return the median time between consecutive saved steps of a start; None where no start has two."""
     starts: dict[int, list[SavePoint]] = defaultdict(list)
     for point in points:
-        # Two jobs in one place save in turns: those of one moment are told apart by nothing but that a step comes twice.
+        # Two jobs in one place save in turns: only the repeated step shows that two saves are of one moment.
         if not starts[point.start] or starts[point.start][-1].step != point.step:
             starts[point.start].append(point)
     gaps = [after.begun_s - before.begun_s for own in starts.values() for before, after in pairwise(own)]

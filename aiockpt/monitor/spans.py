@@ -24,16 +24,16 @@ from aiockpt.events import (
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 
 WHOLE = "whole"
-"""The stage of a span that is all of an operation."""
+"""The stage of a span that covers a whole operation."""
 BLOCKS = "blocks"
 """The stage of a group of blocks, a part of "write"."""
 
 
 class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Something that took a while on one rank.
+    """A span of time on one rank.
 
     Attributes:
-        process: its place in `RunLog.processes`.
+        process: index in `RunLog.processes`.
         begin_s: seconds since 1970.
         stage: `WHOLE`, `BLOCKS`, "pause" (a call of save held its caller), "barrier" (an optimizer was held), or one of
             `aiockpt.events.StageEnded`.
@@ -62,7 +62,7 @@ def spans(run: RunLog) -> list[TimeSpan]:
 
 
 def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
-    """Return the spans that *event* ends, of the process that is *opened*, by that one's wall clock."""
+    """Return the spans that *event* ends, on the wall clock of the process of *opened*."""
     return list(_of_process(0, ProcessLog(opened, [event])))
 
 

@@ -1,18 +1,18 @@
 """Stragglers: ranks that are slower than their peers; in which stage, since when, by how much, and why.
 
-A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. It is slow
-there where that is `FACTOR` or more. The steps from which on slow ones outnumber the others most are those since when it is
-slow; it is a straggler where they do so by `STEPS` at least, the median of them is `FACTOR` or more, and what it adds is
-`LEAST_S` or more: one outlier proves nothing, and a small stage does not matter. Where the other ranks are often slow in
-that stage, too, as on a machine with more ranks than cores, it takes more steps than `STEPS`: so many that a rank like
-them would come to it by chance in `CHANCE` of all runs. And what it takes longer there must show in all that it does
-itself: a rank that makes up for it in other stages delays no other rank. Waiting is what the others do. All that a rank
-does itself is compared in the same way, with `FACTOR_OF_ALL`, for such sums vary less; what is found there alone has the
-stage that adds most.
+For each stage of a step, a rank's time is divided by the median over all ranks; the rank is slow there where that ratio is
+`FACTOR` or more. Its slow period begins with the step from which on slow steps outnumber the others most. It is a straggler
+where that lead is at least `STEPS`, the median ratio of the period is `FACTOR` or more, and the median extra time is
+`LEAST_S` or more: one outlier proves nothing, and a small stage does not matter. Where other ranks are often slow in that
+stage too, as on a machine with more ranks than cores, the lead must exceed `STEPS`: a rank like them reaches the required
+lead by chance in `CHANCE` of all runs. The extra time must also show in the sum of all that the rank does itself: a rank
+that makes up for it in other stages delays no other rank. Waiting does not count, since the other ranks wait. That sum is
+compared in the same way, with `FACTOR_OF_ALL`, because sums vary less; a rank found there alone is reported with the stage
+that adds most.
 
-Why: a rank that is slow in what only its processor does, too, lacks processor time, whatever stage shows it most, where
-that is `PART` at least of what it takes longer: some milliseconds more of hashing explain no half second of writing. Else
-it is what the stage moves its bytes to.
+Cause: a rank lacks processor time, whatever stage shows it most, if it is also slow in work that only its processor does
+and that work makes up at least `PART` of the extra time: some milliseconds more of hashing explain no half second of
+writing. Otherwise the cause is what the stage moves its bytes to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Steps = Mapping[int, Mapping[int, float]]
 
 
 class StageTimes:
-    """Seconds by stage, step and rank. Several files of a step count together; what failed is no time of a stage.
+    """Seconds by stage, step and rank. Several files of a step are summed; failed stages are not counted.
 
     Attributes:
         hosts: of the ranks.
@@ -60,11 +60,11 @@ class StageTimes:
         ranks[rank] = ranks.get(rank, 0.0) + seconds
 
     def stages(self) -> list[StageKey]:
-        """Return the stages that there are."""
+        """Return the recorded stages."""
         return list(self._taken)
 
     def together(self, operation: Operation, stages: Iterable[str]) -> Steps:
-        """Return what *stages* took in sum, in the order of steps, of those that `RANKS` report."""
+        """Return the sums of *stages*, in the order of steps, for steps that at least `RANKS` ranks report."""
         sums: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for stage in stages:
             for step, ranks in self._taken.get((operation, stage), {}).items():
@@ -87,7 +87,7 @@ def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
 
 
 def is_remote(urls: Iterable[str]) -> bool:
-    """Return whether the first of the places of a checkpointer is reached through a network, as far as its URL shows."""
+    """Return whether a checkpointer's first place is reached through a network, as far as its URL shows."""
     first = next(iter(urls), "")
     return not first.startswith(("file:", "shm:", "memory:"))
 
@@ -99,21 +99,21 @@ LEAST_S = 0.02
 PART = 0.05
 CHANCE = 1e-3
 MOST_OFTEN = 0.45
-"""A rank that is slow more often has no peers."""
+"""Fraction of slow steps above which a rank has no peers."""
 STAGES = 10
-"""That are compared, about: each on each rank is a chance of its own."""
+"""Stages that are compared, about: each stage of each rank is a separate chance of a false finding."""
 RANKS = 3
-"""With fewer there is no median to be far from."""
+"""Least ranks that are compared: fewer have no meaningful median."""
 _VICTIMS = {WHOLE, BLOCKS, "wait", "barrier", "pause", "exchange", "commit"}
 _PROCESSOR = ("walk", "plan", "match", "scatter", "snapshot", HASH)
-"""Stages in which nothing is waited for."""
+"""Stages without waiting."""
 _OWN: dict[Operation, tuple[str, ...]] = {
     "save": ("walk", "plan", "snapshot", "write", "vote"),
     "load": ("find", "match", "plan", "read", "scatter"),
 }
-"""What a rank does itself; the stages do not overlap."""
+"""The work of a rank itself; the stages do not overlap."""
 _PARTS = ("flush", HASH)
-"""Of these."""
+"""Parts of those stages."""
 STARVED = "too little processor time, or slow memory"
 _STORAGE = ("write", "flush", "read", "vote", "begin", "find")
 
@@ -123,10 +123,10 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         factor: median, over the steps since then, of its seconds over the median of all ranks.
-        extra_s: median over these steps of what it took longer.
+        extra_s: median over these steps of the extra seconds.
         steps: how many these are.
         since: the step from which on slow ones outnumber the others most.
-        cause: what is likely.
+        cause: the likely one.
     """
 
     rank: int
@@ -190,13 +190,13 @@ def _compare(key: StageKey, compared: Steps, least: float, times: StageTimes) ->
 
 
 def _extra_s(steps: Steps, found: Straggler) -> list[float]:
-    """Return what a rank took longer than the median of all, in each step since it is slow."""
+    """Return a rank's extra seconds over the median of all ranks, for each step since it is slow."""
     since = [ranks for step, ranks in steps.items() if step >= found.since and found.rank in ranks]
     return [ranks[found.rank] - median(ranks.values()) for ranks in since]
 
 
 def _made_up_for(found: Straggler, own: Mapping[Operation, Steps]) -> bool:
-    """Return whether a rank that is slow in a stage is not, by half of that at least, in all that it does itself."""
+    """Return whether a rank regains at least half of a stage's extra time in the rest of its own work."""
     if found.stage not in _OWN.get(found.operation, ()) and found.stage not in _PARTS:
         return False
     extra = _extra_s(own[found.operation], found)
@@ -204,7 +204,7 @@ def _made_up_for(found: Straggler, own: Mapping[Operation, Steps]) -> bool:
 
 
 def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> Straggler:
-    """Return a rank that is slow in all that it does, with the stage that adds most to that."""
+    """Return a rank that is slow in the sum of its own work, with the stage that adds most to it."""
     stage = max(stages, key=lambda one: sum(_extra_s(times.together(found.operation, [one]), found)))
     starved = found.cause == STARVED
     cause = STARVED if starved or stage in _PROCESSOR else _storage(times)
@@ -212,7 +212,7 @@ def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> S
 
 
 def _cause(key: StageKey, rank: int, slow: Sequence[int], extra_s: float, times: StageTimes) -> str:
-    """Return what is likely the cause of *rank* being slow in a stage, by *extra_s* in each of the steps *slow*."""
+    """Return the likely cause of *rank* being slow in a stage, by *extra_s* in each of the steps *slow*."""
     operation, stage = key
     if stage in _PROCESSOR or _lacks_processor(operation, rank, slow, extra_s, times):
         return STARVED
@@ -224,9 +224,9 @@ def _storage(times: StageTimes) -> str:
 
 
 def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra_s: float, times: StageTimes) -> bool:
-    """Return whether a rank is slow, over the steps *slow*, in what only its processor does, and by how much matters.
+    """Return whether a rank is slow, over the steps *slow*, in processor work, by a relevant part of *extra_s*.
 
-    In sum, for a lack of processor time comes and goes; but without the worst step, which may be a hiccup.
+    Steps are summed because a lack of processor time comes and goes; the worst step, which may be a hiccup, is left out.
     """
     alone = times.together(operation, _PROCESSOR)
     pairs = [(alone[step][rank], median(alone[step].values())) for step in slow if rank in alone.get(step, {})]
@@ -236,7 +236,7 @@ def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra
 
 
 def least_lead(slow: int, steps: int, ranks: int) -> int:
-    """Return by how many steps slow ones must outnumber the others on a rank, whose peers are *slow* in so many of *steps*.
+    """Return the required lead of slow steps over others on a rank whose peers are *slow* in so many of *steps*.
 
     The excess of slow steps over others is a random walk that goes up with the probability *q*; it ever gets as high as *n*
     with the probability (q / (1 - q))ⁿ.
@@ -258,8 +258,8 @@ def slow_steps(ratios: Sequence[float], least: float = FACTOR, lead_least: int =
     return range(first if most >= lead_least else len(ratios), len(ratios))
 
 
-# Comparison while the job runs: each rank publishes what its last stages took, in a small object beside the run; rank 0
-# compares. A straggler is reported once, and again when it was not one meanwhile.
+# Comparison while the job runs: each rank publishes its last stage times in a small object beside the run; rank 0
+# compares. A straggler is reported once, and again after it had recovered.
 
 
 logger = logging.getLogger("aiockpt")
@@ -292,7 +292,7 @@ class PeerTimes:
         self._news = False
 
     def receive(self, event: Event) -> None:
-        """Record what a stage took."""
+        """Record the time of a stage."""
         match event:
             case StageEnded(failed=False):
                 self._add(event, (event.operation, event.stage), event.seconds)
@@ -313,8 +313,8 @@ class PeerTimes:
         if self._news:
             self._news = False
             rows = [(*key, step, seconds) for step, taken in self._steps.items() for key, seconds in taken.items()]
-            told = RankTimes(rank=opened.rank, host=opened.host, time_s=time.time(), rows=rows)
-            await backend.put(f"{FOLDER}/{BEGINS}{opened.rank:05}.json", msgspec.json.encode(told))
+            times = RankTimes(rank=opened.rank, host=opened.host, time_s=time.time(), rows=rows)
+            await backend.put(f"{FOLDER}/{BEGINS}{opened.rank:05}.json", msgspec.json.encode(times))
 
     async def compare(self, backend: Backend, opened: Opened) -> list[Straggler]:
         """Read the times of all ranks; return, and log, the ranks that are slow now and were not at the last comparison."""
@@ -335,23 +335,23 @@ class PeerTimes:
 def _add_times(times: StageTimes, data: bytes, opened: Opened) -> None:
     """Add the times of one rank, unless they are of an earlier start, or of another version."""
     try:
-        told = msgspec.json.decode(data, type=RankTimes)
+        found = msgspec.json.decode(data, type=RankTimes)
     except msgspec.MsgspecError:
         return
-    if told.rank < opened.world_size and told.time_s * 1e9 >= opened.time_ns:
-        times.hosts[told.rank] = told.host
-        for operation, stage, step, seconds in told.rows:
-            times.add(told.rank, (operation, stage), step, seconds)
+    if found.rank < opened.world_size and found.time_s * 1e9 >= opened.time_ns:
+        times.hosts[found.rank] = found.host
+        for operation, stage, step, seconds in found.rows:
+            times.add(found.rank, (operation, stage), step, seconds)
 
 
 def found_event(slow: Straggler, at_ns: int) -> StragglerFound:
     """Return the event of a straggler for observers."""
-    told = msgspec.structs.asdict(slow)
-    return StragglerFound(at_ns=at_ns, step=told.pop("since"), **told)
+    fields = msgspec.structs.asdict(slow)
+    return StragglerFound(at_ns=at_ns, step=fields.pop("since"), **fields)
 
 
 def explain(slow: Straggler) -> str:
-    """Return in one sentence which rank is slow, where, since when, by how much, and why that may be."""
+    """Return in one sentence which rank is slow, where, since when, by how much, and the likely cause."""
     return (
         f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} × as long as on the others, "
         f"{slow.extra_s:.3g} s more each {slow.operation}, since step {slow.since}; likely: {slow.cause}"

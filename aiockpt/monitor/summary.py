@@ -17,11 +17,11 @@ from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage took, over all ranks and steps, in seconds; a data file counts by itself, and what failed does not.
+    """Seconds of one stage over all ranks and steps; each data file counts separately, and failed stages do not count.
 
     Attributes:
         slowest_rank, slowest_step: where *most_s* was.
-        bytes_per_s: of those that move any; 0 otherwise.
+        bytes_per_s: of stages that move bytes; 0 otherwise.
     """
 
     operation: str
@@ -39,8 +39,8 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_s: seconds since 1970.
-        resumed_from: the step that was loaded; None where nothing was.
-        lost_s: from the call that saved that step to the last sign of life before: work that is done again.
+        resumed_from: the loaded step; None where none was loaded.
+        lost_s: from the call that saved that step to the last sign of life before: repeated work.
         down_s: from that last sign to this start.
         after_close: the process before was closed, and not killed.
     """
@@ -58,7 +58,7 @@ class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_s: in seconds since 1970, on the *rank* that reported it first.
-        ranks: how many did.
+        ranks: how many reported it.
     """
 
     at_s: float
@@ -69,15 +69,15 @@ class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at a glance. Times are of the lowest rank that has a trace, where nothing else is said.
+    """A run at a glance. Times are of the lowest rank that has a trace, unless stated otherwise.
 
     Attributes:
         committed, failed: saves.
         pauses_s: how long calls of save held their caller, over all ranks: median and most.
         durable_s: from the call to the commit, median and most.
         effective: productive time over all time (ETTR): not lost, down, loading, or held by a save or for an optimizer.
-        retries: calls to storage that were made again.
-        forked_from: what of another place the run began from, in words.
+        retries: repeated calls to storage.
+        forked_from: the state of another place that the run began from, in words.
     """
 
     begun_s: float
@@ -132,7 +132,7 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
 
 
 def _covered_s(intervals: list[tuple[float, float]]) -> float:
-    """Return how long one of the intervals lasts or another: what was lost may have been held before."""
+    """Return the length of the union of the intervals: lost time may overlap held time."""
     covered_s, until_s = 0.0, float("-inf")
     for begin_s, end_s in sorted(intervals):
         covered_s += max(end_s - max(begin_s, until_s), 0.0)
@@ -141,19 +141,19 @@ def _covered_s(intervals: list[tuple[float, float]]) -> float:
 
 
 def _holds(span: TimeSpan) -> bool:
-    """Return whether training is held meanwhile."""
+    """Return whether training is held during *span*."""
     return span.stage in ("pause", "barrier") or (span.operation, span.stage) == ("load", WHOLE)
 
 
 def _failures(run: RunLog) -> list[FailedStep]:
-    told: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    found: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     for process in run.processes:
         for event in process.events:
             if isinstance(event, SaveFailed | PromotionFailed):
-                told[event.step, event.error].append((process.wall_s(event.at_ns), process.opened.rank))
+                found[event.step, event.error].append((process.wall_s(event.at_ns), process.opened.rank))
     some = [
         FailedStep(at_s=min(where)[0], rank=min(where)[1], step=step, error=error, ranks=len({at[1] for at in where}))
-        for (step, error), where in told.items()
+        for (step, error), where in found.items()
     ]
     return sorted(some, key=lambda one: one.at_s)
 
@@ -188,7 +188,7 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
 
 
 def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list[Restart]:
-    """Return the starts after the first one; of each the events of all checkpointers of one process."""
+    """Return the starts after the first; each of *starts* has the logs of all checkpointers of one process."""
     restarts = []
     for before, after in pairwise(starts):
         opened = after[0].opened

@@ -2,16 +2,16 @@
 
 Guarantees:
 
-- The engine never waits for the file: an event is encoded and queued (about a microsecond), and a task of its own writes
-  what has come together, through aiofiles, on a worker thread, at most every `GATHER_S`. A process that is killed loses no
-  more than that.
+- The engine never waits for the file: an event is encoded and queued (about a microsecond), and a separate task writes the
+  queue, through aiofiles, on a worker thread, at most every `GATHER_S`. A process that is killed loses no more than the
+  events of that time.
 - When the checkpointer is closed, also at interpreter exit, the file ends with its last event, in whole lines. A process
   that is killed may leave half a line; the next one that appends begins a new line.
-- Where several processes append to one file, two jobs that were given one folder, the line that identifies the process
-  comes again with what each appends after another one.
-- While there is no event, the first rank writes signs of life (`alive_after_s`): the time of a kill, and so how much work
-  was lost, is known to a tenth of the time since the last event, or to a minute.
-- A file that cannot be written harms no save: that is logged, and no more events are kept.
+- Where several processes append to one file (two jobs in one folder), a process that appends after another one repeats
+  the line that identifies it.
+- In the absence of events the first rank writes signs of life (`alive_after_s`): the time of a kill, and so the amount of
+  lost work, is known to a tenth of the time since the last event, or to a minute.
+- A file that cannot be written harms no save: the error is logged, and further events are dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ write cost more than all lines."""
 
 
 def alive_after_s(quiet_s: float) -> float:
-    """Return how long to wait until the next sign of life, where there was no event for *quiet_s*."""
+    """Return the wait until the next sign of life, after *quiet_s* without an event."""
     return min(max(1.0, quiet_s / 10), 60.0)
 
 
@@ -52,9 +52,9 @@ class TraceFile:
     Each process has a file of its own; ``aiockpt report RUN`` reads those of all ranks as one.
 
     Args:
-        path: the file, whose folder must be there; ``{rank}`` in it is the rank. None: ``monitor/rank-00000.jsonl`` below
+        path: the file, whose folder must exist; ``{rank}`` in it is the rank. None: ``monitor/rank-00000.jsonl`` below
             the nearest place that is a folder of this machine; its folder is made.
-        mesh: where this rank stands in the parallel job, so that the report can group by it: a ``DeviceMesh`` with named
+        mesh: the position of this rank in the parallel job, by which the report can group: a ``DeviceMesh`` with named
             dimensions, or coordinates by name, such as ``{"dp": 3, "tp": 0, "pp": 1}``.
 
     Raises:
@@ -70,22 +70,22 @@ class TraceFile:
         self._opened: Opened | None = None
         self._news: anyio.Event | None = None
         self._end: anyio.Event | None = None
-        self._ending = self._given_up = False
+        self._ending = self._stopped = False
 
     def on_event(self, event: Event) -> None:
         """Queue *event*."""
         if isinstance(event, Opened):
             event = self._opened = msgspec.structs.replace(event, mesh=self._mesh)
-        if not self._given_up:
+        if not self._stopped:
             self._lines.append(msgspec.json.encode(event) + b"\n")
             self._wake()
 
     async def run(self) -> None:
-        """Write what is queued, whenever there is something, until `aclose`.
+        """Write the queue whenever it is not empty, until `aclose`.
 
         Raises:
             UsageError: no file was named, and no place is a folder.
-            OSError: the file cannot be written; what comes after that is dropped.
+            OSError: the file cannot be written; later events are dropped.
         """
         self._ending = False
         self._end = anyio.Event()
@@ -112,7 +112,7 @@ class TraceFile:
                     with anyio.move_on_after(GATHER_S):
                         await self._end.wait()
         finally:
-            self._given_up = not self._ending
+            self._stopped = not self._ending
             self._lines.clear()
 
     async def aclose(self) -> None:
@@ -123,7 +123,7 @@ class TraceFile:
         self._wake()
 
     def _place(self) -> str:
-        """Return where the file is; make the folder that is ours."""
+        """Return the path of the file; make its folder where the path is the default."""
         opened = self._opened
         if self._path is not None:
             return self._path if opened is None else self._path.replace("{rank}", str(opened.rank))
@@ -136,7 +136,7 @@ class TraceFile:
         raise UsageError("TraceFile(): no place is a folder of this machine: name the file, TraceFile('trace.jsonl')")
 
     async def _wait_for_news(self, most_s: float | None = None) -> bool:
-        """Wait for a line, or the end; return False where neither comes in *most_s* seconds."""
+        """Wait for a line or for `aclose`; return False where neither comes within *most_s* seconds."""
         if not self._lines and not self._ending:
             self._news = anyio.Event()
             with anyio.move_on_after(most_s):

@@ -20,17 +20,17 @@ from aiockpt.events import (
 from aiockpt.units import size
 
 _AFTER = {"find": "match", "match": "plan", "plan": "read", "read": "read", "exchange": "read", "scatter": "scatter"}
-"""The stage of a load that follows; of many files any may be the last."""
+"""The stage of a load after each one; "read" repeats, since any of many files may be the last."""
 
 
 class PendingWork(msgspec.Struct, frozen=True, kw_only=True):
     """A save or a load that has begun and not ended.
 
     Attributes:
-        stage: what it is in, as far as events show.
+        stage: the current one, as far as events show.
         for_s: seconds since it began.
         silent_s: seconds since its last event.
-        done_bytes: of *bytes*, that have reached the storage.
+        done_bytes: those of *bytes* that have reached the storage.
     """
 
     operation: Operation
@@ -47,9 +47,9 @@ class _Work:
 
     def __init__(self, operation: Operation, step: int, stage: str, begun_ns: int, total: int = 0) -> None:
         self.operation: Operation = operation
-        self.step, self.stage, self.begun_ns, self.heard_ns = step, stage, begun_ns, begun_ns
+        self.step, self.stage, self.begun_ns, self.last_event_ns = step, stage, begun_ns, begun_ns
         self.bytes, self.done_bytes = total, 0
-        self.told_ns = 0
+        self.logged_ns = 0
 
     def lasts_ns(self, now_ns: int) -> int:
         return now_ns - self.begun_ns
@@ -60,7 +60,7 @@ class _Work:
             step=self.step,
             stage=self.stage,
             for_s=(now_ns - self.begun_ns) / 1e9,
-            silent_s=(now_ns - self.heard_ns) / 1e9,
+            silent_s=(now_ns - self.last_event_ns) / 1e9,
             bytes=self.bytes,
             done_bytes=self.done_bytes,
         )
@@ -92,7 +92,7 @@ class UnderWay:
                 self._end(event)
 
     def pending(self, now_ns: int) -> list[PendingWork]:
-        """Return what is under way, the oldest first."""
+        """Return the unfinished work, the oldest first."""
         return sorted((work.at(now_ns) for work in self._work.values()), key=lambda work: -work.for_s)
 
     def durable(self, now_ns: int) -> tuple[int, float] | None:
@@ -100,20 +100,20 @@ class UnderWay:
         return None if self._durable is None else (self._durable[0], (now_ns - self._durable[1]) / 1e9)
 
     def grew_overdue(self, now_ns: int, overdue_s: float) -> bool:
-        """Return whether something has taken longer than *overdue_s*, or twice as long as when that was last reported."""
-        late = [work for work in self._work.values() if work.lasts_ns(now_ns) > max(overdue_s * 1e9, 2 * work.told_ns)]
+        """Return whether some work has exceeded *overdue_s*, or twice its duration when it was last reported."""
+        late = [one for one in self._work.values() if one.lasts_ns(now_ns) > max(overdue_s * 1e9, 2 * one.logged_ns)]
         for work in late:
-            work.told_ns = work.lasts_ns(now_ns)
+            work.logged_ns = work.lasts_ns(now_ns)
         return bool(late)
 
     def _enter(self, operation: Operation, event: Event, stage: str) -> None:
         if (work := self._work.get((operation, event.step))) is not None:
-            work.stage, work.heard_ns = stage, event.at_ns
+            work.stage, work.last_event_ns = stage, event.at_ns
 
     def _count(self, event: BytesWritten) -> None:
         if (work := self._work.get(("save", event.step))) is not None:
             work.done_bytes += event.bytes
-            work.heard_ns = event.at_ns
+            work.last_event_ns = event.at_ns
 
     def _receive_of_load(self, event: StageEnded) -> None:
         if event.failed:

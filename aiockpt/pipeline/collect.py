@@ -55,14 +55,14 @@ from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 #
 # Guarantees:
 #
-# - The new manifest is durable before anything is removed. Then the other files go, and the old manifest last: while that is
-#   there, any clean-up knows that there is something left to remove, and what.
-# - Readers take the higher generation, whose files stay: no read of the weights is disturbed.
+# - The new manifest is durable before anything is removed. Then the other files are removed, and the old manifest last:
+#   as long as it exists, any clean-up knows which files are left to remove.
+# - Readers use the higher generation, whose files stay: no read of the weights is disturbed.
 # - Only a step whose files are of one kind each is thinned; one that was written otherwise is skipped, with the reason.
 
 
 class Thinned(msgspec.Struct, frozen=True):
-    """A step that keeps its weights alone: its number, and the bytes of the files that go."""
+    """A thinned step: its number, and the bytes of the files that are removed."""
 
     id: str
     step: int
@@ -70,7 +70,7 @@ class Thinned(msgspec.Struct, frozen=True):
 
 
 def plan_thinning(whole: Manifest, generation: int, write_id: str) -> tuple[Manifest, Thinned]:
-    """Return the manifest of the weights of *whole* as that *generation*, and what is gained.
+    """Return the manifest of the weights of *whole*, as *generation*, and the space that thinning frees.
 
     Raises:
         UsageError: its files hold weights and other things together, or no weights.
@@ -81,10 +81,10 @@ def plan_thinning(whole: Manifest, generation: int, write_id: str) -> tuple[Mani
 
 
 async def thin(backend: Backend, whole: Manifest, highest: int, write_id: str) -> Thinned:
-    """Have the step of *whole* keep its weights alone.
+    """Reduce the step of *whole* to its weights.
 
     Args:
-        highest: the highest generation of the step there.
+        highest: the highest generation of the step in *backend*.
 
     Raises:
         UsageError: as `plan_thinning`.
@@ -119,7 +119,7 @@ class Garbage(msgspec.Struct, frozen=True):
     Attributes:
         generation: of the manifest to remove, or None where there is none.
         attempt: whose folder is removed.
-        shares: whether the newest generation has the same attempt: what it names stays (`aiockpt.pipeline.collect`).
+        shares: whether the newest generation has the same attempt: the files that it names are kept.
     """
 
     step_id: str
@@ -135,11 +135,11 @@ async def step_facts(
     doubted: Collection[str] = (),
     now_ns: int | None = None,
 ) -> list[StepFacts]:
-    """Return what retention must know of each committed step; the metrics cost a whole manifest each.
+    """Return the facts of each committed step for retention; with metrics, each whole manifest is read.
 
     Args:
         doubted: attempts that a load here has found damaged.
-        now_ns: the time by the storage's clock; None where no age is wanted.
+        now_ns: the time by the storage's clock; None when no ages are needed.
     """
     facts = []
     for entry in entries:
@@ -151,7 +151,7 @@ async def step_facts(
             try:
                 metrics = (await newest_manifest(backend, entry)).metrics
             except CheckpointError:
-                continue  # a step that cannot be read is not retention's to judge
+                continue  # retention does not judge a step that cannot be read
         facts.append(
             StepFacts(
                 entry.id,
@@ -174,7 +174,7 @@ async def step_facts(
 async def _age_s(backend: Backend, entry: StepEntry, now_ns: int) -> float | None:
     """Return the seconds since a step was saved, both times by the storage's clock; None where it has no date.
 
-    A copy without the dates is as young as the copying, and a date to come is now: what is in doubt counts as young.
+    A copy without the dates is as old as the copying; a date in the future counts as now. In doubt a step is young.
     """
     dated_ns = entry.dated_ns
     if entry.head is not None and entry.head.generation > 1:  # a manifest that thinning wrote is younger than the save
@@ -184,10 +184,10 @@ async def _age_s(backend: Backend, entry: StepEntry, now_ns: int) -> float | Non
 
 
 async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Collection[str]) -> list[StepFacts]:
-    """Return *facts*, the newest step being marked as damaged, and the next, while it is not what its head says that it is.
+    """Return *facts* with every step marked as damaged, from the newest down, until one agrees with its head.
 
-    One that cannot be loaded must not be what is kept in place of one that can. Looked at is what costs two requests: its
-    manifest, and whether its data files are there with the sizes that this names.
+    A step that cannot be loaded must not be kept in place of one that can. The check costs two requests: it reads the
+    manifest, and lists whether the data files exist with the sizes that this names.
 
     Args:
         trusted: runs of this process, whose steps need no check.
@@ -197,7 +197,7 @@ async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Co
         newest = sound[0]
         if newest.run in trusted:
             break
-        try:  # of the generation that counts, and not one below it, which stands elsewhere in the order
+        try:  # the generation that counts; a lower one has another place in the order
             await check_sizes(backend, await read_manifest(backend, newest.id, newest.generation))
             break
         except CheckpointError:
@@ -206,7 +206,7 @@ async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Co
 
 
 def why_unread(entry: StepEntry) -> str:
-    """Say why a step is not retention's to judge."""
+    """Return why retention does not judge a step."""
     reasons = [str(entry.trouble)] if entry.trouble is not None else [passed.reason for passed in entry.passed[:1]]
     return ": ".join(["its manifest cannot be read", *reasons])
 
@@ -225,17 +225,17 @@ async def delete_step(backend: Backend, entry: StepEntry) -> None:
 
 
 def _a_vote(step_id: str, attempt: str) -> str:
-    """Return the key of one of the votes, without which the others commit nothing: there is a rank 0 in every world."""
+    """Return the key of rank 0's vote: every world has a rank 0, and without its vote the others commit nothing."""
     return receipt_key(step_id, attempt, 0)
 
 
 async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
-    """Decide that a committed attempt is collected; a process that finds its manifest gone finds this."""
+    """Decide *collect* for a committed attempt; a process that finds the manifest deleted finds this."""
     key = decision_key(step_id, attempt)
     data = msgspec.json.encode(Decision(decision="collect", attempt=attempt, write_id=""))
     try:
         await backend.put(key, data)
-    except StorageFullError:  # where nothing can be renamed its vote goes all the same, before its manifest
+    except StorageFullError:  # where nothing can be renamed, the vote is removed all the same, before the manifest
         await claim_name_of_record(backend, step_id, attempt, new=False)
     except StorageError as error:
         if not error.damaged:
@@ -254,7 +254,7 @@ async def find_garbage(
     busy: Collection[str],
     doubted: Collection[str] = (),
 ) -> list[Garbage]:
-    """Return what of a step is not needed: older generations, and attempts without a manifest older than the grace.
+    """Return the garbage of a step: older generations, and attempts without a manifest that are older than the grace.
 
     Args:
         busy: attempts of this process that are under way.
@@ -278,7 +278,7 @@ async def find_garbage(
         named.add(older.attempt)
         assert newest is not None
         found.append(Garbage(entry.id, older.attempt, generation, shares=older.attempt == newest.attempt))
-    strays = [  # votes that are all there are a commit to be rolled forward, not garbage
+    strays = [  # a complete set of votes is a commit to be rolled forward, not garbage
         attempt
         for attempt in entry.attempts
         if attempt not in named and attempt not in busy and await votes_to_finish(backend, entry, attempt) is None
@@ -293,7 +293,7 @@ async def find_garbage(
 
 
 async def _read_sound(backend: Backend, entry: StepEntry, doubted: Collection[str]) -> Manifest | None:
-    """Return the newest manifest of a step, if nothing that can be seen without reading data speaks against it."""
+    """Return the newest manifest of a step; None when a check that reads no data finds it or its files damaged."""
     head = entry.head
     if head is None or head.generation != entry.generations[0] or head.attempt in doubted or entry.is_found_damaged:
         return None
@@ -324,7 +324,7 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
 
 
 async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:
-    """Remove an attempt; its decision record goes last, or a late committer could claim it while data still vanish."""
+    """Remove an attempt, the decision record last: else a late committer could claim it while its data are removed."""
     decision, vote = decision_key(step_id, attempt), _a_vote(step_id, attempt)
     keys = [stat.key async for stat in walk(backend, attempt_folder(step_id, attempt)) if stat.key != decision]
     keys.sort(key=lambda key: key != vote)  # the vote first, the others as they were found
@@ -385,10 +385,10 @@ class Removal(msgspec.Struct, frozen=True):
 
 
 async def plan_removal(backend: Backend, step: int | None) -> Removal:
-    """Return what goes when *step* is removed; everything of the run for None.
+    """Return what a removal of *step* removes; None stands for the whole run.
 
     Raises:
-        StepNotFoundError: there is nothing of that step.
+        StepNotFoundError: the step does not exist.
     """
     entries = [entry for entry in await scan(backend) if entry.committed or entry.attempts]
     committed = [entry.id for entry in entries if entry.committed]
@@ -434,7 +434,7 @@ async def remove(backend: Backend, removal: Removal, on_step: Callable[[str], ob
 
 
 async def _uploads_of(backend: Backend, entries: list[StepEntry] | None) -> list[UnfinishedUpload]:
-    """Return the uploads of ours below some steps, or all; empty where the store does not list them."""
+    """Return our unfinished uploads below *entries*, or all; none where the store does not list them."""
     store = keeps_uploads(backend)
     if store is None:
         return []
@@ -453,9 +453,9 @@ async def _uploads_of(backend: Backend, entries: list[StepEntry] | None) -> list
 # Guarantees:
 #
 # - Only uploads of data files below our own ``a-<nonce>/`` folders are considered: what another program left is its own.
-# - Aborted is what is older than the grace by the storage's clock, of a rank without a receipt in that attempt: a rank that
-#   voted has finished its uploads. Attempts that are under way here are skipped whatever their age.
-# - Nothing here fails a save or a clean-up: a store that does not let us list or abort is reported, and not asked again.
+# - An upload is aborted when it is older than the grace by the storage's clock and its rank has no receipt in the attempt:
+#   a rank that voted has finished its uploads. Attempts that are under way here are skipped whatever their age.
+# - Nothing here fails a save or a clean-up: a store that refuses to list or abort is reported, and not called again.
 
 
 class DeadUploads(msgspec.Struct, frozen=True):
@@ -463,7 +463,7 @@ class DeadUploads(msgspec.Struct, frozen=True):
 
     Attributes:
         uploads: those that were aborted, or may be.
-        problem: why there may be more, or why they are still there; None when all is known and done.
+        problem: why uploads could not be listed, or not be aborted; None when nothing failed.
     """
 
     uploads: tuple[UnfinishedUpload, ...] = ()
@@ -471,7 +471,7 @@ class DeadUploads(msgspec.Struct, frozen=True):
 
 
 async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> DeadUploads:
-    """Return the uploads below the root that will not be finished.
+    """Return the uploads below the root that no writer will finish.
 
     Args:
         busy: attempts of this process that are under way.
@@ -498,7 +498,7 @@ async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: 
 
 
 async def abort_leftovers(backend: Backend, found: DeadUploads) -> DeadUploads:
-    """Abort what was found; return what is aborted."""
+    """Abort the uploads of *found*; return those that were aborted."""
     store = keeps_uploads(backend)
     if store is None or not found.uploads:
         return found

@@ -55,9 +55,9 @@ WRITER = "aiockpt 0.1.0"
 DECISION_LIMIT_BYTES = 4096
 """No decision record is longer."""
 LAST_POLL_S = 30.0
-"""For the receipts to be read once more when the deadline for them has passed."""
+"""The time limit of the last poll of all receipts, after the deadline for them has passed."""
 POLL_PAUSE_S = 0.2
-"""Before the next poll, when one found no new vote."""
+"""The pause after a poll that found no new vote."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class Attempt(msgspec.Struct, frozen=True):
         sequence: one more than the highest logical clock seen when it began.
         run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None; *ancestors*:
             which save of it, and what that came from. Together they are the lineage (docs/decisions.md#lineage).
-        older: steps that were there when the run began to save, and what its process has committed since.
+        older: steps that existed when the run began to save, and those that its process has committed since.
     """
 
     id: str
@@ -104,7 +104,7 @@ async def wait_votes(
     """Return the receipts of all ranks, waiting up to *deadline_s* seconds for the others.
 
     Args:
-        until_likely: waits until a poll is worthwhile (again): the storage is the truth, but slow to read.
+        until_likely: waits until a (further) poll is worthwhile: only the storage decides, and it is slow to read.
 
     Raises:
         CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
@@ -116,7 +116,7 @@ async def wait_votes(
             await until_likely()
             known = len(reader.votes)
             await reader.poll()
-            if len(reader.votes) == known:  # what made it likely may stay so, whatever the storage says
+            if len(reader.votes) == known:  # the hint may persist although the storage has no new vote
                 await anyio.sleep(POLL_PAUSE_S)
     with anyio.move_on_after(LAST_POLL_S):
         if reader.missing:
@@ -163,16 +163,16 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
 
 
 async def _put_parts(backend: Backend, manifest: Manifest) -> Manifest:
-    """Write the tables of *manifest* that lie beside it; return it as it is written."""
+    """Write the tables of *manifest* into blobs beside it; return the manifest in its written form."""
     written, parts = detach(manifest)
-    for path, blob in parts.items():  # they are not read before the manifest names them; two committers write the same
+    for path, blob in parts.items():  # no blob is read before the manifest names it; two committers write the same
         if not await put_once(backend, f"{manifest.id}/{path}", blob):
-            raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
+            raise CommitError(f"{manifest.id}/{path} exists with other content: save the step again")
     return written
 
 
 async def check_sizes(backend: Backend, manifest: Manifest) -> None:
-    """Refuse data files that are gone or have another size. One listing shows all; a doubtful one is checked alone."""
+    """Refuse data files that are missing or have another size. One listing shows all; a mismatch is checked by `stat`."""
     listed: dict[str, int] = {}
     for folder in sorted({file.p.rpartition("/")[0] for file in manifest.files}):
         listed |= {stat.key: stat.size for stat in (await backend.list(f"{manifest.id}/{folder}")).objects}
@@ -197,10 +197,10 @@ async def _decide(backend: Backend, manifest: Manifest) -> None:
 
 
 async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, write_id: str) -> Verdict:
-    """Create the attempt's one decision record; return what was decided, by us or by an earlier process.
+    """Create the attempt's one decision record; return the decision, made by us or by an earlier process.
 
     Raises:
-        StorageFullError: it does not fit; of *collect*, nothing of the attempt can get its name either.
+        StorageFullError: the record does not fit, and for *collect* no object of the attempt can be renamed to it either.
     """
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
@@ -217,15 +217,15 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
 
 
 async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, new: bool) -> bool:
-    """Have a receipt of an attempt, or a data file of it, bear the name of its decision record, which decides *collect*.
+    """Rename a receipt of an attempt, or a data file of it, to the key of its decision record, which decides *collect*.
 
-    That takes no room. Return False where nothing of it can.
+    The rename takes no space. Return False where no object of the attempt can be renamed.
 
     Args:
-        new: only where nothing was decided. Else the attempt may be committed, and its data files stay where they are.
+        new: only while the attempt is undecided. Else it may be committed, and its data files stay where they are.
 
     Raises:
-        ObjectExistsError: *new*, and it was decided.
+        ObjectExistsError: *new*, and the attempt was decided.
     """
     if (place := works_when_full(backend)) is None:
         return False
@@ -234,7 +234,7 @@ async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, 
     for key in (vote, *others):
         with suppress(ObjectNotFoundError):
             if _is_of_attempt(await backend.get(key, len(RECEIPT_START))):
-                if new:  # some file systems count a second name as a file: the hint for people makes room for one
+                if new:  # some file systems count a second name as a file: the hint for people is removed to make room
                     await backend.delete([LATEST_KEY])
                 await place.move(key, decision_key(step_id, attempt), new=new)
                 return True
@@ -242,7 +242,7 @@ async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, 
 
 
 def _is_of_attempt(start: bytes) -> bool:
-    """Say whether a receipt or a data file begins like that, which no decision record does."""
+    """Return whether a receipt or a data file begins with *start*; no decision record does."""
     return start.startswith(RECEIPT_START) or start[8:10] == b'{"'
 
 
@@ -253,13 +253,13 @@ async def _decided(backend: Backend, key: str) -> Verdict:
             return "collect"
         return msgspec.json.decode(data, type=Decision).decision
     except ObjectNotFoundError:
-        return "collect"  # it was there and went while we read: the attempt is being removed
+        return "collect"  # the record was deleted while we read: the attempt is being removed
     except (msgspec.DecodeError, UnicodeDecodeError, ManifestError) as error:  # msgspec lets the second one through
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 
 
 async def _resolve_conflict(backend: Backend, ours: Manifest) -> Manifest:
-    """Our manifest's name is taken: the same attempt means success (theirs, or our own lost answer)."""
+    """Resolve that our manifest's key is taken: by the same attempt is success (theirs, or our own lost answer)."""
     try:
         theirs = await read_manifest(backend, ours.id, ours.generation)
     except ManifestError as error:
@@ -276,9 +276,9 @@ async def _resolve_conflict(backend: Backend, ours: Manifest) -> Manifest:
 
 
 async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list[Manifest]:
-    """Commit what dead writers could not: every attempt of the step whose votes are complete and whose number is free.
+    """Commit for dead writers every attempt of the step whose votes are complete and whose generation is free.
 
-    Of several for one number the newest has it.
+    Of several attempts for one generation the newest wins.
     """
     found = [await votes_to_finish(backend, entry, attempt) for attempt in entry.attempts]
     complete = [votes for votes in found if votes is not None]
@@ -287,7 +287,7 @@ async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list
         try:
             done.append(await commit(backend, votes, world))
         except ReplicasDifferError as error:
-            logger.warning("attempt %s is not finished for the dead: %s", votes[0].attempt, error)
+            logger.warning("attempt %s of a dead writer: could not be committed: %s", votes[0].attempt, error)
         except CommitError:
-            continue  # another attempt has the number, or it was collected: nothing to finish
+            continue  # another attempt has the generation, or this one was collected: nothing to finish
     return done

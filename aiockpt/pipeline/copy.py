@@ -5,11 +5,11 @@ Guarantees:
 - What is committed at the target is the same checkpoint: the same attempt, tensors, values and checksums; or its weights,
   as a checkpoint of their own (`aiockpt.planning.weights`). Its generation is the next one there. Every block was compared
   with its checksum on the way.
-- A block that one copy cannot give is read from the next copy.
+- A block that cannot be read from one copy is read from the next.
 - A copy that died is resumed: a data file that is durable at the target has a mark beside it and is not moved twice.
 - Any number of processes may copy one step at once: no process writes into another's file; they contend for the manifest.
-- No more memory is used than the windows given, whatever the size of the step. (Weights also need, for the moment of a
-  read, what lies between them in their blocks.)
+- No more memory is used than the given windows, whatever the size of the step. (Weights also need, during a read, memory
+  for the bytes between them in their blocks.)
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from aiockpt.storage.transfer import read_record, walk
 
 WINDOW_BYTES = 16 * MIB
 ABORT_DEADLINE_S = 5.0
-"""What is not aborted by then is left to prune: giving a place up takes no longer than this."""
+"""The time limit of an abort, and so of abandoning a place; what is not aborted by then is left to prune."""
 FLUSHED_BYTES_PER_S = 50e6
-"""No place flushes a file more slowly; meanwhile no progress is visible."""
+"""The slowest flush of a file that any place needs; meanwhile no progress is visible."""
 
 
 class Windows:
@@ -64,7 +64,7 @@ class Windows:
             raise
 
     async def release(self, window: Slab) -> None:
-        """Take *window* back."""
+        """Return *window* to the free ones."""
         self._pool.release(window)
         await self._free.__aexit__()
 
@@ -78,13 +78,13 @@ async def copy_step(
     pace: Pace,
     on_copied: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
-    """Make a step durable and visible at *target*; return its manifest there. One that is there already is left as it is.
+    """Make a step durable and visible at *target*; return its manifest there. A step that exists there is left as it is.
 
     Args:
         source: what is copied; the caller protects its origin from retention meanwhile.
-        windows: those that *source* was loaded for.
-        pace: how fast bytes go to the target.
-        on_copied: called with the bytes of each window, also of those that need not be moved any more.
+        windows: those that *source* was opened for.
+        pace: the rate of bytes to the target.
+        on_copied: called with the bytes of each window, also of windows that were moved earlier.
 
     Raises:
         CorruptionError: a block is bad in all copies; nothing became visible.
@@ -116,13 +116,13 @@ async def copy_files(
 ) -> dict[int, FileEntry]:
     """Make the data files of a step durable at *target*, except those that were copied before.
 
-    Several processes may each copy some of the files; `copy_step` makes the step visible when all are there.
+    Several processes may each copy some of the files; `copy_step` makes the step visible when all are copied.
 
     Args:
-        only: says which files; all by default.
+        only: selects the files; all by default.
 
     Returns:
-        Every file that is durable there, by its number.
+        Every file that is durable at *target*, by its number.
     """
     files = await copied_files(target, source)
     async with open_tasks() as tasks:
@@ -149,7 +149,7 @@ async def rewrite_files(
     windows: Windows,
     pace: Pace,
 ) -> dict[int, FileEntry]:
-    """Make some data files of a step durable at *target* once more, beside what is there; return them by their numbers.
+    """Make some data files of a step durable at *target* again, beside the old ones; return them by their numbers.
 
     Raises:
         CorruptionError: a block is bad in all copies; what was written is removed.
@@ -168,10 +168,10 @@ async def rewrite_files(
 
 
 async def remove_strays(target: Backend, committed: Manifest, *, marks: bool = False) -> None:
-    """Remove data files of its attempt that a committed step does not name: what copies that died, or lost, have left.
+    """Remove data files of the attempt that the committed step does not name: leftovers of copiers that died or lost.
 
     Args:
-        marks: those of files that were copied, too.
+        marks: also remove the marks of files that were copied.
     """
     named = {f"{committed.id}/{file.p}" for file in committed.files}
     data = f"{attempt_folder(committed.id, committed.attempt)}/d"
@@ -184,7 +184,7 @@ async def remove_strays(target: Backend, committed: Manifest, *, marks: bool = F
 async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
     """Commit at *target* a step whose *files* are durable there, unless another copier has done it meanwhile.
 
-    Two generations of one attempt must not be: the clean-up after one of them removes the files of the other.
+    Two generations of one attempt must not exist: the clean-up after one of them removes the files of the other.
     """
     entry = await list_step(target, source.id)
     if (there := await find_copy_in(target, entry, source.attempt)) is not None:
@@ -209,13 +209,13 @@ async def copied_files(target: Backend, source: CopySource) -> dict[int, FileEnt
             file = _read_mark(await read_record(target, stat.key), source, index)
             if file is not None and (await target.stat(f"{source.id}/{file.p}")).size == file.size:
                 files[index] = file
-        except CheckpointError:  # gone, or a mark that says nonsense
+        except CheckpointError:  # deleted, or not a valid mark
             continue
     return files
 
 
 def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
-    """Return the file that a mark describes; None when it cannot be file number *index*."""
+    """Return the file that a mark describes; None when that cannot be file number *index*."""
     wanted = source.files[index]
     try:
         file = msgspec.json.decode(data, type=FileEntry)
@@ -246,7 +246,7 @@ class _FileMover:
         self._sums = BlockSums(self._file.size, self._file.block)
 
     async def move(self, target: Backend, token: str) -> FileEntry:
-        """Write the file; return what it is at *target*, where it is durable now."""
+        """Write the file durably to *target*; return its entry there."""
         path, upload = await self._create(target, token)
         window_bytes = self._source.window_bytes
         try:
@@ -271,7 +271,7 @@ class _FileMover:
         return msgspec.structs.replace(self._sums.file_entry(path, file.rank, file.kind), not_finite=file.not_finite)
 
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
-        """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""
+        """Create the file under its own name; under another one where another copier, dead or running, has it."""
         try:
             return self._file.p, await target.create(f"{self._source.id}/{self._file.p}", self._file.size)
         except ObjectExistsError:
@@ -301,10 +301,10 @@ class CopySource(Protocol):
     """What is copied: a step to be, from copies of one.
 
     Attributes:
-        sources: the copies it is made of, the nearest first.
-        id, attempt: what it is called wherever it gets to.
-        files: its data files: where they should lie, and all else but the sums, which only the copy finds.
-        window_bytes: of one read and write; all windows of a file but the last have so many.
+        sources: the copies that it is read from, the nearest first.
+        id, attempt: its names at every target.
+        files: the entries of its data files: paths and all else but the sums, which only the copy computes.
+        window_bytes: bytes of one read and write, and of every window of a file but the last.
     """
 
     @property
@@ -319,10 +319,10 @@ class CopySource(Protocol):
     def window_bytes(self) -> int: ...
 
     async def read(self, blocks: StepFiles, index: int, offset: int, view: memoryview) -> None:
-        """Fill *view*, a window or what is left of the file, with the bytes of file number *index* from *offset*."""
+        """Fill *view*, a window or the rest of the file, with the bytes of file number *index* from *offset*."""
 
     def manifest(self, files: Sequence[FileEntry], generation: int, write_id: str) -> Manifest:
-        """Return its manifest where *files* are durable; may take a while."""
+        """Return the manifest for a target where *files* are durable; may take a while."""
         ...
 
 
@@ -385,14 +385,14 @@ def _apart(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
 async def open_copy_source(
     sources: Sequence[StepCopy], content: Content, *, window_bytes: int, file_bytes: int
 ) -> CopySource:
-    """Return what is copied of the step that *sources* have.
+    """Return the source for a copy of the step in *sources*.
 
     Args:
-        window_bytes: the most that one read and write may take.
-        file_bytes: where a data file that must be made ends.
+        window_bytes: the most bytes of one read and write.
+        file_bytes: the size at which a new data file ends.
 
     Raises:
-        UsageError: it has no weights, or blocks larger than a window.
+        UsageError: the step has no weights, or blocks larger than a window.
     """
     whole = sources[0].manifest
     largest = max(whole.files, key=lambda file: file.block, default=None)

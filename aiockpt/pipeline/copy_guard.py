@@ -1,4 +1,4 @@
-"""Protocols between a copy and the guard of its state: how fast to go, and what to compare at the end. No torch."""
+"""Protocols between a copy and the guard of its state: its pace, and the comparison at its end. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Throttle(Protocol):
-    """Says how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
+    """Limits how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
 
     @property
     def whole(self) -> bool:
-        """Whether slabs for the whole state may have been wanted at once."""
+        """Whether slabs for the whole state may have been requested at once."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class CopyGuard(Protocol):
 
     @property
     def throttle(self) -> Throttle | None:
-        """How many slabs the copy fills at once, and for how long; None fills as many as it gets."""
+        """The throttle of the copy; None lets it fill every slab that it gets."""
         ...
 
     @property
@@ -39,8 +39,8 @@ class CopyGuard(Protocol):
         ...
 
     def compare(self) -> None:
-        """Compare the state with what it was at the call; when all is copied, or enqueued on a device.
+        """Compare the state with what it was at the call; to be called when all is copied, or enqueued on a device.
 
         Raises:
-            TornSnapshotError: it has changed: the copy is worth nothing.
+            TornSnapshotError: the state has changed: the copy is invalid.
         """

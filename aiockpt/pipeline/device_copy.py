@@ -2,11 +2,11 @@
 
 Guarantees:
 
-- No copy is waited for before the next one is enqueued, as far as there are slabs; no call holds the GIL long.
-- Small tensors that are neighbours in the file travel together: gathered on the device, then moved as one. A move costs
-  some microseconds to start however small it is, which is what 64 KiB take on their way.
-- What is not row-major is made so on the device, in the stream's order, with memory that is freed with its last window.
-- A run shares no memory on the device with another one. Events say when a slab is full: `aiockpt.pipeline.snapshot`.
+- No copy waits for the one before it, as long as slabs are free; no call holds the GIL long.
+- Small tensors that are neighbours in the file are gathered on the device, then moved as one. Starting a move costs some
+  microseconds however small it is, as much as the transfer of 64 KiB.
+- A tensor that is not row-major is made so on the device, in the stream's order, in memory that is freed with its last
+  window. A run shares no memory on the device with another one. Events report a full slab: `aiockpt.pipeline.snapshot`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.slabs import Slab
 
 SMALL_BYTES = 64 << 10
-"""What takes no longer on its way than to start it. Not measured here; on PCIe 4 and 5 that is at 40 to 100 KiB."""
+"""The size whose transfer takes as long as its start. Not measured here; on PCIe 4 and 5 that is 40 to 100 KiB."""
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """Pieces of one device that lie side by side in a window: moved as one. *sources* are their bytes, where they stay."""
+    """Pieces of one device that lie side by side in a window: moved as one. *sources* are their bytes on the device."""
 
     offset: int
     size: int
@@ -52,7 +52,7 @@ class DeviceCopies:
     Args:
         plan: what goes where.
         tensors: by their number in the plan.
-        devices: where each is; None in host memory, which is not our concern.
+        devices: of each tensor; None in host memory, which is not copied here.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DeviceCopies:
             self.gathered_bytes[part.device] = max(self.gathered_bytes[part.device], *together, 0)
 
     def begin(self, after: Iterable[tuple[torch.device, DeviceEvent]]) -> DeviceRun:
-        """Return one run of them, all of it behind the events of the devices' compute streams."""
+        """Return one run of the copies, ordered behind the events of the devices' compute streams."""
         for device, event in after:
             if device in self.streams:
                 self.streams[device].follow(event)
@@ -96,7 +96,7 @@ class DeviceRun:
         }
 
     def enqueue(self, number: int, slab: Slab) -> Iterator[tuple[torch.device, DeviceEvent]]:
-        """Let every device that has some of window *number* copy it into *slab*; yield the event behind each."""
+        """Enqueue the copy of window *number* into *slab* on every device with a part of it; yield the event behind each."""
         for part in self._copies.windows[number]:
             yield part.device, self._enqueue(part, slab)
 
@@ -112,7 +112,7 @@ class DeviceRun:
                 into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for target, sources in moves:
                 source = sources[0]
-                if len(sources) > 1:  # the stream's order lets all of a run meet in the same memory
+                if len(sources) > 1:  # the stream's order lets all of a run share the same memory
                     source = self._gathered[part.device][: target.numel()]
                     torch.cat(sources, out=source)
                 target.copy_(source, non_blocking=True)
@@ -132,7 +132,7 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return *tensor* in host memory, row-major: its own memory where that is so, else a copy."""
+    """Return *tensor* in host memory, row-major: itself where it is so already, else a copy."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,14 +1,14 @@
 """Discovery of steps: `scan` lists them and judges the heads of their manifests, `newest_first` reads them in order.
 
 After that: votes that are not committed yet, the facts of a step for people, unfinished newer steps, and places that were
-given by mistake. Guarantees:
+named by mistake. Guarantees:
 
 - "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
-  going back to an earlier step and saving on, the new branch is the newest.
-- Only what was proven counts (`aiockpt.pipeline.receipts`). A generation that is bad is passed over, with the reason, and
-  the one before it stands at *its own* place in the order: a bad manifest makes no step newer than it is.
-- An outage is not damage: a step that does not say now how new it is may be the newest, and is marked as that.
-- ``LATEST`` is never read. What does not look like a step of ours is ignored. No torch is imported.
+  a load of an earlier step and further saves, the new branch is the newest.
+- Only proven manifests count (`aiockpt.pipeline.receipts`). A bad generation is passed over, with the reason, and the one
+  before it has *its own* place in the order: a bad manifest makes no step newer than it is.
+- An outage is not damage: a step whose age cannot be read now may be the newest, and is marked as such.
+- ``LATEST`` is never read. A name that is no step id of ours is ignored. No torch is imported.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 LIST_TRIES = 3
-"""How often a step with something bad in it is listed, at most: what is being deleted meanwhile is not damaged."""
+"""The most listings of a step with a bad part: an object that is being deleted meanwhile is not damaged."""
 
 
 class PassedOver(msgspec.Struct, frozen=True):
-    """A generation of a step that no reader may believe, and why. Generation 0 is the step as a whole.
+    """A generation of a step that readers must not use, and the reason. Generation 0 is the step as a whole.
 
     Attributes:
-        unread: whether nothing of it came, for its device or what lies in its place: another time it may.
+        unread: whether it could not be read at all, because of its device or another object in its place: it may be later.
     """
 
     generation: int
@@ -77,17 +77,17 @@ class PassedOver(msgspec.Struct, frozen=True):
 
 
 class StepEntry(msgspec.Struct, frozen=True):
-    """What a listing, and the heads of its manifests, say of one step.
+    """The facts of one step from a listing and the heads of its manifests.
 
     Attributes:
         id, step: the folder and its number (−1 where the id is not one of ours).
-        generations: the numbers of its manifests, falling.
-        verified, damaged: the generations that a verification found whole, or not.
-        attempts: the attempts whose folders are there.
+        generations: the numbers of its manifests, descending.
+        verified, damaged: the generations that a verification found whole, or damaged.
+        attempts: the attempts whose folders exist.
         head: of the highest generation that was not passed over; None where there is none, or *trouble*.
         passed: the generations above that one, which are bad.
-        trouble: why the highest generation that was not passed over does not say now how new it is.
-        dated_ns: when the storage says that the manifest of *head* was written; 0 where it was not listed, or has no date.
+        trouble: why the head of the highest generation that was not passed over cannot be read now.
+        dated_ns: the storage's date of the manifest of *head*; 0 where it was not listed, or has no date.
     """
 
     id: str
@@ -103,36 +103,36 @@ class StepEntry(msgspec.Struct, frozen=True):
 
     @property
     def committed(self) -> bool:
-        """Whether it has a manifest, valid or not; also of a step that does not say, and of one with nothing sound in it."""
+        """Whether it has a manifest, valid or not; True also where none can be read now, and where none is sound."""
         return bool(self.generations or self.passed or self.trouble)
 
     @property
     def is_refused(self) -> bool:
-        """Whether it cannot be read until rights are given or it is restored from an archive."""
+        """Whether it cannot be read until access is granted, or until it is restored from an archive."""
         return isinstance(self.trouble, StorageError) and self.trouble.lasting
 
     @property
     def unread_reason(self) -> str | None:
-        """Why it, or a generation of it, does not say now how new it is, and may later; None when all of it was read."""
+        """Why its head, or that of a higher generation, cannot be read now, and may be later; None when all were read."""
         if self.trouble is not None:
             return str(self.trouble)
         return next((passed.reason for passed in self.passed if passed.unread), None)
 
     @property
     def age_order(self) -> tuple[int, int]:
-        """Sorts steps from the oldest to the newest; of one that does not say, the newest, and of a bad one the oldest."""
+        """The sort key, oldest first; a step that cannot be read now sorts as the newest, a bad one as the oldest."""
         if self.head is not None:
             return (self.head.sequence, self.step)
         return (sys.maxsize if self.trouble is not None else -1, self.step)
 
     @property
     def is_verified(self) -> bool:
-        """Whether a verification found the generation whole that counts."""
+        """Whether a verification found the current generation whole."""
         return self.head is not None and self.head.generation in self.verified
 
     @property
     def is_found_damaged(self) -> bool:
-        """Whether a verification found the generation damaged that counts."""
+        """Whether a verification found the current generation damaged."""
         return self.head is not None and self.head.generation in self.damaged
 
 
@@ -149,7 +149,7 @@ class Heads:
     A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
 
     Attributes:
-        doubted: attempts that were passed over by a load: retention does not count them.
+        doubted: attempts that a load has passed over: retention does not count them.
     """
 
     def __init__(self) -> None:
@@ -157,13 +157,13 @@ class Heads:
         self._known: dict[str, tuple[Stat, Head | PassedOver]] = {}
 
     def recall(self, entry: StepEntry, found: Stat | None) -> Head | PassedOver | None:
-        """Return the head, or what is bad about it, of the manifest that is *found* now, if it is the one that was read."""
+        """Return the head, or the fault, of the manifest that is *found* now; None unless it is the one that was read."""
         stat, said = (None, None) if found is None else self._known.get(found.key, (None, None))
         known = stat is not None and stat == found
         return None if not known or (isinstance(said, Head) and said.attempt not in entry.attempts) else said
 
     def learn(self, found: Stat | None, said: Head | PassedOver) -> None:
-        """Remember the head, or what is bad about it, of the manifest that was *found*."""
+        """Store the head, or the fault, of the manifest that was *found*."""
         if found is not None:
             self._known[found.key] = (found, said)
 
@@ -173,11 +173,11 @@ class Heads:
 
 
 logged: set[tuple[str, str]] = set()
-"""(place, text) of what this process has logged once."""
+"""(place, text) of each line that this process has logged once."""
 
 
 def is_news(backend: Backend, text: str) -> bool:
-    """Say whether this process has not logged *text* of a place yet, which does not change from call to call; now it has."""
+    """Return whether *text*, of the place *backend*, was not logged by this process before; record it as logged."""
     news = (backend.url, text)
     is_new = news not in logged
     logged.add(news)
@@ -188,7 +188,7 @@ async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
     """Return every step below the root, the newest first; a step that cannot be read hides no other.
 
     Args:
-        heads: what need not be read again; all is read for None.
+        heads: those that need not be read again; None reads all.
     """
     heads = Heads() if heads is None else heads
     listing = await backend.list("")
@@ -219,19 +219,19 @@ def _is_step_id(folder: str) -> bool:
 
 
 async def _what_is_no_folder(backend: Backend, name: str) -> PassedOver:
-    """Say what it is that has the name of a step and is no folder."""
+    """Return what has the name of a step and is not its folder."""
     try:
         await backend.stat(name)
     except StorageError as error:
         return PassedOver(0, str(error), unread=True)
-    return PassedOver(0, f"{name!r} is a file, where a step's folder should be: move it away")
+    return PassedOver(0, f"{name!r} is a file; a step's folder was expected: move it away")
 
 
 async def list_step(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
-    """Return what the listing and the heads say of one step; *heads* as for `scan`.
+    """Return the entry of one step, from its listing and heads; *heads* as for `scan`.
 
     Raises:
-        StorageError: it cannot be listed. What is wrong with a manifest is in the entry.
+        StorageError: it cannot be listed. The fault of a manifest is in the entry.
     """
     heads = Heads() if heads is None else heads
     entry = StepEntry(step_id, -1, ())
@@ -246,7 +246,7 @@ async def list_step(backend: Backend, step_id: str, heads: Heads | None = None) 
 
 
 def _entry(step_id: str, listing: Listing) -> StepEntry:
-    """Return what the *listing* of a step says, before a manifest is read."""
+    """Return the entry of a step from its *listing* alone, before a manifest is read."""
     names = [stat.key.rpartition("/")[2] for stat in listing.objects]
     others = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
     step, attempts = parse_step(step_id), [parse_attempt(key.rpartition("/")[2]) for key in listing.folders]
@@ -262,14 +262,14 @@ def _entry(step_id: str, listing: Listing) -> StepEntry:
 
 
 async def fall_back(backend: Backend, entry: StepEntry) -> StepEntry:
-    """Return *entry* as it is without the generation that counts in it, and all above."""
+    """Return *entry* without its current generation and all above."""
     assert entry.head is not None
     lower = tuple(generation for generation in entry.generations if generation < entry.head.generation)
     return await _judge(backend, msgspec.structs.replace(entry, generations=lower), {}, Heads())
 
 
 async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], heads: Heads) -> StepEntry:
-    """Find the highest generation that may be believed, and what is bad above it."""
+    """Find the highest valid generation, and the bad ones above it."""
     there, passed = list(entry.generations), list[PassedOver]()
     head: Head | None = None
     trouble: CheckpointError | None = None
@@ -299,33 +299,33 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
 async def _read_head(backend: Backend, entry: StepEntry, generation: int, found: Stat | None) -> Head:
     key = manifest_key(entry.id, generation)
     if found is not None and found.size > RECORD_LIMIT_BYTES:
-        raise ManifestError(f"{key} has {found.size:,} bytes: it is no document of aiockpt, and not read", key=key)
+        raise ManifestError(f"{key} has {found.size:,} bytes, too many for a document of aiockpt: not read", key=key)
     head = await read_head(backend, entry.id, generation)
     if head.attempt not in entry.attempts:  # its data are gone, or it was put back from before
         raise ManifestError(f"{key} names the attempt {head.attempt}, whose folder is not there", key=key)
     return head
 
 
-# The order in which steps are read, and what is passed over on the way: one rule for loads and listings.
+# The order in which steps are read, and which are passed over: one rule for loads and listings.
 #
-# - The newest comes first, by the logical clock. A generation that is bad falls back to the one before it, which stands at
-#   its own place in the order.
-# - Whatever is bad is reported. What may be readable in a minute, and may be the newest, is raised.
-# - What is refused for good is passed over, and reported, where the next one in the order proves that it is older.
+# - The newest comes first, by the logical clock. A bad generation falls back to the one before it, which has its own
+#   place in the order.
+# - Each bad one is reported. For one that may be readable in a minute, and may be the newest, the error is raised.
+# - One that is refused for good is passed over, and reported, where the next one in the order proves to be newer.
 
 
 DAY_NS = 86_400 * 10**9
-"""Between the dates of two steps that prove which is older: far more than clocks differ, and than a save takes."""
+"""The difference of two dates that proves which step is older: far more than clocks differ, or a save takes."""
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A step that a listing shows, and where."""
+    """A step of a listing, and its place."""
 
     backend: Backend
     entry: StepEntry
 
     def without(self, entry: StepEntry) -> Self:
-        """Return the same step with *entry* in place of what turned out bad in it."""
+        """Return the same step with *entry* in place of the one that proved bad."""
         return msgspec.structs.replace(self, entry=entry)
 
 
@@ -333,7 +333,7 @@ L = TypeVar("L", bound=Listed)
 
 
 def newness(listed: Listed) -> tuple[int, int]:
-    """Sorts what is listed from the newest to the oldest."""
+    """Return the sort key from the newest to the oldest."""
     sequence, step = listed.entry.age_order
     return (-sequence, -step)
 
@@ -383,7 +383,7 @@ async def newest_first(
 
 
 async def first_in_full(found: AsyncIterator[tuple[L, Manifest]]) -> tuple[L, Manifest] | None:
-    """Return the first that is not the weights alone; where there are weights alone, the first of these."""
+    """Return the first manifest of a full step; where all are weights alone, the first of these."""
     weights: tuple[L, Manifest] | None = None
     async for one, manifest in found:
         if not has_weights_only(manifest):
@@ -424,9 +424,9 @@ async def read_generation(backend: Backend, step_id: str, generation: int) -> Ma
 
 
 async def _put_behind_newer(one: L, left: list[L]) -> bool:
-    """Put a step that is refused for good behind the next one that can be read, if that proves to be newer; say whether.
+    """Move a step that is refused for good behind the next readable one, if that proves to be newer; return whether.
 
-    There it is the next again: when that newer one turns out damaged, this one may be the newest.
+    It is then next in line: if that newer one proves damaged, this one may be the newest.
     """
     if not one.entry.is_refused:
         return False
@@ -439,11 +439,11 @@ async def _put_behind_newer(one: L, left: list[L]) -> bool:
 
 
 async def _is_older(refused: Listed, newer: Listed) -> bool:
-    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates show it.
+    """Return whether *newer* proves the *refused* step to be older: its manifest names that, or their dates show it.
 
-    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
-    before all objects of the newer save and, since a copy of that may be late, before its creation. Of a step that may
-    not be listed any name in its folder may be that of the manifest: the last of them is the date.
+    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So the manifest must be
+    dated before all objects of the newer save and, as these may be a late copy, before its creation. Where the refused
+    step may not be listed, any name in its folder may be that of the manifest: the date of the last one counts.
     """
     generation = max(refused.entry.generations, default=0)
     try:
@@ -451,17 +451,17 @@ async def _is_older(refused: Listed, newer: Listed) -> bool:
         at_ns = await dated_ns(refused.backend, refused.entry.id, generation)
         folder = attempt_folder(manifest.id, manifest.attempt)
         first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
-    except CheckpointError:  # nothing is proven: it is raised where its turn comes
+    except CheckpointError:  # nothing is proven: its own read raises the error
         return False
     is_named = dict(manifest.older or ()).get(refused.entry.id, -1) >= generation
     return 0 < at_ns < first_ns - (0 if is_named else DAY_NS)
 
 
 async def dated_ns(backend: Backend, step_id: str, generation: int) -> int:
-    """Return when the manifest of *generation* was written; of a step that cannot be listed (0), its last name of all.
+    """Return the date of the manifest of *generation*; for 0, a step that cannot be listed, that of its last new name.
 
     Raises:
-        StorageError: the storage does not say.
+        StorageError: the storage has no date for it.
     """
     if generation:
         return (await backend.stat(manifest_key(step_id, generation))).modified_ns
@@ -476,7 +476,7 @@ async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | N
 
 
 async def find_copy_in(target: Backend, entry: StepEntry, attempt: str) -> Manifest | None:
-    """Return the same for a step that was listed."""
+    """Return the same as `find_copy`, for a step that was listed."""
     if attempt not in entry.attempts:
         return None
     for generation in entry.generations:
@@ -490,7 +490,7 @@ async def find_copy_in(target: Backend, entry: StepEntry, attempt: str) -> Manif
 
 
 async def find_same_files(target: Backend, manifest: Manifest) -> StepCopy | None:
-    """Return the copy of a save at *target* that has the same files; a thinned one has others under the same attempt."""
+    """Return the copy of a save at *target* with the same files; a thinned copy has others under the same attempt."""
     found = await find_copy(target, manifest.id, manifest.attempt)
     if found is None or [file.digest for file in found.files] != [file.digest for file in manifest.files]:
         return None
@@ -498,7 +498,7 @@ async def find_same_files(target: Backend, manifest: Manifest) -> StepCopy | Non
 
 
 async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:
-    """Return the votes of an attempt by rank when all are there and it was not overtaken, else None."""
+    """Return the votes of an attempt by rank when all ranks have voted and it was not overtaken, else None."""
     votes = await read_receipts(backend, entry.id, attempt)
     first = next(iter(votes.values()), None)
     if first is None or len(votes) != first.world_size or first.generation <= max(entry.generations, default=0):
@@ -509,7 +509,7 @@ async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> l
 async def newest_vote(backend: Backend, entry: StepEntry) -> int:
     """Return the highest logical clock of attempts at a step that are not committed yet, but may be.
 
-    One vote of each is read; what cannot be read counts as none.
+    One vote of each is read; a vote that cannot be read does not count.
     """
     clock = 0
     for attempt in entry.attempts:
@@ -522,20 +522,20 @@ async def newest_vote(backend: Backend, entry: StepEntry) -> int:
 
 # Newer steps that were begun and not committed, which a load logs.
 #
-# A writer process outlives its trainer, and the next trainer may load before it is done. From the storage alone that cannot
-# be distinguished from a save whose job died, so what is known is logged: the votes, and when something was last written.
-# Nothing is decided here, no writer is waited for, and no load fails of it. What an object store does not show (an upload
-# that is not complete) is not seen.
+# A writer process outlives its trainer, and the next trainer may load before the writer is done. From the storage alone
+# that cannot be distinguished from a save whose job died, so the known facts are logged: the votes, and the date of the
+# last write. Nothing is decided here, no writer is waited for, and no load fails because of it. An incomplete upload to
+# an object store is not visible.
 
 
 LISTING_S = 3.0
-"""How long a load may be held up by that."""
+"""The longest delay of a load by that."""
 LIVELY_S = 60.0
-"""A writer that wrote something so recently may still be at work: worth a warning."""
+"""A writer whose last write is more recent may still run: that is logged as a warning."""
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A step that was begun and not committed, and where; *busy* are the attempts that this process is at."""
+    """A step that was begun and not committed, and its place; *busy* are the attempts under way in this process."""
 
     backend: Backend
     entry: StepEntry
@@ -543,10 +543,10 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 async def log_newer(unfinished: Sequence[Unfinished], newest: int | None, clock: Clock) -> None:
-    """Log what there is of the newest step above *newest* that was begun and not committed.
+    """Log the attempts at the newest step above *newest* that was begun and not committed.
 
     Args:
-        newest: the number of the newest committed step; None where there is none, so that a program begins from nothing.
+        newest: the number of the newest committed step; None where there is none, and a program begins from scratch.
     """
     newer = [one for one in unfinished if newest is None or one.entry.step > newest]
     if not newer:
@@ -568,15 +568,15 @@ async def log_newer(unfinished: Sequence[Unfinished], newest: int | None, clock:
 async def _describe_attempt(
     backend: Backend, step_id: str, attempt: str, clock: Clock, *, alone: bool
 ) -> tuple[int, str]:
-    """Return how loud, and what, to log of an attempt ("": nothing).
+    """Return the level and the text to log of an attempt; "" logs nothing.
 
-    A warning where its writer may live, or where it is all that there is of a run (*alone*).
+    It is a warning where the writer may be alive, or where the attempt is the only trace of a run (*alone*).
     """
     folder = attempt_folder(step_id, attempt)
     left = [stat async for stat in walk(backend, folder)]
     if any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
-        return logging.INFO, ""  # given up: it can no longer be committed
-    if not left:  # what else has the name of a record was damaged
+        return logging.INFO, ""  # aborted: it can no longer be committed
+    if not left:  # any other object under the name of a record is damage
         listing = await backend.list(folder)
         names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
         remains = ", ".join(name for name in names if name not in ("d", "r"))
@@ -588,7 +588,7 @@ async def _describe_attempt(
         for stat in left
         if parse_receipt(stat.key.rpartition("/")[2]) is not None and stat.size <= RECORD_LIMIT_BYTES
     ]
-    if votes:  # one of them says how many there will be
+    if votes:  # each of them states the world size
         vote = decode_receipt(await read_record(backend, votes[0]), votes[0])
         if vote.world_size > 1:
             said = f"{len(votes)} of {vote.world_size} ranks have voted"
@@ -601,7 +601,7 @@ async def _describe_attempt(
     )
 
 
-# The facts of a committed step: those of its newest valid manifest, or why no reader may believe it.
+# The facts of a committed step: those of its newest valid manifest, or why it cannot be used.
 
 
 FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
@@ -614,13 +614,13 @@ class StepInfo(msgspec.Struct, frozen=True):
         step, id, generation: which one, and its newest valid generation (of a damaged step: the newest).
         created_ns: when its manifest was written, by the writer's clock; for people.
         parent: the id of the step that its run had loaded, or None.
-        bytes, tensor_count: of its data files and in them.
+        bytes, tensor_count: the size of its data files, and the tensors in them.
         verified: whether that generation was verified in full after it was written.
-        problem: why no reader may believe it, or can read it now; None for a valid one.
+        problem: why it must not be used, or cannot be read now; None for a valid one.
         run: which checkpointer saved it.
         weights_only: whether it holds weights alone: thinned, or copied so.
         finite: whether no number in its tensors is NaN or infinite; None where it was not checked (``screen="finite"``).
-        forked_from: place, step id and run of the step of another place that it goes back to (``load(…, fork=…)``); of a
+        forked_from: place, step id and run of the step of another place that it descends from (``load(…, fork=…)``); of a
             foreign checkpoint its address alone.
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
@@ -643,12 +643,12 @@ class StepInfo(msgspec.Struct, frozen=True):
     forked_from: tuple[str, str, str] | None = None
 
     def describe_origin(self) -> str:
-        """Return in words what the run began from, where that was a step of another place; else nothing."""
+        """Return in words the origin of the run, where that was a step of another place; else ""."""
         return "" if self.forked_from is None else f"forked from {origin_in_words(self.forked_from)}"
 
 
 def origin_in_words(fork: ForkedFrom) -> str:
-    """Return where a line of saves began, on one line and for a terminal, whatever the address has in it."""
+    """Return the origin of a line of saves as one line for a terminal, whatever characters the address has."""
     said = " ".join(fork[:2]).rstrip()
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in said)
 
@@ -671,7 +671,7 @@ async def read_info(backend: Backend, entry: StepEntry) -> StepInfo:
 
 
 def info_of(manifest: Manifest, entry: StepEntry) -> StepInfo:
-    """Return what the *manifest* says of its step, and the listing of it."""
+    """Return the facts of a step from its *manifest* and its listing, *entry*."""
     return StepInfo(
         step=manifest.step,
         id=manifest.id,
@@ -692,9 +692,9 @@ def info_of(manifest: Manifest, entry: StepEntry) -> StepInfo:
     )
 
 
-# Places that are given by mistake: the folder of one step, a folder above runs, weights of another program.
+# Places that are named by mistake: the folder of one step, a folder above runs, weights of another program.
 #
-# Training would begin from nothing there. The folder of a step is refused, by its name alone where that is free of doubt.
+# Training would begin from scratch there. The folder of a step is refused, by its name alone where that is unambiguous.
 
 
 FOLDERS_LISTED, RUNS_SHOWN = 20, 5
@@ -702,7 +702,7 @@ WEIGHTS = ".safetensors"
 
 
 class _StepFolder(msgspec.Struct, frozen=True):
-    """The last folder of a step that a URL names, what it names inside of it, and why that is refused."""
+    """The last folder of a step in a URL, the part of the URL below it, and why that is refused."""
 
     path: str
     inside: list[str]
@@ -725,10 +725,10 @@ def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
 def refuse_step_folder(url: str, files: Files | None) -> None:
     """Raise UsageError where *url* is the folder of a step, lies in it, leads there by links, or is a checkpoint of DCP.
 
-    That is judged by its name and, of ``file://``, by the file system.
+    That is decided by its name and, for ``file://``, by the file system.
 
     Args:
-        files: the file system of ``file://``; None asks no file system.
+        files: the file system of ``file://``; None decides by the name alone.
     """
     found = _find_step_folder(url)
     if (path := local_path(url)) is None:
@@ -762,7 +762,7 @@ def _refuse_dcp(path: str, files: Files) -> None:
 
 
 async def refuse_step(backend: Backend) -> None:
-    """Raise UsageError where the place of *backend* is the folder of a step. Free of requests unless it is called like one.
+    """Raise UsageError where the place of *backend* is the folder of a step. No request is made unless its name is one's.
 
     Raises:
         StorageError: it cannot be listed.
@@ -776,12 +776,12 @@ async def refuse_step(backend: Backend) -> None:
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """What a place without a step holds.
+    """The contents of a place without a step.
 
     Attributes:
-        runs: folders in it that hold steps, some at most.
+        runs: some folders in it that hold steps.
         weights: a file of weights; empty where there is none.
-        hint: what its hint says that the newest step was, which is not there any more; empty where there is none.
+        hint: the newest step by its ``LATEST`` hint, which is missing now; empty where there is none.
     """
 
     runs: tuple[str, ...] = ()
@@ -789,7 +789,7 @@ class Hints(msgspec.Struct, frozen=True):
     hint: str = ""
 
     def hints(self, place: str) -> list[str]:
-        """Say what may have been meant instead of *place*, a path or a URL."""
+        """Return what may have been meant instead of *place*, a path or a URL."""
         place = place.rstrip("/")
         hints = [f"{place}/{run} holds steps" for run in self.runs]
         if self.hint:
@@ -800,7 +800,7 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 async def find_hints(backend: Backend) -> Hints:
-    """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
+    """Return what *backend* holds beside steps, as far as reads within `LISTING_S` show; a failed read is no error."""
     runs: list[str] = []
     weights = hint = ""
     with anyio.move_on_after(LISTING_S), suppress(CheckpointError):
@@ -808,7 +808,7 @@ async def find_hints(backend: Backend) -> Hints:
         names = [stat.key for stat in listing.objects]
         weights = next((name for name in names if name.endswith(WEIGHTS)), "")
         if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
-            with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and says nothing
+            with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and no hint
                 hint = check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
         for folder in listing.folders[:FOLDERS_LISTED]:
             with suppress(CheckpointError):  # one that may not be read was not meant

@@ -5,9 +5,8 @@ Guarantees:
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
 - Nothing of a file is used before its size and its safetensors header agree with the manifest.
-- What is not what was saved may have been damaged on its way: it is read once more, that block or header alone, before it
-  counts as corruption.
-- A block, or a file, that cannot be had here is then read from another copy of the same save, where there is one.
+- A mismatch may be damage in transit: that block or header alone is read once more before it counts as corruption.
+- A block, or a file, that cannot be read here is then read from another copy of the same save, where there is one.
 - Memory beyond the targets: the gaps of the reads under way.
 """
 
@@ -48,7 +47,7 @@ logger = logging.getLogger("aiockpt")
 LIKELY_HEADER_BYTES = 64 << 10
 """Read of each file at first: most headers are shorter, so that no second round trip to the storage is needed."""
 TIMED_BYTES = 1 << 15
-"""Shorter runs of bytes are hashed in the time that two looks at the clock take."""
+"""Shorter runs of bytes are hashed in the time that two reads of the clock take."""
 
 
 class BlockCheck:
@@ -60,9 +59,9 @@ class BlockCheck:
         now_ns: the monotonic time, from any thread.
 
     Attributes:
-        bad_blocks: those that are not what was saved.
+        bad_blocks: those whose checksum differs.
         seen_bytes: how many bytes were compared or are about to be.
-        hash_ns: how long was hashed; runs of less than `TIMED_BYTES` are not counted.
+        hash_ns: the time of hashing; runs of less than `TIMED_BYTES` are not counted.
     """
 
     def __init__(self, file: FileEntry, offset: int, now_ns: Callable[[], int] = UNTOLD.now_ns) -> None:
@@ -93,9 +92,9 @@ class BlockCheck:
             self.hash_ns += self._now_ns() - begun_ns
 
     def check_complete(self, into: Sequence[memoryview]) -> None:
-        """Raise `StorageTransferError` unless as many bytes were seen as fill *into*: others were compared with nothing."""
+        """Raise `StorageTransferError` unless as many bytes were seen as fill *into*: unseen bytes were not compared."""
         if self.seen_bytes != (wanted := sum(map(len, into))):
-            raise StorageTransferError(f"{self._file.p}: {wanted:,} bytes were asked for, {self.seen_bytes:,} came")
+            raise StorageTransferError(f"{self._file.p}: {wanted:,} bytes were requested, {self.seen_bytes:,} received")
 
     def _compare(self, view: memoryview) -> None:
         while len(view) >= self._left > 0:
@@ -112,7 +111,7 @@ class BlockCheck:
 
 
 _agreed: Memo[tuple[bytes, int, int, dict[str, TensorEntry]], bool] = Memo()
-"""A header, the bytes of its file, the file's number and the tensors of the manifest, which agreed."""
+"""The last header that agreed with its manifest: the header, the file's size and number, and the manifest's tensors."""
 
 Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
 """Finds the other copies of a save."""
@@ -123,14 +122,14 @@ async def _nowhere() -> Sequence[StepCopy]:
 
 
 class _OpenFile(msgspec.Struct, frozen=True, eq=False):
-    """A file that is open, and how many bytes its header has; 0 where that was not read."""
+    """An open file, and the bytes of its header; 0 where that was not read."""
 
     reader: Reader
     header_bytes: int
 
 
 async def _is_bad_again(reader: Reader, file: FileEntry, block: int, offset: int, into: Sequence[memoryview]) -> bool:
-    """Read one block of *into*, which begins at *offset*, once more; return whether it is not what was saved."""
+    """Read one block of *into*, which begins at *offset*, once more; return whether its checksum still differs."""
     start, end = block_range(block, file.size, file.block)
     again = BlockCheck(file, start)
     part = cut_views(into, start - offset, end - offset)
@@ -142,11 +141,11 @@ async def _is_bad_again(reader: Reader, file: FileEntry, block: int, offset: int
 class StepFiles:
     """The data files of one step: each block is compared, and one that is lost here is read from another copy.
 
-    Files stay open until `release` or `close`. One that cannot be opened in a copy is not tried there again.
+    Files stay open until `release` or `close`. A file that cannot be opened in a copy is not tried there again.
 
     Args:
         here: the copy that is read.
-        elsewhere: finds other copies of the same save, the nearest first; called once, when something cannot be had here.
+        elsewhere: finds other copies of the same save, the nearest first; called once, at the first failed read here.
         verify: whether blocks are compared.
         check_headers: whether the header of each file is compared with the manifest before anything of it is read.
         now_ns: the monotonic time, from any thread.
@@ -179,7 +178,7 @@ class StepFiles:
 
     @classmethod
     def of_copies(cls, copies: Sequence[StepCopy]) -> StepFiles:
-        """Return the files of a step that is in *copies*, the nearest first, for one that reads all that is in them."""
+        """Return the files of a step that is in *copies*, the nearest first, for a caller that reads all of them."""
 
         async def others() -> Sequence[StepCopy]:
             return copies[1:]
@@ -203,7 +202,7 @@ class StepFiles:
             raise
 
     async def read(self, index: int, offset: int, into: Sequence[memoryview]) -> int:
-        """Fill *into* with consecutive whole blocks of file number *index*; return how long was hashed, in ns.
+        """Fill *into* with consecutive whole blocks of file number *index*; return the time of hashing, in ns.
 
         Args:
             offset: a block boundary.
@@ -224,9 +223,9 @@ class StepFiles:
     async def fill(
         self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview], read_bytes: int
     ) -> None:
-        """Fill what *landings* (sorted, not overlapping) name in *memories*, read after read; raises as `read`.
+        """Fill the targets of *landings* (sorted, not overlapping) in *memories*, read after read; raises as `read`.
 
-        What else is in their blocks is read too, to compare them.
+        The rest of their blocks is read too, to compare the checksums.
         """
         file = self._manifest.files[index]
         unit_bytes = max(read_bytes // file.block, 1) * file.block
@@ -242,7 +241,7 @@ class StepFiles:
     async def _read_each_block(
         self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
     ) -> None:
-        """Read what no copy has as a whole, as each may lack another block; raise *error* for one that none has."""
+        """Read block by block what no copy has as a whole, as each may lack another; raise *error* for one all lack."""
         size, block = sum(map(len, into)), self._manifest.files[index].block
         if size <= block:
             raise error
@@ -262,7 +261,7 @@ class StepFiles:
         return False
 
     async def _read_from(self, number: int, index: int, offset: int, into: Sequence[memoryview]) -> int:
-        """Fill *into* from one copy; a block that came damaged is read once more."""
+        """Fill *into* from one copy; a damaged block is read once more."""
         file, reader = self._manifest.files[index], (await self._open(number, index)).reader
         check = BlockCheck(file, offset, self._now_ns) if self._verify else None
         key = self._key(number, index)
@@ -272,7 +271,7 @@ class StepFiles:
                 return 0
             check.check_complete(into)
             for block in check.bad_blocks:
-                logger.warning("%s: block %d came damaged and is read once more", key, block)
+                logger.warning("%s: block %d does not match its checksum; it is read once more", key, block)
                 if await _is_bad_again(reader, file, block, offset, into):
                     raise self._corruption(key, index, block)
         except StorageError as error:
@@ -341,7 +340,7 @@ class StepFiles:
         return header_bytes
 
     def _compare_header(self, index: int, prefix: bytes) -> None:
-        """On a worker thread: a header that is padded to a block takes 20 ms, in which the loop could start reads."""
+        """Runs on a worker thread: a header that is padded to a block takes 20 ms; the loop starts reads meanwhile."""
         size, tensors = self._manifest.files[index].size, self._manifest.tensors
         if _agreed.recall((prefix, size, index, tensors)):
             return
@@ -404,8 +403,8 @@ class Fetcher:
         read_bytes: bytes of one read.
         verify: whether blocks are compared.
         on_read: called with the bytes of each read.
-        elsewhere: finds other copies of the same save; called when a block or a file cannot be had here.
-        stages: of the load, if it is watched: it has a stage "read" for each file.
+        elsewhere: finds other copies of the same save; called when a block or a file cannot be read here.
+        stages: of the load, if it is traced: it has a stage "read" for each file.
     """
 
     def __init__(
@@ -439,7 +438,7 @@ class Fetcher:
         """Fill the targets of *landings* (sorted, not overlapping) from file number *index*.
 
         Raises:
-            CorruptionError: the file is missing, has another size or header, or a block is not what was saved.
+            CorruptionError: the file is missing, has another size or header, or a block whose checksum differs.
         """
         with self._stages.time("read", self._manifest.files[index].p) as tally:
             try:
@@ -514,7 +513,7 @@ class Fetcher:
 
 
 def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:
-    """Return what to raise: bytes that cannot be had back are lost, and any other trouble is not the checkpoint's fault."""
+    """Return `CorruptionError` for bytes that are lost for good; any other *error* is no damage, and returned itself."""
     if not error.damaged:
         return error
     return CorruptionError(f"{key} cannot be read at {offset}: {error}", key=key, offset=offset)

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- A new save is newer than every step that was visible at the first one: nothing unproven moves the clock, and a step that
-  does not say how new it is holds up no save. Room is left above the others for what it may say later.
-- The first save beside newer steps of another run, which were not loaded, says so.
+- A new save is newer than every step that was visible at the first one: nothing unproven moves the clock, and a step whose
+  clock cannot be read delays no save. Room is left above the others for the clock that it may prove to have.
+- The first save beside newer steps of another run, which were not loaded, logs a warning.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from aiockpt.storage.retry_calls import QueryTimeout
 logger = logging.getLogger("aiockpt")
 
 PATIENCE_S = 10.0
-"""How long the first save of a process waits for farther tiers to say how new their steps are, and less for one that
-refuses every call. What they hold only matters where steps were committed that this process has not loaded."""
+"""How long the first save of a process waits for farther tiers to list their steps; less for a tier that refuses every
+call. Their steps matter only where some were committed that this process has not loaded."""
 ROOM = 2**32
-"""Left in the logical clock where a step does not say now how new it is: more than any run saves between two of them."""
+"""The gap left in the logical clock for a step whose head cannot be read now: more than any run saves meanwhile."""
 LAST_CLOCK = 2**63 - 1
 """What a manifest can hold."""
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The step that a run had loaded; which save of it that was, and what that came from, the newest first.
+    """The step that a run had loaded: its id, and the save that was loaded with the ancestors of that, newest first.
 
     A foreign checkpoint has neither id nor ancestors.
     """
@@ -48,7 +48,7 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where the next save stands: the run, the save that it descends from, and the highest clock of what was loaded."""
+    """The position of the next save: the run, the save that it descends from, and the highest clock that was loaded."""
 
     run: str
     parent: Parent | None
@@ -63,8 +63,8 @@ class Lineage:
         make_run: makes the random name of a run.
 
     Attributes:
-        places: where steps may lie that came before; the first one must answer.
-        runs: of this process: the present one, and those before what was loaded since.
+        places: those that may hold earlier steps; the first one must answer.
+        runs: of this process: the present one, and those before each load.
     """
 
     def __init__(self, rank: int, world_size: int, make_run: Callable[[], str]) -> None:
@@ -91,9 +91,9 @@ class Lineage:
         return next(self._numbers)
 
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
-        """Return a new attempt at a step, its logical clock above every one that was visible at the first.
+        """Return a new attempt at a step, its logical clock above every one that was visible at the first save.
 
-        Saves that run at once begin in any order: *number*, that of the call, decides which of them is the newer.
+        Saves that run at once begin in any order: *number*, that of the call, decides which of them is newer.
         """
         async with self._beginning:
             if self._clock is None:
@@ -115,22 +115,22 @@ class Lineage:
             )
 
     def note_committed(self, step_id: str, generation: int, number: int) -> None:
-        """Note that the save of that *number* was committed: those that are called later, and begin later, are newer."""
+        """Record that save *number* was committed: saves that are called, and begun, later are newer."""
         self._committed.pop(step_id, None)
         self._committed[step_id] = generation, number
         if len(self._committed) > MAX_OLDER:
             del self._committed[next(iter(self._committed))]
 
     def _older_than(self, number: int) -> Older:
-        """Return what the manifest of the save of that *number* names."""
+        """Return the older steps that the manifest of save *number* names."""
         own = {id: done for id, (done, earlier) in reversed(self._committed.items()) if earlier < number}
         return tuple({**own, **{id: there for id, there in self._older if id not in own}}.items())[:MAX_OLDER]
 
     async def _newest(self, step: int) -> int:
-        """Return the highest logical clock anywhere; a farther tier that is away, or stalled, is not waited for.
+        """Return the highest logical clock in all places; an unreachable or stalled farther tier is not waited for.
 
         Args:
-            step: which one is about to be saved first.
+            step: the one that is about to be saved first.
         """
         clocks = [0]
         silent: list[StepEntry] = []
@@ -154,7 +154,7 @@ class Lineage:
             except StorageError as error:
                 why = str(error)
             if why is not None:
-                logger.warning("%s does not say what it has, and a new save does not wait for it: %s", place.url, why)
+                logger.warning("%s: could not be listed in time; the save goes on without it: %s", place.url, why)
 
         nearest, *farther = self.places
         async with open_tasks() as tasks:
@@ -163,13 +163,13 @@ class Lineage:
         await list_place(nearest)
         for entry in silent:
             logger.warning(
-                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.unread_reason
+                "%s: its head cannot be read now; the save goes on without it: %s", entry.id, entry.unread_reason
             )
         self._older = _older(present)
         return max(clocks) + (ROOM if silent else 0)
 
     def _log_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
-        """Warn of newer steps that another run has saved, which this one has not loaded: it goes on without them."""
+        """Warn of newer steps of another run that this one has not loaded; the save goes on without them."""
         known = self._family(entries)
         others = [
             entry
@@ -185,8 +185,8 @@ class Lineage:
         newest = max(others, key=lambda entry: entry.age_order)
         logger.warning(
             "%s holds %d step(s) of another run that were not loaded, the newest of them %d. Step %d is the newest from now"
-            " on, and begins a line of its own; theirs stay, but for those that are saved again by number. Where this was"
-            " not meant: load before the first save, or give each job a place of its own",
+            " on, and begins a new line; the others stay, except those that are saved again by number. If this was"
+            " not intended: load before the first save, or give each job a place of its own",
             place.url,
             len(others),
             newest.step,
@@ -194,9 +194,9 @@ class Lineage:
         )
 
     def _family(self, entries: Sequence[StepEntry]) -> set[str]:
-        """Return the runs of this process; and, when a step was loaded by its number, those that go on from its run.
+        """Return the runs of this process; and, when a step was loaded by its number, those that descend from its run.
 
-        A load by number leaves what follows that step on purpose.
+        A load by number skips the steps after that one on purpose.
         """
         heads = [entry.head for entry in entries if entry.head]
         family = set(self.runs)
@@ -210,11 +210,11 @@ class Lineage:
         return family
 
     def is_earlier(self, sequence: int) -> bool:
-        """Say whether the save with that logical clock was made before the first one here."""
+        """Return whether the save with that logical clock was made before the first one of this process."""
         return self._first_clock is None or sequence <= self._first_clock
 
     def see(self, entries: Sequence[StepEntry]) -> None:
-        """Have the saves from now on be newer than *entries*: a tier may answer that was not waited for at the first one."""
+        """Make later saves newer than *entries*: they may be in a tier that the first save has not waited for."""
         self._listed = {entry.head.attempt for entry in entries if entry.head}
         if self._clock is not None:
             others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self.runs]
@@ -225,17 +225,17 @@ class Lineage:
         self.runs.add(run)
 
     def position(self) -> Position:
-        """Return where the next save stands."""
+        """Return the position of the next save."""
         return Position(self._run, self._parent, self._seen)
 
     def adopt_position(self, position: Position) -> None:
-        """Stand where the lineage of another process stands, for which this one saves."""
+        """Set the position to that of another process, for which this one saves."""
         self._enter(position.run)
         self._parent = position.parent
         self._catch_up(position.seen)
 
     def descend_from(self, loaded: Manifest, place: Backend | None = None) -> None:
-        """Begin a new line of saves at a step that was loaded from *place*: what was saved before is another branch."""
+        """Begin a new line of saves at a step that was loaded from *place*: earlier saves are another branch."""
         before = () if loaded.ancestors is msgspec.UNSET else loaded.ancestors
         fork = loaded.forked_from
         if place is not None and place not in self.places:
@@ -252,21 +252,21 @@ class Lineage:
 
     @property
     def origin(self) -> str:
-        """What of another place the line of saves began from, in words; else nothing."""
+        """The step of another place that the line of saves began from, in words; else ""."""
         fork = msgspec.UNSET if self._parent is None else self._parent.forked_from
         return "" if fork is msgspec.UNSET else origin_in_words(fork)
 
     def _catch_up(self, clock: int) -> None:
-        """Have the saves from now on be newer than one with that logical clock."""
+        """Make later saves newer than one with that logical clock."""
         self._seen = max(self._seen, clock)
         if self._clock is not None:
             self._clock = max(self._clock, clock)
 
 
 def _older(present: Sequence[StepEntry]) -> Older:
-    """Return what a manifest names of the steps that are *present*; of a step that places have differently, the lowest.
+    """Return the *present* steps as a manifest names them; where places have different generations, the lowest.
 
-    The first generation stands for a step that cannot be listed: a reader that can compares its date, too.
+    Generation 1 stands for a step that cannot be listed: a reader that can list it also compares its date.
     """
     highest: dict[str, int] = {}
     for entry in sorted(present, key=lambda entry: entry.age_order, reverse=True):

@@ -2,11 +2,11 @@
 
 Guarantees:
 
-- A receipt is the vote. What a group has gathered is a copy, read because it is quicker, and believed only while it is
-  whole (`aiockpt.format.gathered`); one that is damaged, late or missing costs time and no checkpoint.
+- A receipt is the vote. A gathered object is a copy, read because that is quicker, and used only when it is whole
+  (`aiockpt.format.gathered`); one that is damaged, late or missing costs time and no checkpoint.
 - Nothing is gathered before every rank of the group has voted, so a gathered object never stands for a missing vote.
-- What is damaged or belongs to another attempt is no vote, and left out.
-- A reader makes a few requests at once, and no request for what it knows.
+- A receipt that is damaged or belongs to another attempt is no vote, and skipped.
+- A reader makes a few requests at once, and none for receipts that it has.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 READS_AT_ONCE = 32
 PATIENCE_S = 5.0
-"""How long the receipts of a group may be complete before its gathered object is not waited for any more."""
+"""How long a reader waits for the gathered object of a group whose receipts are complete."""
 
 
 async def gather(backend: Backend, own: Receipt, group: range) -> None:
     """Write the receipts of *group*, all of whose ranks have voted, into one object.
 
-    Without it readers read the receipts themselves, so nothing that goes wrong here is raised.
+    Without it readers read the receipts themselves, so a failure here is logged, not raised.
     """
     others = set(group) - {own.rank}
     try:
@@ -64,7 +64,7 @@ async def gather(backend: Backend, own: Receipt, group: range) -> None:
 async def read_receipts(
     backend: Backend, step_id: str, attempt: str, known: Collection[int] = ()
 ) -> dict[int, Receipt]:
-    """Return the receipts of an attempt by rank, but those of the ranks that are *known* already."""
+    """Return the receipts of an attempt by rank, except those of the *known* ranks."""
     wanted = await ranks_that_voted(backend, step_id, attempt) - set(known)
     found: dict[int, Receipt] = {}
     if groups_of(len(wanted)):
@@ -74,7 +74,7 @@ async def read_receipts(
 
 
 async def any_receipt(backend: Backend, step_id: str, attempt: str) -> Receipt | None:
-    """Return a receipt of an attempt; None where there is none that counts."""
+    """Return a receipt of an attempt; None where no valid one was found."""
     for rank in sorted(await ranks_that_voted(backend, step_id, attempt))[:READS_AT_ONCE]:
         for receipt in (await _read_each(backend, step_id, attempt, [rank])).values():
             return receipt
@@ -85,7 +85,7 @@ class ReceiptReader:
     """Collects the votes of an attempt while they are cast, one poll after the other.
 
     Attributes:
-        votes: what was found so far, by rank.
+        votes: those found so far, by rank.
     """
 
     def __init__(self, backend: Backend, step_id: str, attempt: str, world_size: int) -> None:
@@ -102,7 +102,7 @@ class ReceiptReader:
         return set(range(self._world_size)) - self.votes.keys()
 
     async def poll(self) -> None:
-        """Read what is new: in a large world what groups have gathered, and receipts only of a group that does not."""
+        """Read new votes: in a large world gathered objects, and single receipts only of groups without one."""
         if not self._groups:
             self.votes |= await read_receipts(*self._place, known=self.votes)
             return
@@ -112,7 +112,7 @@ class ReceiptReader:
             self.votes |= await _read_each(*self._place, await self._ungathered())
 
     async def poll_all(self) -> None:
-        """Read every receipt that is there and was not found yet."""
+        """Read every receipt that exists and was not read yet."""
         self.votes |= await read_receipts(*self._place, known=self.votes)
 
     async def _ungathered(self) -> set[int]:
@@ -124,17 +124,17 @@ class ReceiptReader:
 
 
 async def ranks_that_voted(backend: Backend, step_id: str, attempt: str) -> set[int]:
-    """Return the ranks whose receipts are there, as far as their names say."""
+    """Return the ranks with a receipt, judged by the names of the objects alone."""
     listing = await backend.list(receipt_folder(step_id, attempt))
     ranks = (parse_receipt(stat.key.rpartition("/")[2]) for stat in _of_possible_size(listing))
     return {rank for rank in ranks if rank is not None}
 
 
 def _of_possible_size(listing: Listing) -> list[Stat]:
-    """Return what is not too long to be of ours, which is not even read."""
+    """Return the objects that are not too long to be ours; longer ones are not read."""
     for stat in listing.objects:
         if stat.size > RECORD_LIMIT_BYTES:
-            logger.warning("%s has %d bytes: it is no document of aiockpt, and not read", stat.key, stat.size)
+            logger.warning("%s: %d bytes are too many for a document of aiockpt; it is not read", stat.key, stat.size)
     return [stat for stat in listing.objects if stat.size <= RECORD_LIMIT_BYTES]
 
 
@@ -151,7 +151,7 @@ async def _read_gathered(backend: Backend, step_id: str, attempt: str, wanted: s
             data = await read_record(backend, key)
             found.update(await run_blocking(decoding, decode_gathered, data, step_id, attempt, group))
         except (ManifestError, ObjectNotFoundError) as error:
-            logger.warning("the receipts of ranks %d–%d are read one by one: %s", group[0], group[-1], error)
+            logger.warning("the receipts of ranks %d–%d: read one by one, not gathered: %s", group[0], group[-1], error)
             found.update(await _read_each(backend, step_id, attempt, group))
 
     await do_all(read, [group for group in groups if group is not None and not wanted.isdisjoint(group)])
@@ -195,19 +195,19 @@ async def do_all(work: Callable[[T], Awaitable[object]], items: Sequence[T]) -> 
 #
 # Guarantees:
 #
-# - What is returned was proven: a head by its own digest, a manifest by all of `aiockpt.format.validate`, and both by being
-#   what their key says.
-# - `ManifestError` means that this object is bad: its bytes, its device, or what lies in its place. What comes damaged is
-#   read again until it is whole, or comes the same a second time: what a network damages, it damages otherwise each time.
-# - `NewerFormatError` means that it is whole and not for this version. Any other `StorageError` says nothing of the object.
+# - What is returned was proven: a head by its own digest, a manifest by all of `aiockpt.format.validate`, and both by
+#   agreeing with their key.
+# - `ManifestError` means that this object is bad: its bytes, its device, or another object in its place. Damaged bytes are
+#   read again until they are whole, or the same a second time: a network damages them differently each time.
+# - `NewerFormatError` means that it is whole and of a newer version. Any other `StorageError` proves nothing about it.
 
 
 READS = 12
-"""How often what comes damaged otherwise each time is read: as often as a call is made that fails on its way."""
+"""The most reads of bytes that are damaged differently each time: as many as a call that fails in transit gets."""
 
 
 async def read_head(backend: Backend, step_id: str, generation: int) -> Head:
-    """Return the head of one manifest: from its first bytes, or from all of it where these do not prove it.
+    """Return the head of one manifest: from its first bytes, or from all of it where those do not prove the head.
 
     Raises:
         ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: see the module.
@@ -228,7 +228,7 @@ async def read_manifest(backend: Backend, step_id: str, generation: int, *, come
     """Return one manifest, decoded and checked in every way that needs no other object.
 
     Args:
-        come: its bytes, where they have been read.
+        come: its bytes, where they were read already.
 
     Raises:
         ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: see the module.
@@ -256,7 +256,7 @@ async def read_manifest(backend: Backend, step_id: str, generation: int, *, come
 
 
 async def _read_parts(backend: Backend, manifest: Manifest, step_id: str, blobs: dict[str, bytes]) -> Manifest:
-    """Return the manifest with the pieces that lie in blobs beside it, which *blobs* gets."""
+    """Return the manifest with the pieces from the blobs beside it; add these to *blobs*."""
 
     async def read(path: str) -> None:
         try:

@@ -1,12 +1,12 @@
-"""Samples of what this rank and others have of the same tensors, taken when the state is copied, and their digests.
+"""Samples of the replicas that this rank and others hold, taken when the state is copied, and their digests.
 
-Of a box of more than 256 bytes 8 samples of 32 bytes are read, at even distances in the order of its elements; of a smaller
-one all bytes; with ``debug="digest"`` all bytes of any. Guarantees:
+From a box of more than 256 bytes 8 samples of 32 bytes are read, evenly spaced in the order of its elements; from a
+smaller one all bytes; with ``debug="digest"`` all bytes of any box. Guarantees:
 
 - The digests are of the state as it is copied: it is read where the copy begins, under the same guard, and on a device in
-  the order of the side stream, whose event says when the state may change.
-- They depend on the elements alone: on no stride, device or plan of a rank.
-- To read costs about a microsecond a tensor (it is the memory that is waited for); hashing comes later, at the vote.
+  the order of the side stream, behind whose event the state may change.
+- They depend on the elements alone, not on strides, the device or the plan of a rank.
+- Reading costs about a microsecond a tensor (a wait for memory); hashing comes later, at the vote.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aiockpt.runtime.accelerator import Accelerator, DeviceEvent, DeviceStream
 from aiockpt.state.shards import TensorShard
 
 SAMPLES, SAMPLE_BYTES = 8, 32
-"""It is the places that cost, each a miss of the caches: 16 of 16 bytes took 1.8 ms for 1,172 tensors, these 1.1."""
+"""Each sample costs a cache miss, whatever its size: 16 of 16 bytes took 1.8 ms for 1,172 tensors, these 1.1."""
 SMALL_BYTES = SAMPLES * SAMPLE_BYTES
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -65,11 +65,11 @@ class _Box(msgspec.Struct, frozen=True):
 
 
 class ReplicaSamples:
-    """What is read of one set of tensors.
+    """The samples to read from one set of tensors.
 
     Args:
-        shards: what other ranks have, too.
-        whole: whether all bytes are.
+        shards: those that other ranks have, too.
+        whole: whether all bytes are read.
     """
 
     def __init__(self, shards: Sequence[TensorShard], accelerator: Accelerator, *, whole: bool) -> None:
@@ -85,10 +85,10 @@ class ReplicaSamples:
             self._readers = list(_make_readers(self._boxes, accelerator))
 
     def begin(self, after: Sequence[tuple[torch.device, DeviceEvent]], timeout_s: float) -> Sampling:
-        """Read what is in host memory, and have each device read what it has, behind the events *after*.
+        """Read the samples in host memory, and enqueue the reads of each device behind the events *after*.
 
         Raises:
-            TornSnapshotError: a tensor is not where it was.
+            TornSnapshotError: a tensor has moved.
             StorageTimeoutError: a device did not answer in time.
         """
         streams = {device: self._accelerator.stream(device) for device, _ in after}
@@ -113,7 +113,7 @@ class Sampling:
     """The samples of one save.
 
     Attributes:
-        events: of each device, that behind its reading: before it the state must stay as it is.
+        events: of each device, the event behind its reads; until then the state must not change.
         digests: by row.
     """
 
@@ -127,27 +127,27 @@ class Sampling:
         self._unread: list[tuple[DeviceStream, torch.Tensor, Sequence[tuple[int, int]]]] = []
 
     def add(self, reader: _HostReader | _TorchReader, raw: bytes) -> None:
-        """Accept what *reader* has read."""
+        """Accept the bytes *raw* that *reader* has read."""
         self._read.append((reader.sizes, raw))
 
     def begin(self, device: torch.device, stream: DeviceStream, reader: _TorchReader) -> None:
-        """Have *device* read, into memory of its own."""
+        """Enqueue the reads of *device*, into memory of its own."""
         memory = stream.empty(reader.size_bytes)
         self.events[device] = stream.enqueue(lambda: reader.gather(memory))
         self._unread.append((stream, memory, reader.sizes))
 
     def finish(self) -> None:
-        """Fetch what the devices have read, when they have.
+        """Wait for the reads of the devices, and fetch the samples.
 
         Raises:
-            StorageTimeoutError: one did not answer in time.
+            StorageTimeoutError: a device did not answer in time.
         """
         for stream, memory, sizes in self._unread:
             self._read.append((sizes, _fetch(memory, stream, self._timeout_s).numpy().tobytes()))
         self._unread.clear()
 
     def tables(self) -> ReplicaTables:
-        """Return what the receipt says, once all is read. Any thread."""
+        """Return the tables for the receipt, once all is read. Any thread."""
         for sizes, raw in self._read:
             bounds = accumulate((size for _, size in sizes), initial=0)
             hashes = (xxhash.xxh3_64_intdigest(raw[low:high]) for low, high in pairwise(bounds))
@@ -159,10 +159,10 @@ class Sampling:
 
 
 def find_buffers(shards: Sequence[TensorShard]) -> Collection[str]:
-    """Return the names of buffers, of which the lowest rank's counts.
+    """Return the names of buffers; where ranks differ, the lowest rank's value counts.
 
-    In a ``state_dict()`` nothing says what is one. The statistics of a BatchNorm, which each rank has of its own batches,
-    are known there by their three names in one place.
+    A ``state_dict()`` does not mark its buffers. The statistics of a BatchNorm, which each rank has of its own batches,
+    are recognised there by their three names in one place.
     """
     names, last = {shard.name for shard in shards}, _BATCH_STATISTICS[-1]
     places = [name.removesuffix(last) for name in names if name.endswith(last)]
@@ -183,7 +183,7 @@ def _boxes_of(shards: Sequence[TensorShard]) -> Iterator[_Box]:
 def _make_readers(
     boxes: Sequence[_Box], accelerator: Accelerator
 ) -> Iterator[tuple[torch.device | None, _HostReader | _TorchReader]]:
-    """Yield what reads by address what is row-major in host memory, and by torch all else, one for each device."""
+    """Yield a reader by address for row-major tensors in host memory, and for the rest one by torch for each device."""
     some: dict[tuple[torch.device | None, torch.device, bool], list[_Box]] = {}
     for box in boxes:
         device = accelerator.device_of(box.data)
@@ -221,7 +221,7 @@ class _HostReader:
 
 
 class _TorchReader:
-    """Reads tensors on one device, and what is not row-major: by torch, small pieces of them made one.
+    """Reads tensors that are on one device, or not row-major, with torch: small pieces are gathered into one.
 
     Attributes:
         sizes: the row and the bytes of each box, in the order in which they are read.
@@ -263,7 +263,7 @@ def _sample_rows(box: _Box) -> torch.Tensor:
 
 
 def _pick(box: _Box) -> Callable[[], torch.Tensor]:
-    """Return what returns the sampled bytes of a tensor of any strides."""
+    """Return a function that returns the sampled bytes of a tensor of any strides."""
     bits = box.data.view(_BITS[box.itemsize])
     if box.is_small:
         elements = np.arange(box.volume)
@@ -285,7 +285,7 @@ def _fetch(tensor: torch.Tensor, stream: DeviceStream, timeout_s: float) -> torc
     """
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     if not stream.enqueue(lambda: host.copy_(tensor)).wait(timeout_s):
-        raise StorageTimeoutError("a device did not give samples of its replicas in time; the snapshot is given up")
+        raise StorageTimeoutError("a device did not copy the samples of its replicas in time; the snapshot was aborted")
     return host
 
 

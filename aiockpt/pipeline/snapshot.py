@@ -2,21 +2,21 @@
 
 Guarantees:
 
-- When `CopyProgram.run` returns, every byte was copied: the state may change. The last window is handed on only when no
-  tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from where a tensor is
-  no more, unless it moves in the middle of that.
-- It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
+- When `CopyProgram.run` returns, every byte was copied: the state may change. The last window is delivered only when no
+  tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from the old address
+  of a tensor, unless the tensor moves during that very copy.
+- It copies in file order and delivers each window as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
 - Where the caller waits, the state is large and on the host, its slabs are free and there are several processors, some
-  threads share the copy, and the windows are handed on when all are full: beside its writers a copy of 512 MiB took 1.5 ×
-  a `memmove` on two processors that are threads of one core, and so 0.8 to 1.0 ×. (Not torch's threads: those of a forked
-  process hang, and under a mode of fake tensors torch copies nothing.)
-- Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
-  state stays where it is, and the loop does nothing but ``memmove``.
-- The GIL is released during the largest move of every fourth window, not with every tensor: getting it back from the
-  writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
+  threads share the copy, and the windows are delivered when all are full: a copy of 512 MiB beside its writers took 1.5 ×
+  a `memmove` on two processors that are threads of one core, a shared one 0.8 to 1.0 ×. (Not torch's threads: those of a
+  forked process hang, and under a mode of fake tensors torch copies nothing.)
+- The overhead is about half a microsecond a tensor: addresses are computed once for as long as no tensor moves, and the
+  loop does nothing but ``memmove``.
+- The GIL is released during the largest move of the first 8 windows and every eighth, not with every tensor: reacquiring
+  it from the writers after each of hundreds of moves made the pause 1.5 × a plain copy; never releasing it idled the disk.
 - Beside the running program (a lazy snapshot) the GIL is released during every move of 256 KiB and more.
-- What is on a device is copied from there into the slabs (`aiockpt.pipeline.device_copy`), beside what the host copies.
+- A tensor on a device is copied from there into the slabs (`aiockpt.pipeline.device_copy`), beside the host's copies.
 - A program refers to its tensors and their storages: their memory cannot be freed while it may be copied, unless a
   storage is resized, which is noticed.
 """
@@ -45,14 +45,14 @@ from aiockpt.runtime.limits import Threads, open_threads
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
-# The slabs that are being filled: delivered in order when their devices have copied, lost when a device never does.
+# The slabs that are being filled: delivered in order when their devices have copied, lost when a device never answers.
 #
 # Guarantees:
 #
 # - A slab is delivered, or returned, only when nothing writes into it any more, whatever fails. If the device never
-#   answers, it is never used again.
-# - Slabs that are being filled are no reason to wait for ever: where none is free, they are waited for and delivered, so
-#   that one slab is enough for any state.
+#   answers, the slab is never used again.
+# - Slabs that are being filled cause no deadlock: where no slab is free, they are waited for and delivered, so that one
+#   slab is enough for any state.
 
 
 Deliver = Callable[[Window, Slab], object]
@@ -69,14 +69,14 @@ class InFlightSlab:
         self.events: list[DeviceEvent] = []
 
     def done(self) -> bool:
-        """Say whether it is full."""
+        """Return whether it is full."""
         return all(event.done() for event in self.events)
 
 
 class InFlightSlabs:
     """The slabs of one snapshot that are being filled; each is delivered when it is full, in order.
 
-    Use it as ``with``: leaving waits until nothing is under way. After an error what is under way is not delivered.
+    Use it as ``with``: the exit waits until nothing is under way. After an error the slabs under way are not delivered.
 
     Args:
         timeout_s: how long to wait for a free slab, or for the device.
@@ -103,14 +103,14 @@ class InFlightSlabs:
         return filling
 
     def deliver_full(self) -> None:
-        """Deliver what is full by now, as far as nothing before it is not."""
+        """Deliver the slabs that are full by now, up to the first that is not."""
         while self._filling and self._filling[0].done():
             self._deliver_first()
 
     def is_full(self, filling: InFlightSlab, *, wait: bool) -> bool:
-        """Say whether *filling* is full; where *wait* says so, when it is."""
+        """Return whether *filling* is full; with *wait*, wait until it is."""
         if wait and not all(map(self._wait, filling.events)):
-            raise StorageTimeoutError("a device did not fill a slab in time; the snapshot is given up")
+            raise StorageTimeoutError("a device did not fill a slab in time; the snapshot was aborted")
         return filling.done()
 
     def wait(self) -> None:
@@ -140,7 +140,7 @@ class InFlightSlabs:
                 self._drop(self._filling.popleft())
 
     def _wait(self, event: DeviceEvent) -> bool:
-        """Wait for *event*, but for no other one after a device that did not answer."""
+        """Wait for *event*; once a device did not answer in time, no later event is waited for."""
         reached = event.wait(self._timeout_s)
         if not reached:
             self._timeout_s = 0.0
@@ -159,19 +159,19 @@ class InFlightSlabs:
 
 # Comparison of the addresses of tensors: a storage that was resized lies elsewhere, and so does a tensor that was moved.
 #
-# A storage that is freed and allocated again at the same address is not noticed. A check costs some ten nanoseconds a tensor
-# (all loops are C code).
+# A storage that is freed and allocated again at the same address is not detected. A check costs some ten nanoseconds a
+# tensor (all loops are C code).
 
 
 _pointer = torch.Tensor.data_ptr
 
 
 class AddressCheck:
-    """Remembers where tensors are, and refers to them and their storages: no other tensor can be there.
+    """Stores the addresses of tensors, and refers to these and their storages, so that no other tensor can be there.
 
     Args:
-        shards: their names.
-        tensors: where the bytes are; None takes the data of *shards*.
+        shards: supply the names.
+        tensors: those with the bytes; None uses the data of *shards*.
     """
 
     def __init__(self, shards: Sequence[TensorShard], tensors: Sequence[torch.Tensor] | None = None) -> None:
@@ -183,7 +183,7 @@ class AddressCheck:
         """Compare the addresses of *some* by their numbers, or of all.
 
         Raises:
-            TornSnapshotError: tensors are not where they were; they are named.
+            TornSnapshotError: tensors have moved; they are named.
         """
         if some is None:
             if list(map(_pointer, self._tensors)) == self._pointers:
@@ -203,14 +203,14 @@ class AddressCheck:
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is released in each of the first windows, so that writing starts, and in every eighth from there on. Measured
-with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
+with 16 MiB windows on 2 cores: more releases gain less on the disk than they cost training (benchmarks/README.md)."""
 COPY_THREADS = 4
-"""That share a copy, at most: so many take what a memory gives."""
+"""The most threads that share a copy: so many use the whole bandwidth of the memory."""
 SHARED_BYTES = 32 << 20
 """A copy of less is not worth starting threads for: it takes 5 ms."""
 PAGE_BYTES = 4096
 LONG_MOVE_BYTES = 256 << 10
-"""What takes longer than getting the GIL back."""
+"""A larger move takes longer than reacquiring the GIL."""
 Moves = list[tuple[int, int, int]]
 """(offset in the window, address, bytes) of each copy."""
 
@@ -229,7 +229,7 @@ class CopyProgram:
         accelerator: knows which tensors are on a device.
 
     Attributes:
-        in_place: whether nothing was copied aside, so that the next save of the very same shards may use it, too.
+        in_place: whether no tensor was copied first, so that the next save of the very same shards may reuse the program.
     """
 
     def __init__(self, plan: SavePlan, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
@@ -268,19 +268,19 @@ class CopyProgram:
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
-        Blocks the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
-        save has failed or was cancelled, and the rest is not needed.
+        Blocks the calling thread for the length of the copy. Stops early, without an error, when *wanted* returns False:
+        the save has failed or was cancelled, and the rest is not needed.
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
-            after: how far the compute stream of each device was at the call: copies there begin behind that.
-            guard: has the copy wait where no caller waits for it; compares the state before the last window is delivered.
-            begun: what else devices read of the state: the events behind that.
-            host_copied: called once nothing is left but what devices will do by themselves, with the events behind that;
-                not where no device has a part.
+            after: the position of each device's compute stream at the call: copies there begin behind it.
+            guard: throttles a copy that no caller waits for; compares the state before the last window is delivered.
+            begun: the events behind all other reads of the state by devices.
+            host_copied: called when only enqueued work of devices is left, with the events behind that; not called where
+                no device has a part.
 
         Raises:
-            StorageTimeoutError: no slab came free within *timeout_s* seconds, or a device did not answer.
+            StorageTimeoutError: no slab became free within *timeout_s* seconds, or a device did not answer.
             TornSnapshotError: a tensor was moved or resized meanwhile; or *guard* has found another change.
         """
         throttle = guard.throttle
@@ -327,7 +327,7 @@ def _processor_count() -> int:
 
 
 def _copy_together(threads: Threads, base: int, shares: Sequence[Moves]) -> None:
-    """Copy one window while training is blocked and no window is written, a share on each thread."""
+    """Copy one window while training is blocked and no window is being written, a share on each thread."""
     others = [threads.submit(_copy_beside, base, share, 0) for share in shares[1:]]
     _copy_beside(base, shares[0], 0)
     for one in others:
@@ -353,7 +353,7 @@ def _share(moves: Moves, count: int) -> list[Moves]:
 
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:
-    """Copy one window while training is blocked and others are written."""
+    """Copy one window while training is blocked and other windows are being written."""
     if not moves:
         return
     for offset, source, size in moves[:-1]:
@@ -393,7 +393,7 @@ def _size(copy: Copy) -> int:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself where its memory is what is written, else a host copy in row-major order."""
+    """Return the tensor itself where its memory is row-major, else a host copy in row-major order."""
     if tensor.device.type == "cpu" and is_row_major(tensor):
         return tensor
     return on_host(tensor)

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- Every slab that arrives goes back to the pool exactly once, whatever fails or is cancelled.
+- Every slab that arrives is returned to the pool exactly once, whatever fails or is cancelled.
 - A slab is returned only when no thread reads it any more.
 - After an error the file is abandoned: a failed flush is never retried on it (docs/format.md#commit-on-posix).
 """
@@ -31,9 +31,9 @@ from aiockpt.storage.backend import Backend, Seen, Upload
 #
 # Guarantees:
 #
-# - What is reported is what was written: the bytes in the slabs, and not the tensors that have gone on since.
-# - On worker threads, and without a lock: each run of a file is screened as its own, and once more where it is written once
-#   more.
+# - The report is of what was written: the bytes in the slabs, and not the tensors, which have changed since.
+# - It runs on worker threads, without a lock: each run of a file is screened on its own, and again when it is written
+#   again.
 
 
 class FileScreen:
@@ -45,7 +45,7 @@ class FileScreen:
         self._found: dict[int, Counter[str]] = {}
 
     def screen(self, offset: int, run: memoryview) -> None:
-        """Screen the bytes of the file from *offset* on; whole elements, as every run of whole pages is. Any thread."""
+        """Screen *run*, the bytes of the file from *offset*: whole elements, as any run of whole pages is. Any thread."""
         found: Counter[str] = Counter()
         end = offset + run.nbytes
         for span in self._spans[bisect_right(self._ends, offset) :]:
@@ -56,7 +56,7 @@ class FileScreen:
         self._found[offset] = found
 
     def not_finite(self) -> dict[str, int]:
-        """Return how many numbers of each tensor are not finite, of those that have some."""
+        """Return how many numbers of each tensor are not finite; tensors without any are left out."""
         total = sum(self._found.values(), Counter[str]())
         return {name: count for name, count in sorted(total.items()) if count}
 
@@ -65,16 +65,16 @@ class FileScreen:
 
 
 class BlockSums:
-    """The checksums of one data file, taken while its windows are written: in any order, and several at once.
+    """The checksums of one data file, computed while its windows are written: in any order, and several at once.
 
     Args:
         size: of the file, in bytes.
         block_bytes: bytes under one checksum; the last block may be shorter.
         now_ns: the monotonic time, from any thread.
-        screen: reads each window, too.
+        screen: also reads each window.
 
     Attributes:
-        hash_ns: how long threads have hashed, and screened, in sum.
+        hash_ns: the time that all threads together have hashed and screened.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BlockSums:
         self._sums = bytearray(SUM_BYTES * block_count(size, block_bytes))
 
     def seen_from(self, offset: int) -> Seen:
-        """Return what is shown the runs that lie from *offset* on, a multiple of a block: whole blocks but for a file's end.
+        """Return the observer of the runs from *offset*, a multiple of a block: whole blocks except at a file's end.
 
         It runs on worker threads; the hash releases the GIL.
         """
@@ -104,14 +104,14 @@ class BlockSums:
             found = _hash_blocks(run, self._block_bytes)
             if self._screen is not None:
                 self._screen.screen(place // SUM_BYTES * self._block_bytes, run)
-            self.hash_ns += self._now_ns() - begun_ns  # two threads at once may lose one of both, which is no matter
+            self.hash_ns += self._now_ns() - begun_ns  # a statistic: of two threads at once one may be lost
             self._sums[place : place + len(found)] = found
             place += len(found)
 
         return seen
 
     def file_entry(self, path: str, rank: int, kind: str | UnsetType = UNSET) -> FileEntry:
-        """Return the manifest entry of the file, all of which was seen, as *path* of *rank*."""
+        """Return the manifest entry of the file as *path* of *rank*; all of it must have been seen."""
         return FileEntry.of(
             path,
             size=self._size,
@@ -131,17 +131,17 @@ def _hash_blocks(memory: memoryview, block_bytes: int) -> bytes:
 
 ABORT_DEADLINE_S = 60.0
 WINDOWS_PER_WRITE = 4
-"""As many windows as wait go to a thread together. Every hop costs training a wait for the GIL: with one window in each,
-steps beside a save lost twice as much (2 cores, windows of 16 MiB)."""
+"""All waiting windows, up to this many, go to a thread together. Every hop costs training a wait for the GIL: with one
+window a hop, steps beside a save lost twice as much (2 cores, windows of 16 MiB)."""
 
 
 class Handover:
     """Full slabs on their way from the snapshot to the writers of one data file, in file order.
 
-    ``arrive`` and ``close`` are called on the loop thread. After ``close`` slabs that still arrive go back at once.
+    ``arrive`` and ``close`` are called on the loop thread. Slabs that arrive after ``close`` are returned at once.
 
     Args:
-        pool: where slabs go back to that are not taken.
+        pool: receives the slabs that no writer accepts.
         count: the windows of the file.
     """
 
@@ -154,7 +154,7 @@ class Handover:
         self._closed = False
 
     def arrive(self, window: Window, slab: Slab) -> None:
-        """Take in a full slab."""
+        """Accept a full slab."""
         if self._closed:
             self._pool.release(slab)
             return
@@ -162,7 +162,7 @@ class Handover:
         self._changed.set()
 
     async def wait(self) -> bool:
-        """Wait until a window can be taken; return False when every one was."""
+        """Wait until a window is ready for a writer; return False when all were handed out."""
         async with self._first_in_line:  # an arrival wakes one writer, not all
             while self._to_take and not self._waiting:
                 self._changed = anyio.Event()
@@ -170,7 +170,7 @@ class Handover:
             return self._to_take > 0
 
     def next_batch(self, most: int) -> list[tuple[Window, Slab]]:
-        """Return up to *most* full windows, adjacent and in order; the caller returns their slabs."""
+        """Return up to *most* full windows, adjacent and in order; the caller releases their slabs."""
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._to_take -= len(taken)
         if not self._to_take:
@@ -178,7 +178,7 @@ class Handover:
         return taken
 
     def close(self) -> None:
-        """Return what was not taken. Idempotent."""
+        """Return the slabs that no writer has accepted to the pool. Idempotent."""
         self._closed = True
         while self._waiting:
             self._pool.release(self._waiting.popleft()[1])
@@ -188,10 +188,10 @@ class Uploader:
     """Writes data files of one engine, with shared limits.
 
     Args:
-        backend: where to.
-        pool: where slabs go back to.
+        backend: the target.
+        pool: receives the written slabs.
         block_bytes: bytes under one checksum.
-        pace: at which all of them are written together.
+        pace: the rate limit of all writes together.
     """
 
     def __init__(self, backend: Backend, pool: Lender, block_bytes: int, pace: Pace) -> None:
@@ -215,7 +215,7 @@ class Uploader:
     ) -> None:
         """Write the data file *path* below *folder* from the windows that arrive in *slabs*.
 
-        The file and its name are durable when this returns; *written* has its manifest entry then, by its path.
+        The file and its name are durable when this returns; *written* then has its manifest entry, by path.
         """
         sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
         with stages.time("write", path, file.size) as tally:
@@ -235,7 +235,7 @@ class Uploader:
 
     @property
     def busy_slabs(self) -> int:
-        """How many slabs keep all writers busy while another one is filled."""
+        """The number of slabs that keeps all writers busy while another one is filled."""
         return self._writers + 1
 
     def statistics(self) -> tuple[LimiterStatistics, ...]:
@@ -243,9 +243,9 @@ class Uploader:
         return (self._writing.statistics(),)
 
     async def _write(self, upload: Upload, path: str, slabs: Handover, sums: BlockSums, stages: Stages) -> None:
-        """Write what has arrived, in one hop to a thread, and again, until every window was taken.
+        """Write the windows that have arrived, in one hop to a thread, and repeat until every window is written.
 
-        Waiting for the copy holds no limit.
+        No limiter is held while it waits for the copy.
         """
         while await slabs.wait():
             async with self._writing:

@@ -1,13 +1,13 @@
-"""The exchange of blocks that several ranks want: which rank reads them, and which ranks it sends them to.
+"""The exchange of blocks that several ranks want: which rank reads them, and which ranks receive them from it.
 
-``plan_exchange`` matches what the ranks of a group want from the same files, in whole checksum blocks. Blocks that one
-rank wants it reads alone. Those that several want travel in *parcels*: one of them reads, the others receive.
+``plan_exchange`` matches what the ranks of a group want from the same files, in whole checksum blocks. A block that one
+rank wants is read by that rank. Blocks that several want are sent in *parcels*: one rank reads, the others receive.
 
 Guarantees:
 
 - Pure and deterministic: every rank plans alone from the same wants, and all plans are equal.
-- Every wanted block reaches every rank that wants it exactly once, from storage or in a parcel; no other rank is sent it.
-- A rank reads what it wants itself, and all read about as much as the others: within one parcel where all want all.
+- Every wanted block reaches every rank that wants it exactly once, from storage or in a parcel; no other rank receives it.
+- A rank reads only blocks that it wants itself. All ranks read about equally much: within one parcel where all want all.
 
 (Read once and spread: ByteCheckpoint, NSDI'25 §4.1; MegaScale, NSDI'24 §5.3.)
 """
@@ -37,7 +37,7 @@ class FileSpan(msgspec.Struct, frozen=True, array_like=True, order=True, gc=Fals
 
 
 class SharedRange(msgspec.Struct, frozen=True):
-    """What one rank reads and sends to others in one message. Ranks are numbers within the group.
+    """The blocks that one rank reads and sends to others in one message. Ranks are numbers within the group.
 
     Attributes:
         reader: one of the *takers*.
@@ -58,11 +58,11 @@ class SharedRange(msgspec.Struct, frozen=True):
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """How a group reads.
+    """The reads of a group.
 
     Attributes:
-        alone: for each rank, what only it wants.
-        rounds: what is exchanged, one round after the other; a rank reads one parcel of a round at most.
+        alone: for each rank, the blocks that only it wants.
+        rounds: the parcels of each round, one round after the other; a rank reads one parcel of a round at most.
     """
 
     alone: tuple[tuple[FileSpan, ...], ...]
@@ -70,7 +70,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Sequence[tuple[int, int]]) -> list[FileSpan]:
-    """Return the blocks that hold the landings of all passes: sorted, apart from each other.
+    """Return the blocks that hold the landings of all passes: sorted spans that do not touch.
 
     Args:
         files: bytes, and bytes of a block, of each file.
@@ -88,7 +88,7 @@ def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Seque
 
 
 def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *, parcel_bytes: int) -> Exchange:
-    """Return which rank reads what, and the ranks that it sends that to.
+    """Return the blocks that each rank reads, and the ranks that it sends them to.
 
     Args:
         wanted: by each rank of the group, as `wanted_spans` returns it.
@@ -101,7 +101,7 @@ def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *
         (alone[takers[0]] if len(takers) == 1 else shared.setdefault(takers, [])).append(span)
     loads = [sum(span.end - span.start for span in spans) for spans in alone]
     reads: list[list[SharedRange]] = [[] for _ in wanted]
-    for takers, spans in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):  # the least choice first
+    for takers, spans in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):  # fewest choices first
         for bundle in _bundles(spans, blocks, _parcel_bytes(takers, spans, parcel_bytes)):
             reader = min(takers, key=lambda rank: (loads[rank], rank))
             parcel = SharedRange(reader, takers, bundle)
@@ -111,7 +111,7 @@ def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *
 
 
 def _intersect(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int, ...], FileSpan]]:
-    """Yield the spans that the same ranks want, with these ranks, in the order of files and bytes."""
+    """Yield (ranks, span) for each span that the same ranks want, in the order of files and bytes."""
     edges = sorted(
         (span.file, edge, rank)
         for rank, spans in enumerate(wanted)
@@ -139,7 +139,7 @@ def _merge(spans: Iterable[FileSpan]) -> list[FileSpan]:
 
 
 def _parcel_bytes(takers: Sequence[int], spans: Sequence[FileSpan], most: int) -> int:
-    """Return the size that gives every taker several parcels to read, within reason."""
+    """Return a parcel size for which every taker reads several parcels, as far as the limits allow."""
     total = sum(span.end - span.start for span in spans)
     return min(most, max(MIN_PARCEL_BYTES, total // (PARCELS_A_RANK * len(takers))))
 
@@ -152,7 +152,7 @@ def _bundles(spans: Iterable[FileSpan], blocks: Sequence[int], most: int) -> Ite
         block, at = blocks[span.file], span.start
         while at < span.end:
             end = min(span.end, at + room // block * block)
-            if end <= at and bundle:  # not even a block has room: the next bundle has
+            if end <= at and bundle:  # no room for even one block: begin the next bundle
                 yield tuple(bundle)
                 bundle, room = [], most
                 continue
@@ -165,7 +165,7 @@ def _bundles(spans: Iterable[FileSpan], blocks: Sequence[int], most: int) -> Ite
 
 
 def _rounds(reads: Sequence[Sequence[SharedRange]]) -> Iterator[tuple[SharedRange, ...]]:
-    """Let parcels of about one size travel together: a round takes as long as its largest."""
+    """Group parcels of about one size into a round: a round takes as long as its largest parcel."""
     queues = [sorted(parcels, key=attrgetter("size_bytes"), reverse=True) for parcels in reads]
     seen: set[int] = set()
     for number in range(max(map(len, queues), default=0)):

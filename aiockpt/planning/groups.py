@@ -1,11 +1,11 @@
 """Groups of ranks whose receipts are gathered into one object, and the worlds that have them.
 
 Two levels, of about √N each: the gathering rank reads the receipts of its group, rank 0 reads one object a group. So at
-10,000 ranks no process reads more than 128 + 79 of them. A third level would spare reads that run 32 at once anyway, and
-cost a write, a wake-up and a listing in line (`python -m benchmarks run gathering` shows what is waited for).
+10,000 ranks no process reads more than 128 + 79 of them. A third level would save reads that run 32 at once anyway, and
+cost a write, a wake-up and a listing in series (`python -m benchmarks run gathering` shows the waits).
 
-Pure; the same on every rank, because it follows from the size of the world alone. A group's object names its ranks, so
-that a reader needs none of this.
+Pure; the same on every rank, because it depends on the size of the world alone. The name of a group's object has its
+ranks, so that a reader does not need this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def group_size(world_size: int) -> int:
 
 
 def groups_of(world_size: int) -> list[range]:
-    """Return the groups of a world; none of one that is too small to gather anything."""
+    """Return the groups of a world; none where it is too small for gathering to help."""
     if world_size <= GATHER_ABOVE:
         return []
     size = group_size(world_size)

@@ -1,4 +1,4 @@
-"""The names of a state that are modules: the tree of values says so; what lies below them are weights. Pure."""
+"""The names of a state that are modules, by its tree of values; tensors below them are weights. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from aiockpt.state.tree import TAG, Node, Path
 
 
 def keep_modules(node: Node, path: Path, roots: set[str]) -> Node | None:
-    """Return a tree of values with its modules alone, whose names are added to *roots*; None where it has none."""
+    """Return a tree of values reduced to its modules, and add their names to *roots*; None where it has none."""
     if type(node) is not dict:
         return None
     kind = node.get(TAG)

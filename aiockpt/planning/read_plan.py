@@ -1,14 +1,14 @@
 """The plan of a load: which bytes of which data file are read, and where each of them lands.
 
-``plan_load`` matches what is wanted (a box of a tensor, lying row-major in memory) with what is stored (pieces, lying
-row-major in files). No communication is needed: every rank plans its own reads from the manifest alone.
+``plan_load`` matches the wanted boxes of tensors (row-major in memory) with the stored pieces (row-major in files). No
+communication is needed: every rank plans its own reads from the manifest alone.
 
 Guarantees:
 
 - Pure. Every wanted byte has exactly one landing, or the tensor is refused by name.
 - Landings of one pass do not overlap in the file, so a block is read once a pass; only a tensor that is wanted twice,
-  or more scratch memory than there may be at once, needs another pass.
-- Whole blocks are read (so that each can be verified); what of them is not wanted is `LoadPlan.spare_bytes`.
+  or more scratch memory than the limit, needs another pass.
+- Whole blocks are read (so that each can be verified); the bytes of them that are not wanted are `LoadPlan.spare_bytes`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Scattered(msgspec.Struct, frozen=True):
         target: number of the wanted tensor.
         stored: the box that the scratch memory holds, row-major.
         overlap: the part of it that is wanted.
-        pass_number: of the pass that brings it.
+        pass_number: of the pass that reads it.
     """
 
     scratch: int
@@ -65,13 +65,13 @@ class Scattered(msgspec.Struct, frozen=True):
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """What to read.
+    """The reads of a load.
 
     Attributes:
         passes: landings by file index, sorted by start, without overlaps; almost always one pass.
-        scattered: what goes through scratch memory; target numbers from ``len(wanted)`` on are scratch memories.
+        scattered: pieces that go through scratch memory; target numbers from ``len(wanted)`` on are scratch memories.
         scratch: (offset, size) in bytes of each scratch memory in one memory of *scratch_bytes*. Where that was limited,
-            passes share it: what one has brought is placed before the next begins.
+            passes share it: the pieces of one pass are placed before the next pass begins.
     """
 
     passes: tuple[Mapping[int, tuple[Landing, ...]], ...]
@@ -93,8 +93,8 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
     """Return the reads that fill *wanted* from *manifest* (already validated).
 
     Args:
-        scratch_limit_bytes: of scratch memory at once, unless one piece is larger; more of it takes more passes. None
-            holds all of it until the last pass is done.
+        scratch_limit_bytes: the most scratch memory at once, unless one piece is larger; what exceeds it takes more
+            passes. None keeps all of it until the last pass is done.
 
     Raises:
         StateMismatchError: the pieces do not cover a wanted box; every such tensor is named.
@@ -109,7 +109,7 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes:
             found = _plan_parts(entry, box, number, len(wanted), landings, strided)
             if found != box.volume:
                 uncovered.append(f"{want.name}: {found} of {box.volume} elements are stored")
-        elif piece.end > piece.start:  # the only piece is what is wanted: so it is for most
+        elif piece.end > piece.start:  # the only piece is the wanted box: the most frequent case
             landings.setdefault(piece.file, []).append(Landing(piece.start, piece.end, number, 0))
     if uncovered:
         raise StateMismatchError(manifest.id, uncovered, "The checkpoint has gaps: load another step.")
@@ -133,9 +133,9 @@ def _plan_parts(
     landings: dict[int, list[Landing]],
     strided: list[tuple[int, Box, Box]],
 ) -> int:
-    """Add to *landings* the pieces that have elements of *wanted*, tensor *number*; return how many elements they have.
+    """Add the pieces with elements of *wanted*, tensor *number*, to *landings*; return the count of those elements.
 
-    What would come in short runs goes to *strided*, too: its scratch memories have the numbers from *first_scratch* on.
+    Pieces with short runs are also added to *strided*: their scratch memories are numbered from *first_scratch* on.
     """
     found = 0
     for piece, stored, overlap in _overlaps(entry, wanted):
@@ -155,8 +155,8 @@ def _plan_parts(
 def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
     """Return the pieces that have elements of *wanted*, with their box and the part that is wanted.
 
-    Pieces lie in the order of their offsets as a rule (`aiockpt.format.merge`), so most of many need no check. The rule
-    is a guess that proves itself: pieces are disjoint, so elements as many as wanted are all of them.
+    Pieces are usually sorted by offsets (`aiockpt.format.merge`), so most of many need no check. The result verifies that
+    assumption: pieces are disjoint, so when as many elements are found as are wanted, none is missing.
     """
     if len(entry.pieces) > _FEW_PIECES:
         likely = _intersect(_likely(entry.pieces, wanted), wanted)
@@ -166,13 +166,13 @@ def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
 
 
 def _intersect(pieces: Iterable[Piece], wanted: Box) -> list[_Overlap]:
-    met = []
+    overlaps = []
     for piece in pieces:
         stored = Box(piece.offsets, piece.sizes)
         overlap = stored.intersect(wanted)
         if overlap is not None and overlap.volume:
-            met.append((piece, stored, overlap))
-    return met
+            overlaps.append((piece, stored, overlap))
+    return overlaps
 
 
 def _likely(pieces: Sequence[Piece], wanted: Box) -> Sequence[Piece]:
@@ -201,7 +201,7 @@ def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> 
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """*size* bytes of a read: to *target_offset* of memory *target*, or to nowhere (*target* −1, a gap)."""
+    """*size* bytes of a read: to *target_offset* of memory *target*, or discarded (*target* −1, a gap)."""
 
     size: int
     target: int
@@ -251,7 +251,7 @@ def _units(landings: Sequence[Landing], file_size: int, align_bytes: int, read_b
     covers: list[tuple[int, int]] = []
     low, high = 0, -1
     for landing in landings:
-        if landing.end <= high:  # in the last block of the ones before
+        if landing.end <= high:  # within the last block of the landings before
             continue
         start = landing.start // align_bytes * align_bytes
         if start > high:
@@ -264,11 +264,11 @@ def _units(landings: Sequence[Landing], file_size: int, align_bytes: int, read_b
 
 
 # The order of reads that land in many memories: passes over the files, most often one. A pass never has two landings for
-# the same bytes of a file, and brings no more into scratch memory than there may be.
+# the same bytes of a file, and reads no more into scratch memory than the limit.
 
 
 _SCRATCH_ALIGNMENT = 64
-"""Of each piece in scratch memory, in bytes: elements of every dtype may begin there."""
+"""The alignment of each piece in scratch memory, in bytes: elements of every dtype may begin there."""
 
 
 def plan_passes(
@@ -278,7 +278,7 @@ def plan_passes(
 
     Args:
         first_scratch: the targets from this number on are scratch memories, each with one landing.
-        limit_bytes: of scratch memory in one pass, unless one piece is larger; None: any.
+        limit_bytes: the most scratch memory of one pass, unless one piece is larger; None: no limit.
     """
     passes = _without_overlaps(landings)
     if limit_bytes is None:
@@ -287,7 +287,7 @@ def plan_passes(
 
 
 def _without_overlaps(landings: Mapping[int, list[Landing]]) -> Iterator[dict[int, tuple[Landing, ...]]]:
-    """Sort the landings of each file; those that overlap an earlier one wait for the next pass."""
+    """Sort the landings of each file; those that overlap an earlier one are put into the next pass."""
     waiting = {file: sorted(some, key=attrgetter("start")) for file, some in landings.items()}
     while waiting:
         this_pass: dict[int, tuple[Landing, ...]] = {}
@@ -331,7 +331,7 @@ def _cut(
 
 
 class Scratch(msgspec.Struct, frozen=True):
-    """Where a piece waits, and in which pass it comes."""
+    """The scratch memory of a piece, and the pass that reads it."""
 
     offset: int
     size: int
@@ -341,7 +341,7 @@ class Scratch(msgspec.Struct, frozen=True):
 def lay_out_scratch(
     passes: Sequence[Mapping[int, Sequence[Landing]]], first_scratch: int, *, shared: bool
 ) -> dict[int, Scratch]:
-    """Return where each scratch memory lies, by its number: one behind the other, anew with each pass if *shared*."""
+    """Return the place of each scratch memory by number: one behind the other, from 0 again in each pass if *shared*."""
     laid: dict[int, Scratch] = {}
     offset = 0
     for number, landings in enumerate(passes):

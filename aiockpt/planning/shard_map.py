@@ -1,4 +1,4 @@
-"""The map of shards: which ranks hold which parts of which tensors, as columns, each distinct thing once.
+"""The map of shards: which ranks hold which parts of which tensors, as columns, each distinct box and list once.
 
 Guarantees:
 
@@ -27,17 +27,17 @@ from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState
 
 _SAMPLE = 8
-"""Holdings of a list, about, that tell most lists apart."""
+"""About how many holdings of a list distinguish it from most other lists."""
 SHOWN_PROBLEMS = 20
 _SHOWN_RANKS = 5
 
 
 class LocalBoxes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The facts of a `TensorShard` without its memory: what other ranks must know of it.
+    """The facts of a `TensorShard` that other ranks need: all but its memory.
 
     Attributes:
-        unit: what must come from one rank together, because each may have its own: the module or dict that the tensor
-            lies in. None where every rank that holds it has the same.
+        unit: the module or dict that the tensor lies in, all of which must come from one rank, because ranks may differ
+            in it. None where every rank that holds the tensor has the same values.
     """
 
     name: str
@@ -48,7 +48,7 @@ class LocalBoxes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def local_boxes_of(state: ShardedState) -> tuple[LocalBoxes, ...]:
-    """Return what this rank holds, in the order of its tensors."""
+    """Return the holdings of this rank, in the order of its tensors."""
     return tuple(
         LocalBoxes(
             shard.name, shard.dtype, shard.shape, shard.boxes, _unit_of(shard.name) if shard.may_differ else None
@@ -58,15 +58,15 @@ def local_boxes_of(state: ShardedState) -> tuple[LocalBoxes, ...]:
 
 
 def _unit_of(name: str) -> str:
-    """Return what a tensor lies in: its name without the last part.
+    """Return the name of the module or dict of a tensor: its own name without the last part.
 
-    A key of a dict with dots in it, as those of a ``state_dict()``, is the name of a module and of what lies in that.
+    A dict key with dots in it, like those of a ``state_dict()``, is the name of a module and of a tensor in that.
     """
     return name[: max(name.rfind("."), name.rfind("["), 0)]
 
 
 def check_whole(state: ShardedState) -> None:
-    """Raise when a process that saves alone has not all of each tensor.
+    """Raise when a process that saves alone lacks a part of a tensor.
 
     Raises:
         UsageError: names the tensors; nothing was written.
@@ -117,7 +117,7 @@ class ShardMap(msgspec.Struct, frozen=True, eq=False):
         first: where the incidences of each box begin.
         holding: of each incidence, the holding's place in its list.
         start: of each incidence, the first element of the box in the holding's data.
-        units: of each box, a number that those share which must come from one rank together; -1 where it does not matter.
+        units: of each box, a number shared by those that must come from one rank together; -1 where it does not matter.
         groups: boxes by their holders, those with the fewest holders first.
         empty: (rank, place in its list) of the first holding of each tensor that has no elements at all.
     """
@@ -134,7 +134,7 @@ class ShardMap(msgspec.Struct, frozen=True, eq=False):
 
 
 def survey(holdings: Sequence[Sequence[LocalBoxes]]) -> ShardMap:
-    """Return which ranks hold what, checked; one list of holdings for each rank.
+    """Return the checked map of *holdings*, which has one list for each rank.
 
     Raises:
         RanksDisagreeError: the holdings do not make whole tensors; names the tensors and the ranks.
@@ -157,7 +157,7 @@ def _distinct_lists(holdings: Sequence[Sequence[LocalBoxes]]) -> tuple[list[Sequ
         number = by_identity.get(id(some))
         if number is None:
             alike = by_some.setdefault(encode((len(some), some[:: len(some) // _SAMPLE + 1])), {})
-            if (only := alike.pop(b"", None)) is not None:  # the first of these, which has to be told apart now
+            if (only := alike.pop(b"", None)) is not None:  # the first of these, to be distinguished now
                 alike[encode(lists[only])] = only
             number = by_identity[id(some)] = alike.setdefault(encode(some) if alike else b"", len(lists))
             if number == len(lists):
@@ -190,7 +190,7 @@ class _BoxColumns(msgspec.Struct, eq=False):
     volumes: Ints
 
     def are_whole(self) -> bool:
-        """Say whether the distinct boxes tile all tensors."""
+        """Return whether the distinct boxes tile all tensors."""
         distinct = self.order[self.fresh]
         counts = np.bincount(self.tensor[distinct], minlength=len(self.tensors))
         if add_up(self.volumes[distinct], counts) != [prod(self.flat[number].shape) for number in self.tensors]:
@@ -198,7 +198,7 @@ class _BoxColumns(msgspec.Struct, eq=False):
         return bool(are_tiled(self.shapes, counts, self.offsets[distinct], self.sizes[distinct]).all())
 
     def number(self) -> tuple[Ints, Ints]:
-        """Return the number of each box, equal ones having the same, and the first box of each; by first appearance."""
+        """Return the number of each box, the same for equal ones, and the first box of each; by first appearance."""
         first = self.order[self.fresh]
         numbers, rank, by_first = np.empty_like(self.order), np.empty_like(first), np.argsort(first)
         rank[by_first] = np.arange(len(first))
@@ -207,7 +207,7 @@ class _BoxColumns(msgspec.Struct, eq=False):
 
 
 def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
-    """Return what all lists together hold; None where some of it is no part of its tensor."""
+    """Return the boxes of all lists together; None where a box is no part of its tensor."""
     names = list(map(attrgetter("name"), flat))
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     owner = np.fromiter(map(numbers.__getitem__, names), np.int64, len(flat))
@@ -245,7 +245,7 @@ def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
 def _find_problems(
     lists: Sequence[Sequence[LocalBoxes]], ranks_of_list: Sequence[list[int]]
 ) -> list[tuple[str, list[int]]]:
-    """Return what is wrong, and the ranks that it is wrong on."""
+    """Return the problems, each with the ranks that have it."""
     encode = msgspec.msgpack.Encoder().encode
     contents = [{encode(one): one for one in some} for some in lists]
     distinct = {key: one for some in contents for key, one in some.items()}
@@ -327,7 +327,7 @@ def _tabulate(held: _BoxColumns, lists: Sequence[Sequence[LocalBoxes]], ranks_of
         order = np.argsort(box, kind="stable")  # lists ascend already, and places within them
         box, lists_of = box[order], owner[held.holding[order]]
         fresh = np.ones(len(box), bool)
-        fresh[1:] = (box[1:] != box[:-1]) | (lists_of[1:] != lists_of[:-1])  # of a box twice a rank writes one
+        fresh[1:] = (box[1:] != box[:-1]) | (lists_of[1:] != lists_of[:-1])  # a rank that holds a box twice writes one
         order, box = order[fresh], box[fresh]
     holding, first = held.holding[order], np.searchsorted(box, np.arange(len(first_of) + 1))
     described = [held.flat[number] for number in held.tensors]

@@ -1,21 +1,21 @@
-"""The spread of writes over ranks that hold the same: replicas once, and every rank about as much as the others.
+"""The spread of writes over ranks that hold the same boxes: replicas are written once, and loads are about equal.
 
 Guarantees:
 
 - Pure and deterministic. Every element of every tensor is in exactly one part of one rank that holds it.
 - A tensor without elements is one empty part of the lowest rank that has it, so that its name is not lost.
-- What one rank holds alone, it writes. What several hold is spread over them so that the bytes of all ranks are as even
-  as the holders allow, within one block (or one row, where a row is larger).
-- Replicas of which each rank may have its own (buffers, an EMA, bare tensors) are never mixed: up to 64 MiB together all
-  come from the lowest rank that has them, as what `DistributedDataParallel` broadcasts does; beyond that they are
-  spread, but all of one module or dict comes from one rank, whole.
-- Boxes up to a block stay whole. Larger ones are cut between rows of their first axis longer than 1, once for every
-  rank that takes part of them at most, so that a part is one run of bytes in its holder's memory.
+- A box of one rank is written by that rank. Boxes of several ranks are spread over them so that the bytes of all ranks
+  are as even as the holders allow, within one block (or one row, where a row is larger).
+- Replicas that may differ between ranks (buffers, an EMA, bare tensors) are never mixed: up to 64 MiB together all come
+  from the lowest rank that has them, as in the broadcast of `DistributedDataParallel`; beyond that they are spread, but
+  all of one module or dict comes from one rank, whole.
+- Boxes up to a block stay whole. Larger ones are cut between rows of their first axis longer than 1, at most once for
+  every rank that writes a part of them, so that a part is one run of bytes in its holder's memory.
 
 How: *first* in bytes, as if anything could be cut. Each group of boxes with the same holders is poured over them like
-water over uneven ground, again and again until nothing moves: exact coordinate descent on the sum of squared loads,
-whose minimum is also the lowest possible highest load. *Then* in rows and boxes, which come as close to it as they can;
-what a rank got too much of one group, it gets less of the next.
+water over uneven ground, repeatedly until nothing moves: exact coordinate descent on the sum of squared loads, whose
+minimum is also the lowest possible highest load. *Then* in rows and boxes, which come as close to it as they can; a rank
+that got too much of one group gets less of the next.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from aiockpt.state.geometry import Box
 __all__ = ["LocalBoxes", "Part", "local_boxes_of", "spread"]
 
 LOWEST_RANK_BYTES = 64 << 20
-"""Replicas that may differ, and that one rank may have to write beyond its share so that they are those of one rank."""
+"""The most bytes of replicas that may differ which one rank writes beyond its share, so that all are of one rank."""
 _MAX_SWEEPS = 32
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank writes: *box*, of its holding number *holding*.
+    """A part that a rank writes: *box*, of its holding number *holding*.
 
     Its elements begin at element *start* of the holding's row-major data, in which the boxes of a holding follow one
     another.
@@ -54,27 +54,27 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Of each rank: the parts that it writes, and the numbers of its holdings of which other ranks have some, too."""
+    """For each rank the parts that it writes, and the numbers of its holdings that other ranks also have boxes of."""
 
     parts: list[tuple[Part, ...]]
     replicas: list[tuple[int, ...]]
 
 
 def spread(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK_BYTES) -> list[tuple[Part, ...]]:
-    """Return what each rank writes: one tuple for each rank, ordered by holding, then by start. As `plan_shares`."""
+    """Return the parts that each rank writes: one tuple a rank, ordered by holding, then by start. As `plan_shares`."""
     return plan_shares(holdings, block_bytes=block_bytes).parts
 
 
 def plan_shares(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK_BYTES) -> Shares:
-    """Return what each rank writes, ordered by holding, then by start; and what it has that others have, too.
+    """Return the parts that each rank writes, ordered by holding, then by start; and its holdings with replicas.
 
     Args:
-        holdings: of each rank, its list; the same list given for many ranks is read once.
-        block_bytes: how uneven the ranks may be, and the largest box that is never cut.
+        holdings: the list of each rank; the same list for many ranks is read once.
+        block_bytes: the unevenness that ranks may have, and the size up to which no box is cut.
 
     Raises:
         RanksDisagreeError: the holdings do not make whole tensors; lists all of it by name, with the ranks.
-        UsageError: these are more pieces than a checkpoint can have; better said now than when all is written.
+        UsageError: these are more pieces than a checkpoint can have; refused before anything is written.
     """
     with collector_paused():
         holders = survey(holdings)
@@ -123,7 +123,7 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
             f"{len(holdings)} ranks would write {pieces:,} pieces, more than the {MAX_TABLE_PIECES:,} of a checkpoint: "
             "shard over fewer ranks and replicate over the rest, or save fewer, larger tensors"
         )
-    in_order = (len(some) == count for some, count in zip(parts, alone, strict=True))  # as what one rank has alone is
+    in_order = (len(some) == count for some, count in zip(parts, alone, strict=True))  # as boxes of one rank alone are
     by_place = attrgetter("holding", "start")
     return [tuple(some if done else sorted(some, key=by_place)) for some, done in zip(parts, in_order, strict=True)]
 
@@ -134,10 +134,10 @@ def _assign_all(holders: ShardMap, group: Group, into: list[Part]) -> None:
 
 
 class _Pool(msgspec.Struct, eq=False):
-    """Boxes of one group that are dealt with in one way: all cut where it must be, or all left whole.
+    """Boxes of one group that are treated alike: all may be cut, or all stay whole.
 
     Attributes:
-        quotas: the bytes that each holder is to get, were bytes the unit.
+        quotas: the bytes that each holder should get, as if boxes could be cut at any byte.
     """
 
     group: Group
@@ -148,9 +148,9 @@ class _Pool(msgspec.Struct, eq=False):
 
 
 def _pools(holders: ShardMap, group: Group, block_bytes: int) -> list[_Pool]:
-    """Part what may come from any rank into boxes that may be cut and those that stay whole.
+    """Divide the boxes that may come from any rank into those that may be cut and those that stay whole.
 
-    The coarse come first, the fine even it out.
+    The coarse pool is first, so that the fine one can even it out.
     """
     free = group.boxes[holders.units[group.boxes] < 0]
     large = holders.nbytes[free] > block_bytes
@@ -183,7 +183,7 @@ def _units(holders: ShardMap) -> list[_Unit]:
 
 
 def _assign_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
-    """Give each unit to one of its holders: few bytes to the lowest, more to the one with the least, the largest first."""
+    """Assign each unit to one holder, the largest first: few bytes to the lowest rank, more to the least loaded one."""
     few = sum(unit.nbytes for unit in units) <= LOWEST_RANK_BYTES
     for unit in units if few else sorted(units, key=lambda unit: -unit.nbytes):
         ranks = unit.group.ranks
@@ -205,12 +205,12 @@ def _level(pools: Sequence[_Pool], loads: Ints) -> None:
             moved = max(moved, int(np.abs(quotas - pool.quotas).max()))
             pool.quotas = quotas
             loads[ranks] += quotas
-        if sweep and moved <= len(pools):  # whole bytes: the remainders may wander for ever
+        if sweep and moved <= len(pools):  # whole bytes: the remainders may move for ever
             return
 
 
 def _pour(total_bytes: int, ground: Ints) -> Ints:
-    """Return how much lies over each place when *total_bytes* of water are poured over *ground*."""
+    """Return the depth at each place when *total_bytes* of water are poured over *ground*."""
     order = np.argsort(ground, kind="stable")
     heights = ground[order]
     below = np.cumsum(heights)
@@ -243,7 +243,7 @@ def _cut(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Part]]) 
             _assign_rows(holders, pool.group, box, holder, axis, (row, stop), parts)
             taken[holder] += (stop - row) * row_bytes
             row = stop
-            if row < row_count:  # what rounding left of this quota is less than half a row: not worth a second part
+            if row < row_count:  # the rest of this quota is less than half a row: not worth a second part
                 holder += 1
         line += size
     excess[ranks] += taken - pool.quotas
@@ -271,7 +271,7 @@ def _assign_rows(
 
 
 def _hand_out(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
-    """Give whole boxes, the largest first, each to the holder that is furthest from its quota (worst fit)."""
+    """Assign whole boxes, the largest first, each to the holder that is furthest from its quota (worst fit)."""
     group = pool.group
     given = (excess[group.ranks] - pool.quotas).tolist()
     queue = [(amount, holder) for holder, amount in enumerate(given)]

@@ -1,12 +1,12 @@
-"""The weights of a checkpoint: which part they are, and how they are written as a checkpoint of their own.
+"""The weights of a checkpoint: their selection, and their plan as a checkpoint of their own.
 
 Weights are what the modules of a state hold: their tensors, and their values of ``get_extra_state()``. The tree of values
-says which names are modules. Guarantees:
+marks the names that are modules. Guarantees:
 
-- Pure and deterministic: every rank, and every process that takes a dead one's place, plans the same files under the same
-  names for the same checkpoint. The attempt's name is derived from that of the whole one, so neither is taken for the
-  other.
-- What is planned is a checkpoint like any other: its own files and manifest, merged and checked as votes are. It loads into
+- Pure and deterministic: every rank, and every process that replaces a dead one, plans the same files under the same
+  names for the same checkpoint. The attempt's name is derived from that of the whole one, so the two are never
+  confused.
+- The result is a checkpoint like any other: its own files and manifest, merged and checked as votes are. It loads into
   bare modules, and `has_weights_only` recognises it.
 """
 
@@ -36,12 +36,12 @@ CONTENT = "content"
 
 
 def has_weights_only(manifest: Manifest) -> bool:
-    """Say whether a checkpoint is the weights of another one."""
+    """Return whether a checkpoint holds only the weights of another one."""
     return manifest.state.get(CONTENT) == WEIGHTS
 
 
 def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
-    """Return the manifest that names the weight files of *whole* and no others, as a later *generation* of the same attempt.
+    """Return the manifest of the weight files of *whole* alone, as a later *generation* of the same attempt.
 
     Raises:
         UsageError: files hold weights and other things together, or there are no weights.
@@ -83,11 +83,11 @@ def weights_attempt(attempt: str) -> str:
 
 
 class WeightsFile(msgspec.Struct, frozen=True):
-    """A data file to be made.
+    """A data file to be written.
 
     Attributes:
-        entry: what the manifest will say of it, but for its sums, which are empty.
-        plan: its header and windows; their copies number *origins*.
+        entry: its entry in the manifest, except for the sums, which are empty.
+        plan: its header and windows; the sources of their copies are indices into *origins*.
         origins: (file, first byte) in the whole checkpoint of each run of bytes that goes into it.
     """
 
@@ -96,7 +96,7 @@ class WeightsFile(msgspec.Struct, frozen=True):
     origins: tuple[tuple[int, int], ...]
 
     def landings(self, window: Window) -> dict[int, list[Landing]]:
-        """Return what to read from each file of the whole checkpoint into *window*, in order; target 0 is the window."""
+        """Return the reads from each file of the whole checkpoint into *window*, in order; target 0 is the window."""
         found: dict[int, list[Landing]] = {}
         for copy in window.copies:
             if copy.source != HEADER:
@@ -107,7 +107,7 @@ class WeightsFile(msgspec.Struct, frozen=True):
 
 
 class WeightsPlan(msgspec.Struct, frozen=True):
-    """The files to be made of one checkpoint, and what each rank's votes for them are, but for the files."""
+    """The files of the weights of one checkpoint, and each rank's vote for them, except for the file entries."""
 
     files: tuple[WeightsFile, ...]
     votes: tuple[Receipt, ...]
@@ -128,14 +128,14 @@ class WeightsPlan(msgspec.Struct, frozen=True):
 
 
 def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> WeightsPlan:
-    """Return what to make of a checkpoint to have its weights alone; each rank's from the files that it wrote.
+    """Return the plan of a checkpoint's weights; those of each rank come from the files that it wrote.
 
     Args:
-        whole: of a whole state, already checked.
-        window_bytes: of one read and write; a multiple of the blocks of its files.
+        whole: the manifest of a whole state, already checked.
+        window_bytes: bytes of one read and write; a multiple of the blocks of its files.
 
     Raises:
-        UsageError: no module is in the state, or *whole* is weights alone itself.
+        UsageError: the state has no module, or *whole* is weights alone itself.
         ManifestError: its tree of values is damaged.
     """
     tree, roots = _find_weights(whole)
@@ -167,9 +167,9 @@ def _find_weights(whole: Manifest) -> tuple[Node | None, set[str]]:
 
 
 def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the new name of each stored tensor that belongs to a module, and the other names of those.
+    """Return the new name of each stored tensor that belongs to a module, and the aliases of those.
 
-    What a module shares with something else may be stored under the name of that: then the module's is taken.
+    A tensor that a module shares with something else may be stored under the other name: then the module's name is used.
     """
     names = {name: name for name in whole.tensors if _belongs(name, roots)}
     alias: dict[str, str] = {}
@@ -209,14 +209,14 @@ def _shards_by_rank(whole: Manifest, names: Mapping[str, str]) -> dict[int, list
 
 
 class _Held(msgspec.Struct):
-    """What one rank wrote of the weights: pieces, in the order of its files, and how many numbers are not finite."""
+    """The weights that one rank wrote: pieces in the order of its files, and the counts of non-finite numbers."""
 
     shards: Sequence[tuple[_Origin, TensorShard]]
     not_finite: dict[str, int] | msgspec.UnsetType
 
 
 def _not_finite_of(whole: Manifest, rank: int, names: Mapping[str, str]) -> dict[str, int] | msgspec.UnsetType:
-    """Return what was found in the files of *rank*, of the tensors in *names*, under their new ones."""
+    """Return the counts of non-finite numbers in the files of *rank*, for the tensors in *names*, by new name."""
     found: Counter[str] = Counter()
     for file in whole.files:
         if file.rank == rank:
@@ -235,7 +235,7 @@ def _plan_rank(
     window_bytes: int,
     file_bytes: int,
 ) -> tuple[list[WeightsFile], dict[str, TensorEntry]]:
-    """Return the files that are made of what *rank* wrote, and the tensors in them; *tree* has the modules."""
+    """Return the files that hold the weights written by *rank*, and their tensors; *tree* has the modules."""
     first = whole.files[held.shards[0][0][0]] if held.shards else None
     block = first.block if first else PAGE_BYTES
     plan = plan_save(

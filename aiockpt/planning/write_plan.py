@@ -4,8 +4,8 @@ Guarantees:
 
 - Pure and deterministic: equal descriptions give equal plans on every rank and in every process.
 - Every byte of every shard lies in exactly one file, once; files have no holes (docs/format.md#data-files).
-- What modules hold and all else lie in files of their own; the weights come first. The weights of one module lie in files
-  of their own, too, and have the module's own names there, so that other tools take such a file for what it is.
+- Tensors of modules and all others lie in separate files; the weights come first. The weights of one module lie in files
+  of their own, too, and have the module's own names there, so that other tools can read such a file as its weights.
 - The copy order is the file order, so that windows fill one after the other and one slab is enough to drain any state.
 """
 
@@ -29,7 +29,7 @@ from aiockpt.state.shards import ShardedState, TensorShard
 
 PAGE_BYTES = 4096
 LARGE = 64
-"""A file of so many times the alignment that was asked for gets it: the spaces are 1.6 % of the file at most."""
+"""A file of so many times the requested alignment gets it: the padding is 1.6 % of the file at most."""
 WEIGHTS, REST = "weights", "rest"
 """Kinds of data files: what modules hold, and all else. To keep the weights of a step alone is a choice of files."""
 MAX_APART = 8
@@ -48,7 +48,7 @@ class Copy(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A part of a data file that one slab holds: what to copy into it, and where it goes."""
+    """A part of a data file that one slab holds: its copies, and its place in the file."""
 
     file: int
     offset: int
@@ -75,11 +75,11 @@ class FloatSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class SavePlan(msgspec.Struct, frozen=True, dict=True):
-    """What one rank writes.
+    """The files that one rank writes.
 
     Attributes:
         files: the data files in order; pieces name them by this index.
-        tensors: the manifest's entries for what this rank holds.
+        tensors: the manifest's entries for the tensors of this rank.
         tensor_bytes: bytes of tensors; *file_bytes* adds the headers.
         digest: equal plans have equal digests; it goes into the receipt.
     """
@@ -97,7 +97,7 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def float_spans(self) -> list[list[FloatSpan]]:
-        """What is to be screened in each file, in the order of the bytes."""
+        """The spans to screen in each file, in the order of the bytes."""
         spans: dict[int, list[FloatSpan]] = defaultdict(list)
         for name, entry in self.tensors.items():
             if may_be_not_finite(entry.dtype):
@@ -110,12 +110,12 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
 def plan_save(
     state: ShardedState, *, slab_bytes: int, file_bytes: int, payload_alignment: int = PAGE_BYTES
 ) -> SavePlan:
-    """Return what to write for *state*: files of about *file_bytes*, cut into windows of *slab_bytes*.
+    """Return the plan that saves *state*: files of about *file_bytes*, cut into windows of *slab_bytes*.
 
-    In a large file the payload begins at a multiple of *payload_alignment* bytes: that of a checksum block lets row ranges
-    of a power of two lie in blocks of their own, so that ranks that read every other one read no more than that.
+    In a large file the payload begins at a multiple of *payload_alignment* bytes: with that of a checksum block, row
+    ranges of a power of two lie in blocks of their own, so that ranks that read every other one read no more than that.
 
-    Several shards may be parts of one tensor. Those without elements leave no trace, unless the whole tensor has none:
+    Several shards may be parts of one tensor. Those without elements are left out, unless the whole tensor has none:
     its name must not be lost.
     """
     held = [index for index, shard in enumerate(state.tensors) if shard.nbytes or 0 in shard.shape]
@@ -139,7 +139,7 @@ def plan_save(
 
 
 def _sort_by_kind(state: ShardedState, held: Sequence[int]) -> dict[tuple[str, str], list[int]]:
-    """Return the shards *held* by what they lie with: kind and module; the weights first, in the order of the state."""
+    """Return the shards *held* grouped by kind and module; the weights first, in the order of the state."""
     modules = modules_of_weights(state)
     apart = len(set(modules.values())) <= MAX_APART
     sorted_by: dict[tuple[str, str], list[int]] = {
@@ -155,7 +155,7 @@ def _sort_by_kind(state: ShardedState, held: Sequence[int]) -> dict[tuple[str, s
 def modules_of_weights(state: ShardedState) -> dict[str, str]:
     """Return the name of each tensor that a module holds, and the name of the module.
 
-    That is "" for one that is stored under a name outside of modules, because something else holds it, too.
+    The latter is "" for a tensor that is stored under a name outside of modules, because another object holds it, too.
     """
     roots = find_modules(state.values)
     if not roots:
@@ -201,7 +201,7 @@ def _plan_file(
     payload_alignment: int,
     pieces: dict[str, list[Piece]],
 ) -> FilePlan:
-    """Plan one file of *shards*, whose numbers in the state are *sources*, and add what it holds to *pieces*.
+    """Plan one file of *shards*, whose numbers in the state are *sources*, and add its pieces to *pieces*.
 
     Args:
         below: the module that holds all of them, whose own names they get in the file; "" for none.
@@ -247,7 +247,7 @@ def _header_entry(shard: TensorShard, name: str, start: int, end: int) -> Entry:
 
 
 def _metadata(shards: Sequence[TensorShard], entries: Sequence[Entry], below: str) -> dict[str, str]:
-    """Torch's own keys, so that its Hugging Face reader places sharded tensors; ours is JSON in a string."""
+    """Return torch's own keys, for its Hugging Face reader to place sharded tensors, and ours: JSON in a string."""
     offsets = {
         entry.name: {"saved_offsets": shard.boxes[0].offsets}
         for shard, entry in zip(shards, entries, strict=True)
@@ -270,7 +270,7 @@ def _pieces(shard: TensorShard, file: int, start: int) -> Iterator[Piece]:
 
 
 def _tensor_entries(shards: Sequence[TensorShard], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, TensorEntry]:
-    """Return the manifest's entries in the order of the state; a tensor of which nothing is held has none."""
+    """Return the manifest's entries in the order of the state; a tensor without pieces here has none."""
     return {
         shard.name: TensorEntry(shard.dtype, shard.shape, tuple(pieces[shard.name]), shard.axes or msgspec.UNSET)
         for shard in shards
@@ -279,7 +279,7 @@ def _tensor_entries(shards: Sequence[TensorShard], pieces: Mapping[str, Sequence
 
 
 def _windows(file: int, size: int, spans: Sequence[tuple[int, int, int]], slab_bytes: int) -> Iterator[Window]:
-    """Cut a file into windows of one slab and say what lands in each; *spans* are (start, end, source), in order."""
+    """Cut a file into windows of one slab, with the copies into each; *spans* are (start, end, source), in order."""
     first = 0
     for offset in range(0, size, slab_bytes):
         end = min(offset + slab_bytes, size)

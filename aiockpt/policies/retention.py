@@ -5,7 +5,7 @@ Guarantees:
 - The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract),
   and so is the newest one in which nothing was found that is NaN or infinite.
 - "Newest" and ``last`` follow the lineage of the current run (docs/decisions.md#lineage); a branch that was left is kept.
-- No clock takes part: ages are given, and a step of unknown age is young. A longer ``newer_than`` keeps no step less.
+- No clock is read: ages are arguments, and a step of unknown age is young. A longer ``newer_than`` never keeps fewer steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepFacts(msgspec.Struct, frozen=True):
         damaged: whether a verification, or a load, found it damaged.
         generation: which of its generations counts.
         ancestors: run and sequence of the save of *parent* that was loaded, then of what that came from, as far as known.
-        finite: whether nothing is known of numbers in it that are NaN or infinite.
+        finite: False where it is known to have numbers that are NaN or infinite.
         age_s: seconds since it was saved; None where that is not known.
     """
 
@@ -49,7 +49,7 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 class Doomed(msgspec.Struct, frozen=True):
-    """A step that no rule keeps, and which rules those were."""
+    """A step that no rule keeps, with the rules in words."""
 
     id: str
     step: int
@@ -113,8 +113,8 @@ def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Coll
 def explain_kept(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Kept]:
     """Return the steps that stay, the newest first, each with everything that keeps it. Arguments as `plan_retention`.
 
-    A step that is known to be damaged counts for no rule, and is left for people to look at: it must not be what is kept
-    in place of one that can be loaded.
+    A step that is known to be damaged counts for no rule, and is left for people to inspect: it must not be kept in place
+    of one that can be loaded.
     """
     kept = []
     on_line = {fact.id for fact in lineage(facts)}
@@ -139,8 +139,8 @@ def may_be_thinned(
     """Return the steps of the current lineage that are *kept* and may have to be thinned, the newest first.
 
     Which of them are whole is not known here: the newest `Retention.optimizer` that are, and the newest verified of those,
-    stay so (`aiockpt.engine.maintenance`). One that is read or saved now is left for later, and so is a damaged one, or one
-    with numbers that are not finite, which must not be what is whole in place of one that can be gone on from.
+    stay so (`aiockpt.engine.maintenance`). One that is being read or saved is left for later, and so is a damaged one, or
+    one with numbers that are not finite: it must not be kept whole in place of one that a run can resume from.
     """
     if rules.optimizer is None:
         return []
@@ -149,7 +149,7 @@ def may_be_thinned(
 
 
 def _that_count(line: Sequence[StepFacts]) -> Sequence[StepFacts]:
-    """Return the steps of *line* that are finite; all, where none is: then that is how this state is."""
+    """Return the steps of *line* that are finite; all of them where no step is: then it is normal for this state."""
     return [fact for fact in line if fact.finite] or line
 
 

@@ -1,7 +1,7 @@
-"""A resume that is the same run, shown: what `aiockpt prove` runs, and the same as functions.
+"""Proof that a resumed run is the same run: the engine of `aiockpt prove`, as functions.
 
 - `certify`: prove a training function of this process, or a command, and return its `Certificate`.
-- `record`: add a value of yours to the comparison; does nothing outside of a proof.
+- `record`: add a value of your own to the comparison; does nothing outside a proof.
 
 Importing this has no effect; docs/guide/prove.md is the page for users.
 """

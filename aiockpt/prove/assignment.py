@@ -1,6 +1,6 @@
 """The job of a script's process under `aiockpt prove`: one JSON file, named by an environment variable.
 
-Every process of one start reads the same file: the ranks of torchrun, and whatever they start.
+Every process of one start reads the same file: the ranks of torchrun, and their child processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 VARIABLE = "AIOCKPT_PROVE"
 KILLED = "killed"
-"""The file in a run's folder that means: one process has killed itself, and all others are to be killed."""
+"""A file of this name in a run's folder: one process has killed itself, and the others are to be killed."""
 
 How = Literal["straight", "killed", "resumed", "control"]
 
@@ -24,7 +24,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``"step"``: after the *count*-th optimizer step since *label*; ``"save"``: before storage call number *call*
             (from 0) that changes something in the folder of the step *label*; ``"call"``: when ``save()`` has returned.
-        rank: which process does it; the others are killed with it.
+        rank: the process that kills itself; the others are killed with it.
     """
 
     kind: Literal["step", "save", "call"]
@@ -34,7 +34,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
     def explain(self) -> str:
-        """Return in words where that is."""
+        """Return the place in words."""
         on = f" (rank {self.rank})" if self.rank else ""
         if self.kind == "save":
             return f"in the save of step {self.label}, before its storage call {self.call + 1}{on}"
@@ -48,14 +48,14 @@ class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the script.
 
     Attributes:
-        folder: where the records of this start go.
-        place: where its checkpoints go, in place of those that the script names.
-        withhold: a control: a load finds its step, and does not change the state.
-        kill: where it ends by SIGKILL; None runs to its end.
-        stop_after: it may end after so many optimizer steps since its load; None: at the end.
-        spread: digest tensors in a way that another world size can compare.
-        as_is: places that are not redirected, by what `aiockpt.prove.watched_calls.url_of` calls them.
-        inline: the script is a function of the process that proves it; a kill is simulated.
+        folder: for the records of this start.
+        place: for its checkpoints; replaces the places that the script names.
+        withhold: this start is a control: a load finds its step and leaves the state unchanged.
+        kill: where the start ends by SIGKILL; None: it runs to its end.
+        stop_after: optimizer steps since its load after which it may end; None: at the end.
+        spread: digest tensors so that starts of other world sizes can be compared.
+        as_is: places that are not redirected, by their names from `aiockpt.prove.watched_calls.url_of`.
+        inline: the script is a function of the proving process; a kill is simulated.
     """
 
     folder: str
@@ -69,7 +69,7 @@ class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_job(job: ProofJob) -> Path:
-    """Make the folder of *job*, write it down, and return the file."""
+    """Make the folder of *job*, write *job* to a file in it, and return the file."""
     folder = Path(job.folder)
     folder.mkdir(parents=True)
     path = folder / "job.json"

@@ -1,6 +1,6 @@
 """The probe of a ``Checkpointer``'s calls: absent unless the run is being proved (`aiockpt.prove.watched_calls`).
 
-A probe is called at each call, before or after the engine is; `aiockpt.engine.alone.Unwatched` changes nothing.
+The checkpointer calls its probe at each call, before or after the engine; `aiockpt.engine.alone.Unwatched` changes nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class CallProbe(Protocol):
     def observers(self) -> Sequence[Observer]: ...
 
     def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
-        """Return the tiers that are really saved to, and a backend for each.
+        """Return the tiers that saves actually use, and a backend for each.
 
         Args:
-            by_url: another process is to open them, by their URLs.
+            by_url: another process will open them, by their URLs.
         """
         ...
 
@@ -41,11 +41,11 @@ class CallProbe(Protocol):
         ...
 
     def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
-        """Return what completes a load on the thread of its waiter; None where there is nothing to do."""
+        """Return a function that completes a load on its waiter's thread; None where nothing is left to do."""
         ...
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Called when the program has come to *step*, and is about to save it or not."""
+        """Called when the program has reached *step*; *saved* says whether it saves it."""
 
     def saved(self, step: int) -> None:
         """Called when ``save(step)`` has returned."""

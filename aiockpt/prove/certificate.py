@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Verdict = Literal["certified", "differs", "proves nothing"]
 Outcome = Literal["equal", "close", "differs", "as when fresh", "not drawn from", "not reproducible", "ignored"]
 SHOWN = 44
-"""Characters of a value that are shown; digests are shorter."""
+"""Characters of a value that are displayed; digests are shorter."""
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +28,11 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         row: "model", "optimizer exp_avg", "training: data", …
         outcome: ``"equal"`` in every comparison, and the control was not; ``"close"``; ``"differs"``; ``"as when fresh"``:
-            equal, and so it was in the control, which had loaded nothing: a load that forgot it would not be noticed;
-            ``"not drawn from"``: a random generator that nothing uses; ``"not reproducible"``: two straight runs differ in
-            it; ``"ignored"``: by option.
+            equal, also in the control, which loaded nothing: a load that omits it would go unnoticed;
+            ``"not drawn from"``: an unused random generator; ``"not reproducible"``: two straight runs differ in it;
+            ``"ignored"``: by option.
         compared, differing: how often, over all starts and ranks.
-        control: whether the control differed in it; None where it did not come so far.
+        control: whether the control differed in it; None where the control did not reach it.
     """
 
     row: str
@@ -43,7 +43,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the script: what it went on from, where it was killed, and how long it took.
+    """One start of the script: the step it resumed from, where it was killed, and how long it took.
 
     Attributes:
         resumed_from: the step it loaded; None for a start from nothing.
@@ -61,14 +61,14 @@ class StartResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a proof came to.
+    """The result of a proof.
 
     Attributes:
         verdict: ``"certified"``: in all that was compared the resumed run is the run that was never stopped.
-        reason: in a sentence.
+        reason: of the verdict, in a sentence.
         method: how the runs were started and killed.
-        seed: draws the kills; the same seed draws the same ones.
-        first: the earliest difference; *also*: the rows that differ too, *same* those that do not.
+        seed: of the draw of kills; the same seed draws the same kills.
+        first: the earliest difference; *also*: the other rows that differ; *same*: those that do not.
     """
 
     format: str = "aiockpt resume certificate 1"
@@ -88,7 +88,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def certified(self) -> bool:
-        """Whether the resume was shown to be the same run."""
+        """Whether the proof showed the resumed run to be the same run."""
         return self.verdict == "certified"
 
     def explain(self) -> str:
@@ -101,7 +101,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
             yield from describe_difference(self.first)
 
     def check(self) -> None:
-        """Raise AssertionError, with all that is known, unless it is certified."""
+        """Raise AssertionError with the whole explanation, unless the verdict is certified."""
         if not self.certified:
             raise AssertionError(self.explain())
 
@@ -121,7 +121,7 @@ def describe_difference(found: Difference) -> Iterator[str]:
 
 
 def cut(text: str) -> str:
-    """Return what fits beside a heading."""
+    """Return *text*, cut to fit beside a heading."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
@@ -129,14 +129,14 @@ def cut(text: str) -> str:
 
 
 CORE = frozenset(TRAINING + row for row in (DATA, LOSS, WEIGHTS, GRADIENTS))
-"""Rows without which nothing is shown: where two straight runs differ in these, the script is not reproducible."""
+"""Rows that a proof needs: where two straight runs differ in these, the script is not reproducible."""
 
 
 class Evidence(msgspec.Struct, frozen=True):
     """What the comparisons of a proof found.
 
     Attributes:
-        findings: of the starts that were killed and resumed; *control*: of the one that loaded nothing.
+        findings: of the killed and resumed starts; *control*: of the start that loaded nothing.
         again: of a second straight run; None where it was not needed.
         idle: rows of random generators that nothing draws from.
         ignored: rows that do not count.
@@ -155,27 +155,27 @@ class Evidence(msgspec.Struct, frozen=True):
 
     @property
     def left_out(self) -> Set[str]:
-        """Rows that prove nothing of the resume."""
+        """Rows that prove nothing about the resume."""
         return {*self.ignored, *self.idle, *self.unsteady}
 
 
-def judge(runner: Runner, how: Proof, starts: Sequence[Start], told: Evidence) -> Certificate:
+def judge(runner: Runner, how: Proof, starts: Sequence[Start], evidence: Evidence) -> Certificate:
     """Return the certificate."""
     near = how.close is not None or how.resume_with is not None
-    control = told.control.differing()
+    control = evidence.control.differing()
     rows = [
         RowResult(
             row=name,
-            outcome=_outcome(name, row.differing, told, near),
+            outcome=_outcome(name, row.differing, evidence, near),
             compared=row.compared,
             differing=row.differing,
-            control=name in control if name in told.control.rows and name not in (RESUME, STEPS) else None,
+            control=name in control if name in evidence.control.rows and name not in (RESUME, STEPS) else None,
         )
-        for name, row in sorted(told.findings.rows.items(), key=lambda item: item[0].startswith(TRAINING))
+        for name, row in sorted(evidence.findings.rows.items(), key=lambda item: item[0].startswith(TRAINING))
     ]
-    verdict, reason, first = _decide(how, starts, told)
-    found = told.findings.first(told.left_out)
-    differing = told.findings.differing() - told.left_out
+    verdict, reason, first = _decide(how, starts, evidence)
+    found = evidence.findings.first(evidence.left_out)
+    differing = evidence.findings.differing() - evidence.left_out
     calendar = Calendar(starts[0].ranks[0])
     return Certificate(
         verdict=verdict,
@@ -194,22 +194,22 @@ def judge(runner: Runner, how: Proof, starts: Sequence[Start], told: Evidence) -
     )
 
 
-def _decide(how: Proof, starts: Sequence[Start], told: Evidence) -> tuple[Verdict, str, Difference | None]:
+def _decide(how: Proof, starts: Sequence[Start], evidence: Evidence) -> tuple[Verdict, str, Difference | None]:
     """Return the verdict, the reason, and the difference that shows it."""
-    again, unsteady = told.again, told.unsteady - told.ignored - told.idle
-    of_itself = None if again is None else again.first({*told.ignored, *told.idle})
+    again, unsteady = evidence.again, evidence.unsteady - evidence.ignored - evidence.idle
+    of_itself = None if again is None else again.first({*evidence.ignored, *evidence.idle})
     core = unsteady & CORE
     if again is not None and core:
         found = again.first(set(again.rows) - unsteady)
         where = f"{found.at}: {found.row.removeprefix(TRAINING)}" if found else ", ".join(sorted(core))
         reason = (
-            f"the script is not deterministic by itself: two runs that nobody stopped differ {where}. Seed everything, see "
+            f"the script is not deterministic by itself: two uninterrupted runs differ {where}. Seed everything, see "
             "torch.use_deterministic_algorithms(True), or give --close"
         )
         return "proves nothing", reason, of_itself
-    if (first := told.findings.first(told.left_out)) is not None:
+    if (first := evidence.findings.first(evidence.left_out)) is not None:
         return "differs", _blame(first), first
-    if not told.control.differing() - told.left_out:
+    if not evidence.control.differing() - evidence.left_out:
         reason = (
             "a control that restarted without the load came to the same: the script does not train from what it loads, or "
             "everything it loads is what a fresh start has anyway"
@@ -236,16 +236,16 @@ def _blame(first: Difference) -> str:
     return f"the resumed run is another run: {first.row.removeprefix(TRAINING)} differs first, {first.at}"
 
 
-def _outcome(name: str, differing: int, told: Evidence, near: bool) -> Outcome:
-    if name in told.ignored:
+def _outcome(name: str, differing: int, evidence: Evidence, near: bool) -> Outcome:
+    if name in evidence.ignored:
         return "ignored"
-    if name in told.idle:
+    if name in evidence.idle:
         return "not drawn from"
-    if name in told.unsteady:
+    if name in evidence.unsteady:
         return "not reproducible"
     if differing:
         return "differs"
-    if name not in (RESUME, STEPS) and name in told.control.rows and name not in told.control.differing():
+    if name not in (RESUME, STEPS) and name in evidence.control.rows and name not in evidence.control.differing():
         return "as when fresh"
     return "close" if near and name == TRAINING + LOSS else "equal"
 

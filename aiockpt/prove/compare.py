@@ -1,10 +1,10 @@
 """The comparison of two starts, record by record, in the order in which things happened; pure.
 
-What is compared is counted in *rows*, which people read: "model", "optimizer exp_avg", "data", "random torch", "loss", …
-Of each row the first difference is kept.
+Comparisons are counted in *rows* with names for people: "model", "optimizer exp_avg", "data", "random torch", "loss", …
+The first difference of each row is kept.
 
-Two starts of one script are compared at equal places (`aiockpt.prove.records`). The first optimizer step after a resume
-may have been given other data before it, such as a peek at the first batch: there the last ones count.
+Two starts of one script are compared at equal places (`aiockpt.prove.records`). Before the first optimizer step after a
+resume the script may have drawn other data, such as a peek at the first batch: there the last inputs count.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Ste
 from aiockpt.prove.starts import Calendar, Key, Start, keyed
 
 RESUME = "resume"
-"""The row of how a script starts again at all."""
+"""The row for whether and how a script starts again."""
 STEPS, DATA, LOSS, WEIGHTS, GRADIENTS, SETTINGS = "steps", "data", "loss", "weights", "gradients", "settings"
 TRAINING = "training: "
-"""What rows begin with that were seen at each optimizer step; the others were seen in the state."""
+"""Prefix of the rows that are recorded at each optimizer step; the others are recorded from the state."""
 
 _KEY = re.compile(r"(?:\\.|[^.\\])+")
 _OBJECTS = ("module", "stateful", "loader", "per rank")
-"""Kinds of objects that have a row of their own, wherever in the state they are."""
+"""Kinds of objects with a row of their own, wherever they are in the state."""
 _CAUSES = ("stateful", "loader", "per rank", "value")
-"""Kinds of objects that make weights and settings what they are: of what differs at one place, reported first."""
+"""Kinds of objects that determine weights and settings; of the differences at one place they are reported first."""
 
 
 Order = tuple[int, int]
@@ -42,11 +42,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         row: of the table.
-        what: the leaf, or what it is, as a user knows it.
+        what: the leaf, or its description in a user's words.
         at: where in the training, in words ("at step 21"); *order* sorts such places.
-        expected, found: of the run that was never stopped, and of the one that was.
-        start: which start of the script it was found in.
-        note: what may explain it.
+        expected, found: the values of the straight run and of the resumed run.
+        start: the start of the script in which it was found.
+        note: a possible explanation.
     """
 
     row: str
@@ -69,7 +69,7 @@ class Row(msgspec.Struct):
 
 
 class Findings:
-    """What comparisons came to, by row."""
+    """The results of comparisons, by row."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
@@ -92,7 +92,7 @@ class Findings:
             entry.first = Difference(row=row, what=what, expected=expected, found=found, order=order, **where)
 
     def first(self, without: Collection[str] = ()) -> Difference | None:
-        """Return the very first difference, of rows that are not in *without*."""
+        """Return the earliest difference in rows that are not in *without*."""
         found = [row.first for name, row in self.rows.items() if row.first is not None and name not in without]
         return min(found, key=lambda difference: difference.order, default=None)
 
@@ -132,7 +132,7 @@ class Comparison:
     """Compares one rank of one start with the reference.
 
     Args:
-        start: what it is called.
+        start: its name.
         closeness: relative difference of losses; weights, gradients and optimizer state may then differ. None: bit by bit.
     """
 
@@ -148,7 +148,7 @@ class Comparison:
         self._resumed = self._random_off = self._loaded = False
 
     def run(self, records: Sequence[AnyRecord], saved: Mapping[tuple[str, int], View], *, to_the_end: bool) -> None:
-        """Compare *records*; *to_the_end*: all must be there.
+        """Compare *records*; *to_the_end*: they must reach the end of the reference.
 
         Args:
             saved: the states of earlier starts, by place and step.
@@ -203,7 +203,7 @@ class Comparison:
     # ------------------------------------------------------------------ what
 
     def _compare_load(self, record: Loaded, saved: View | None) -> None:
-        """Compare what a load left with what was saved."""
+        """Compare the loaded state with the saved one."""
         key = next((key for key, twin in self._reference.by_key.items() if _is_label(twin, record.step)), None)
         self._order = self._reference.order.get(key, -1)
         self._at = f"right after the load of step {record.step}"
@@ -211,7 +211,7 @@ class Comparison:
             return
         asked = {_top(name) for name in record.state.leaves}
         named = View({name: text for name, text in saved.leaves.items() if _top(name) in asked}, saved.parts)
-        # What a script loads in part, or under other names, shows in the training that follows.
+        # A state that is loaded in part, or under other names, is compared by the training that follows.
         self._compare_states(named, record.state, 1, only_equal=not (record.fits or record.withheld))
         self._random_off = any(saved.random.get(name) != found for name, found in record.state.random.items())
 
@@ -237,11 +237,11 @@ class Comparison:
             )
 
     def _explain_inputs(self, expected: Sequence[str], found: Sequence[str]) -> str:
-        """Return where the straight run was given what was found here."""
+        """Return where the straight run had the inputs that were found here."""
         if not found:
             return "it was given nothing"
-        met = next((new for new, old in zip(found, [*expected, *[""] * len(found)], strict=False) if new != old), "")
-        place = self._reference.inputs.get(met)
+        other = next((new for new, old in zip(found, [*expected, *[""] * len(found)], strict=False) if new != old), "")
+        place = self._reference.inputs.get(other)
         if place is None:
             return "the straight run was never given that"
         return f"the straight run was given that at {self._reference.calendar.describe(place)}"
@@ -266,7 +266,7 @@ class Comparison:
             self._compare_leaves(f"optimizer {slot}", mine, theirs, part)
 
     def _compare_leaves(self, row: str, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
-        """Compare what belongs to parameters, as one; of several that differ the first one is reported."""
+        """Compare leaves of parameters as one row; of several that differ, the first is reported."""
         if self._closeness is not None or not (expected or found):
             return
         off = [key for key in _keys(expected, found) if expected.get(key) != found.get(key)]
@@ -293,7 +293,7 @@ class Comparison:
     # ------------------------------------------------------------------ the outcome
 
     def _close(self, expected: str, found: str) -> bool:
-        """Return whether numbers are as near to each other as they have to be."""
+        """Return whether two numbers are within the required closeness."""
         if self._closeness is None:
             return False
         try:
@@ -336,7 +336,7 @@ def _near(one: float, other: float, closeness: float) -> bool:
 
 
 def row_of(name: str, parts: Mapping[str, str]) -> str:
-    """Return the row of the leaf *name* of a state: its object, and of an optimizer or a rank's own which part of it."""
+    """Return the row of the leaf *name*: its object, and for optimizers and per-rank objects also the part of it."""
     owner = _owner(name, parts)
     kind = parts.get(owner, "value")
     rest = name[len(owner) :].lstrip(".")
@@ -354,18 +354,18 @@ def _first_key(name: str) -> str:
 
 
 def _top(name: str) -> str:
-    """Return the key of the state that the leaf *name* is below of."""
+    """Return the top-level key of the state above the leaf *name*."""
     return str(split_name(name)[0])
 
 
 def _owner(name: str, parts: Mapping[str, str]) -> str:
-    """Return the longest of *parts* that *name* is, or is below of, or ""."""
+    """Return the longest of *parts* that is *name* or an ancestor of it; "" where there is none."""
     tensor = name.rpartition("#")[0]  # of which a rank has several boxes
     return next((part for part in (name, tensor, *prefixes(name)) if part in parts), "")
 
 
 def _tails(some: Sequence[str], others: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the last ones of both, as many as the shorter has; but at least one of each that has any."""
+    """Return the ends of both, cut to the length of the shorter; at least one item of each that is not empty."""
     length = max(1, min(len(some), len(others)))
     return some[-length:], others[-length:]
 
@@ -406,13 +406,13 @@ def saved_views(starts: Iterator[Sequence[AnyRecord]] | Sequence[Sequence[AnyRec
     }
 
 
-# A resume on other ranks. Equal must be every tensor of the state, put together from the parts that ranks hold, and every
-# plain value, right after the load; and the samples of each step, in any order, where as many are given. Close must be the
-# mean loss of each step. What belongs to single ranks is not compared (random generators, positions of loaders).
+# A resume on other ranks. Right after the load, every tensor (assembled from the ranks' parts) and every plain value must be
+# equal; so must the samples of each step, in any order, where both steps have as many. The mean loss of each step must be
+# close. Values of single ranks are not compared (random generators, positions of loaders).
 
 
 CLOSE = 1e-3
-"""How far losses may be off, relatively, by default; float32 sums in another order, amplified by some steps."""
+"""Default relative tolerance of losses: float32 sums in another order, amplified by some steps."""
 _OF_RANKS = ("per rank", "loader")
 _Judge = Callable[..., None]
 """`Findings.judge`, for one start."""
@@ -427,7 +427,7 @@ def compare_reshaped(
     *,
     to_the_end: bool,
 ) -> None:
-    """Compare *start*, which may have other ranks than *straight*, and than those *before* it in its line."""
+    """Compare *start*, whose ranks may differ from those of *straight* and of the starts *before* it in its line."""
     step, judge = start.loaded, partial(findings.judge, start=start.name)
     if step is not None:
         loads = [record for rank in start.ranks for record in start.of(Loaded, rank) if record.step == step]
@@ -455,7 +455,7 @@ def _compare_states(saved: Sequence[View], loaded: Sequence[View], at: str, judg
 
 
 def _whole(views: Iterable[View]) -> dict[str, str]:
-    """Return a digest of each tensor as all ranks have it together; each part counts once."""
+    """Return a digest of each tensor, assembled from all ranks; each part counts once."""
     kinds: dict[str, str] = {}
     sums: dict[str, dict[str, str]] = {}
     for view in views:

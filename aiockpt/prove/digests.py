@@ -1,6 +1,6 @@
-"""Digests of what training holds: by bits, dtype, shape and order of elements; strides and devices make no difference.
+"""Digests of tensors and values: by bits, dtype, shape and order of elements; strides and devices make no difference.
 
-NaN equals NaN where the bits are equal, and 0.0 is not -0.0. Of a tensor that is spread over ranks, a digest is of this
+NaN equals NaN where the bits are equal, and 0.0 is not -0.0. For a tensor that is sharded over ranks, a digest covers this
 rank's part; `box_sums` digests each part in a way that does not depend on how the tensor is cut.
 """
 
@@ -28,7 +28,7 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(
 
 
 def digest_bytes(data: bytes) -> str:
-    """Return the digest of bytes: what all others are made of that are no tensor's."""
+    """Return the digest of bytes; all digests of non-tensors are made of it."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
@@ -103,7 +103,7 @@ def digest_value(value: object) -> str:
 
 
 def sum_of_rows(tensor: torch.Tensor) -> int:
-    """Return the sum of the digests of the rows of a batch: equal for any order of them, and for any cut into ranks."""
+    """Return the sum of the digests of the rows of a batch: equal for any order of the rows and any split over ranks."""
     if not tensor.dim() or is_spread(tensor):
         return 0
     data = _bytes(tensor)
@@ -147,7 +147,7 @@ def view_of(state: Mapping[str, Any], rank: int, *, spread: bool = False) -> Vie
 
 
 def _walk_values(node: Node, path: Path, leaves: dict[str, str], parts: dict[str, str]) -> None:
-    """Put the values below *node* into *leaves*, and what objects there are into *parts*."""
+    """Add the values below *node* to *leaves*, and the kinds of its objects to *parts*."""
     name = join_name(path) if path else ""
     if type(node) is not dict:
         parts[name], leaves[name] = "value", shorten(_text(node))
@@ -170,7 +170,7 @@ def _walk_values(node: Node, path: Path, leaves: dict[str, str], parts: dict[str
 
 
 def _flatten(node: Node, name: str) -> dict[str, str]:
-    """Return the text of each entry of a value that is a dict, or of the whole of it."""
+    """Return the text of each entry of a dict, or of the whole of another value."""
     if type(node) is dict and TAG not in node and node:
         found: dict[str, str] = {}
         for key, child in node.items():

@@ -1,9 +1,9 @@
 """Starts of a training function in this process: fast, for many small proofs. A kill is simulated.
 
 Each start calls the function anew, so that it builds everything afresh, with random generators seeded from the operating
-system as those of a new process are. A kill raises an exception that must not be caught (`SimulatedKill`), and from that
-moment on the storage accepts no call: what a save had not written is lost, as with SIGKILL. What it cannot show is state
-that a module keeps in globals: that survives here, and would not in a new process.
+system like those of a new process. A kill raises an exception that must not be caught (`SimulatedKill`), and from then on
+the storage accepts no call: unwritten data of a save is lost, as with SIGKILL. The limit of the simulation is state in
+module globals: it survives here, and would not in a new process.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from aiockpt.prove.starts import Start, read_start_ranks
 from aiockpt.prove.training import Training
 
 # Starts as processes. When one has killed itself, all others of that start are killed; writer processes are waited for
-# (``worker="process"``). What belongs to a start is found by the environment variable that names its job, in ``/proc``.
-# Guarantees: nothing that a start has started is left behind, also after an interruption; every wait ends.
+# (``worker="process"``). The processes of a start are found in ``/proc``, by the environment variable that names its job.
+# Guarantees: no process of a start is left behind, also after an interruption; every wait ends.
 
 
 POLL_S = 0.05
 GRACE_S = 60.0
-"""How long a writer process may take to finish what it has, and a launcher to end when its ranks are gone."""
+"""Seconds for a writer process to finish its pending work, and for a launcher to end after its ranks."""
 TAIL_LINES = 15
 _WRITER = b"aiockpt.worker"
 
 Tick = Callable[[str, float, Path], object]
-"""Called with the name of the start, the seconds so far, and its folder; from time to time."""
+"""Called repeatedly with the name of the start, the seconds so far, and its folder."""
 
 
 class ProcessRunner:
     """Starts a command.
 
     Args:
-        command: what to start, in this process's folder and environment.
+        command: run in this process's folder and environment.
         timeout_s: of each start.
-        loss: finds losses in what is printed: its group ``loss``, or its first one, is the text, ``step`` the number.
+        loss: finds printed losses: its group ``loss``, or the first one, is the text, ``step`` the number.
         tick: called with the progress.
     """
 
@@ -71,10 +71,10 @@ class ProcessRunner:
         """Return one start of the script when it is over.
 
         Args:
-            command: another one than usual.
+            command: runs instead of the usual one.
 
         Raises:
-            UsageError: it cannot be started, or did not end in time; with its last lines.
+            UsageError: it cannot be started, or did not end in time; the message has its last lines.
         """
         path = write_job(job)
         folder, begun = Path(job.folder), time.monotonic()
@@ -119,10 +119,10 @@ class ProcessRunner:
         lines = (folder / "output.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
         said = "\n".join(lines) or "(it printed nothing)"
         late = f"the {name} run did not end within {self._timeout_s:g} s"
-        return f"{late}; give --timeout more, or train less. It said:\n{said}"
+        return f"{late}; raise --timeout, or train less. Its last lines:\n{said}"
 
     def _end(self, path: Path, process: subprocess.Popen[bytes]) -> None:
-        """Kill what is left of a start; wait for writer processes, which finish what they have, and then kill them too."""
+        """Kill the processes left of a start; wait for writer processes to finish their work, then kill them too."""
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ def _processes_of(path: Path) -> Iterator[tuple[int, bool]]:
     """Yield (process id, whether it is a writer) of each process whose job is *path*; without /proc nothing is found."""
     marker = f"{VARIABLE}={path}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it is another user's, or has ended
+        with suppress(OSError):  # of another user, or ended
             if marker not in (entry / "environ").read_bytes().split(b"\0"):
                 continue
             if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -169,8 +169,8 @@ class InlineRunner:
         if command is not None:
             raise UsageError("resume_with: a function has one world size; prove a command instead")
         write_job(job)
-        told: list[AnyRecord] = []
-        recorder = Recorder(job, told.append, 0, 1, kill=lambda: None)
+        seen: list[AnyRecord] = []
+        recorder = Recorder(job, seen.append, 0, 1, kill=lambda: None)
         session = Session(recorder, Training(recorder))
         begun = time.monotonic()
         status: int | None = 0
@@ -190,7 +190,7 @@ class InlineRunner:
             session.training.close()
         return Start(
             name=name,
-            ranks={0: told} if told else {},
+            ranks={0: seen} if seen else {},
             seconds=time.monotonic() - begun,
             kill=job.kill,
             status=None if recorder.killed else status,
@@ -200,7 +200,7 @@ class InlineRunner:
 
 @contextmanager
 def _quiet(recorder: Recorder) -> Iterator[None]:
-    """Suppress the log of what fails in a run that is dead: its process would be silent."""
+    """Suppress the failures that a killed run logs: its process would be silent."""
 
     def lives(_: logging.LogRecord) -> bool:
         return not recorder.dead

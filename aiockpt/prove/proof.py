@@ -1,11 +1,11 @@
-"""The course of a proof: run a script straight, kill it and resume it, run a control, compare, and report the result.
+"""The sequence of a proof: run a script straight, kill it and resume it, run a control, compare, and report the result.
 
-1. *straight*: to its end. What follows is compared with it.
-2. *killed*, *resumed*, …: one line of starts in one place, each but the last ending by a kill that a seed draws.
-3. *control*: as the first resumed start, from the same files, but its load leaves the state as it is. What does not differ
-   there would not have been noticed, and does not count as shown.
-4. *again*: straight once more, only where something differs. What two straight runs do not agree on is not the resume's
-   fault.
+1. *straight*: an uninterrupted run; the others are compared with it.
+2. *killed*, *resumed*, …: one line of starts in one place; each but the last ends by a kill that a seed draws.
+3. *control*: like the first resumed start, from the same files, but its load leaves the state unchanged. A row that does not
+   differ there cannot reveal a missing load, and does not count as shown.
+4. *again*: a second straight run, only where something differs. Differences between the two straight runs are not caused by
+   the resume.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from aiockpt.prove.watched_calls import url_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Where to kill: drawn from what the straight run did, by a seed, so that it can be repeated.
+# Places of the kills: drawn from the records of the straight run, by a seed, so that they can be repeated.
 
 
 def draw_kills(straight: Start, count: int, seed: int) -> list[Kill]:
     """Return up to *count* kills, in the order of the training: in turn inside a save and between two steps.
 
-    Each comes after the first save, so that there is something to resume from. None: the run is too short.
+    Each comes after the first save, so that a resume has a step to load. An empty list: the run is too short.
     """
     dice = random.Random(seed)
     places = _places(straight, dice)
@@ -85,7 +85,7 @@ def _in_save(step: int, calls: dict[int, dict[int, int]], rank: int, dice: rando
 
 PRINTED = "printed loss"
 CONTROL_STEPS = 8
-"""Optimizer steps after which a control has shown enough."""
+"""Optimizer steps after which a control may end."""
 SHORT = (
     "the run is too short to be killed and resumed: it needs a save, and then at least one optimizer step or another save; "
     "train longer, or save more often"
@@ -98,16 +98,16 @@ def certify(
     *,
     folder: Path | None = None,
     tick: Tick | None = None,
-    told: Callable[[Start], object] = lambda start: None,
+    on_start: Callable[[Start], object] = lambda start: None,
 ) -> Certificate:
-    """Prove that a resume of *script* is the same run, or find the first thing in which it is not.
+    """Prove that a resume of *script* is the same run, or find the first difference.
 
     Args:
         script: a command, started as processes and killed by SIGKILL; or a function without arguments, which makes its own
             ``Checkpointer`` and is called anew for each start (a kill is simulated then: see `aiockpt.prove.inline`).
-        folder: where records, logs and scratch checkpoints stay; None: a temporary one, removed at the end.
+        folder: for records, logs and scratch checkpoints; None: a temporary one, removed at the end.
         tick: called with the progress.
-        told: called with each start when it is over.
+        on_start: called with each start when it is over.
 
     Raises:
         UsageError: the script cannot be proved: it fails, saves nothing, is too short, does not end in time.
@@ -116,14 +116,14 @@ def certify(
         InlineRunner(script) if callable(script) else ProcessRunner(script, how.timeout_s, _compile(how.loss), tick)
     )
     with _work_folder(folder, fast=callable(script)) as work:
-        return _Proof(runner, how, work, told).run()
+        return _Proof(runner, how, work, on_start).run()
 
 
 class _Proof:
     """One proof under way."""
 
-    def __init__(self, runner: Runner, how: Proof, folder: Path, told: Callable[[Start], object]) -> None:
-        self._runner, self._how, self._folder, self._told = runner, how, folder, told
+    def __init__(self, runner: Runner, how: Proof, folder: Path, on_start: Callable[[Start], object]) -> None:
+        self._runner, self._how, self._folder, self._on_start = runner, how, folder, on_start
         self._starts: list[Start] = []
         self._early = folder / "place-of-the-control"
 
@@ -173,11 +173,11 @@ class _Proof:
         )
         start = self._runner.run(name, job, command)
         self._starts.append(start)
-        self._told(start)
+        self._on_start(start)
         return start
 
     def _run_line(self, kills: Sequence[Kill]) -> list[Start]:
-        """Return the starts of the line that is killed and resumed, until one has come to its end."""
+        """Return the killed and resumed starts, up to the first that ran to its end."""
         place = self._folder / "place"
         line: list[Start] = []
         for kill in [*kills, None]:
@@ -211,10 +211,10 @@ class _Proof:
             for rank in straight.ranks:
                 saved = saved_views([one.ranks.get(rank, ()) for one in before])
                 comparison = Comparison(Reference(straight.ranks[rank]), findings, start.name, rank, self._how.close)
-                told = start.ranks.get(rank, ())
+                seen = start.ranks.get(rank, ())
                 if start.died is not None:  # ranks ended by the death of another one closed in the middle
-                    told = [record for record in told if not isinstance(record, Ended)]
-                comparison.run(told, saved, to_the_end=to_the_end)
+                    seen = [record for record in seen if not isinstance(record, Ended)]
+                comparison.run(seen, saved, to_the_end=to_the_end)
         if start.died is None and start.status:
             _judge_resume(start, findings, "it ends well", f"it fails with status {start.status}", start.tail)
         elif before and start.loaded is None:
@@ -238,7 +238,7 @@ def _check_straight(straight: Start) -> None:
     """Raise UsageError unless there is something to prove."""
     said = f" Its last lines:\n{straight.tail}" if straight.tail else " It printed nothing."
     if straight.status:
-        raise UsageError(f"the script fails by itself, with status {straight.status}, killed by nobody.{said}")
+        raise UsageError(f"the script fails by itself, with status {straight.status}, before any kill.{said}")
     if not straight.ranks:
         raise UsageError(f"the script ended without making an aiockpt.Checkpointer: nothing can be proved.{said}")
     if not straight.committed:
@@ -249,18 +249,18 @@ def _check_killed(killed: Start) -> None:
     if killed.died is None:
         raise UsageError(
             f"the run ended before it could be killed ({killed.kill.explain() if killed.kill else ''}), though the straight "
-            f"run came there: it does not do the same twice. Its last lines:\n{killed.tail}"
+            f"run reached that place: the script is not reproducible. Its last lines:\n{killed.tail}"
         )
 
 
 def _why_not_loaded(start: Start, before: Sequence[Start]) -> str:
-    """Return why a start did not go on from what was there."""
+    """Return why a start did not resume from the steps that were there."""
     urls = [{url for begun in one.of(Begun) for url in begun.urls} for one in (before[0], start)]
     if urls[0] != urls[1]:
-        return f"it looked in another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
+        return f"its load used another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
     if start.of(Loaded):
         return "its load found nothing"
-    return "it never called load() or resume(), and waited for what they return"
+    return "it never called load() or resume() and waited for the result"
 
 
 def _judge_resume(start: Start, findings: Findings, expected: str = "", found: str = "", note: str = "") -> None:
@@ -269,7 +269,7 @@ def _judge_resume(start: Start, findings: Findings, expected: str = "", found: s
 
 
 def _compare_printed(straight: Start, start: Start, findings: Findings) -> None:
-    """Compare losses that were printed: by their steps, or else from the end backwards."""
+    """Compare printed losses: by their steps, or else from the end backwards."""
     if not straight.printed or start.died is not None or not start.printed:
         return
     steps = {step: text for step, text in straight.printed if step is not None}

@@ -1,9 +1,9 @@
-"""The observer inside a run under `aiockpt prove`: it records what happens, and ends the run where its job says so.
+"""The observer inside a run under `aiockpt prove`: it records the training, and ends the run where its job says so.
 
-There is one in a process, made by the first ``Checkpointer``. It keeps the place in the training (`aiockpt.prove.records`),
-receives what the hooks of `aiockpt.prove.training` and the probe of each checkpointer see, and executes the `Kill` of its
-job. In a process of its own that is SIGKILL; a run that is a function of this process (`aiockpt.prove.inline`) is ended by
-an exception, and its storage accepts no call from then on.
+The first ``Checkpointer`` of a process makes it. It keeps the place in the training (`aiockpt.prove.records`), receives the
+observations of the hooks of `aiockpt.prove.training` and of each checkpointer's probe, and executes the `Kill` of its job:
+SIGKILL in a separate process; an exception in a run that is a function of this process (`aiockpt.prove.inline`), whose
+storage accepts no call from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiockpt.prove.records import AnyRecord, encode
 from aiockpt.runtime.loop import Mutex
 
 COMMIT_DEADLINE_S = 60.0
-"""How long a kill waits until there is something to resume from."""
+"""Seconds that a kill waits for a step to resume from."""
 
 
 class SimulatedKill(BaseException):
@@ -39,7 +39,7 @@ class Recorder:
         job: what to do.
         write: called with each record.
         rank, world_size: of this process.
-        kill: ends the process; returns where it is only simulated.
+        kill: ends the process; returns where the process is simulated.
 
     Attributes:
         dead: the run is over; *killed*: by its own kill.
@@ -70,7 +70,7 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def write(self, kind: Callable[..., AnyRecord], *, at: int | None = None, **fields: Any) -> None:
-        """Write a record, as of now, or of optimizer step number *at*. Any thread.
+        """Write a record with the current place, or that of optimizer step number *at*. Any thread.
 
         A forked child (a loader's worker) writes nothing.
         """
@@ -90,7 +90,7 @@ class Recorder:
         return self._count
 
     def end_step(self) -> None:
-        """Called when it has; die here if that is the place."""
+        """Called when the optimizer has stepped; the run ends here if this is the place of its kill."""
         self.check()
         kill, job = self.job.kill, self.job
         if kill is not None and kill.kind == "step":
@@ -104,9 +104,9 @@ class Recorder:
                 self._die("enough was seen")
 
     def reach(self, step: int, *, saving: bool = False) -> None:
-        """Called when the script has come to *step*, and perhaps is *saving* it: places are counted from there.
+        """Called when the script has reached *step*, and may be *saving* it: places are counted from there.
 
-        A kill in a save that this time is not made (its step is passed, as a `Cadence` may decide) comes here instead.
+        Executes a kill whose save is skipped this time (a `Cadence` may decide so) once its step is passed.
         """
         self._label, self._count = step, 0
         kill = self.job.kill
@@ -139,15 +139,15 @@ class Recorder:
     # ------------------------------------------------------------------ the end
 
     async def storage_call(self, step: int | None, wait: Callable[[float], Any]) -> None:
-        """Called when something in the folder of *step* is about to change; die there if that is the place.
+        """Called before a change in the folder of *step*; the run ends here if this is the place of its kill.
 
-        What a load changes there, to finish the commit of a start that is dead, is in no save of this one.
+        Changes by a load, which finishes the commit of a dead start, belong to no save of this start.
 
         Args:
             wait: sleeps, on the event loop.
 
         Raises:
-            StorageError: the run is dead already, and its process only simulated.
+            StorageError: the run was already killed in simulation.
         """
         if self.dead:
             raise StorageError("the run was killed")
@@ -164,7 +164,7 @@ class Recorder:
         raise StorageError("the run was killed")
 
     def _die_if_resumable(self, where: str | None = None) -> None:
-        """Die, once there is something to resume from: a save may be under way."""
+        """End the run once there is a step to resume from: a save may be under way."""
         kill = self.job.kill
         if kill is None or kill.rank != self.rank:
             return
@@ -201,7 +201,7 @@ class FileWriter:
 
 
 def kill_this_process(folder: Path) -> Callable[[], None]:
-    """Return what kills this process as `kill -9` would, and notifies the process that ends the other ranks."""
+    """Return a function that kills this process like `kill -9`, and notifies the process that ends the other ranks."""
 
     def kill() -> None:
         (folder / KILLED).touch()

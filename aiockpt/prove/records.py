@@ -1,8 +1,8 @@
-"""The records of a run under `aiockpt prove`: one for each thing that can be compared with another run's.
+"""The records of a run under `aiockpt prove`, to be compared with those of another run.
 
-A record says *where* in the training it was made by the last step number that the script passed to its checkpointer
-(``label``: saved, passed to ``step()``, or loaded) and the optimizer steps since then (``count``). So a record of a
-resumed run has the same place as its twin in the run that was never stopped, however often either was started.
+The *place* of a record in the training is the last step number that the script passed to its checkpointer (``label``:
+saved, passed to ``step()``, or loaded) and the number of optimizer steps since then (``count``). So a record of a resumed
+run has the same place as its twin in the straight run, however often either was started.
 
 Tensors are recorded by a digest of their bits, plain values by their text.
 """
@@ -24,7 +24,7 @@ def sum_text(total: int) -> str:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something that one rank of one start of the script did, at (*label*, *count*)."""
+    """An action of one rank in one start of the script, at (*label*, *count*)."""
 
     label: int | None = None
     count: int = 0
@@ -66,11 +66,11 @@ class Stepped(Record, frozen=True, kw_only=True, tag=True):
         optimizer: its class, and a digest of the shapes that it trains.
         settings: of its groups, as text.
         slots, weights, gradients: digests by parameter, before the step.
-        names: parameter → name in the state, as far as that is known.
-        inputs: what modules were given since the step before, one digest a call; *samples* is the sum of the digests of
-            their *rows*, the same however ranks share a batch.
+        names: parameter → name in the state, as far as known.
+        inputs: of modules since the step before, one digest a call; *samples* is the sum of the digests of their
+            *rows*, the same however ranks share a batch.
         random: the generators at each of these calls.
-        losses: what ``backward()`` was called on.
+        losses: values on which ``backward()`` was called.
     """
 
     optimizer: str
@@ -87,7 +87,7 @@ class Stepped(Record, frozen=True, kw_only=True, tag=True):
 
 
 class Labelled(Record, frozen=True, kw_only=True, tag=True):
-    """The script came to *step*: it saves it, or passed it to ``step()`` when it was not due. The label changes to it.
+    """The script reached *step*: it saves it, or passed it to ``step()`` when no save was due. *step* becomes the label.
 
     *url* is the first place of the checkpointer: a script may have several.
     """
@@ -103,8 +103,8 @@ class Loaded(Record, frozen=True, kw_only=True, tag=True):
     """A load from *url* is complete.
 
     Attributes:
-        step: what was loaded; None when there was nothing. *fits*: all of the state was asked for, and filled.
-        withheld: it was a control: the state was left as it was.
+        step: the loaded one; None where there was none. *fits*: the whole state was requested and filled.
+        withheld: the start was a control, and the state was left unchanged.
     """
 
     url: str = ""
@@ -151,7 +151,7 @@ def encode(record: AnyRecord) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[AnyRecord]:
-    """Return the records of *lines*; a last one that a kill has cut is left out."""
+    """Return the records of *lines*; a last line that a kill has cut is dropped."""
     return [_DECODER.decode(line) for line in lines if line.endswith(b"\n")]
 
 

@@ -1,7 +1,7 @@
-"""The session of a process that is being proved: its recorder, and the checkpointers that it has made.
+"""The session of a process under proof: its recorder, and the checkpointers that it has made.
 
-`find_probe` is called for each ``Checkpointer`` when it is made. It returns None unless the environment names a job, or a
-function of this process is being proved.
+`find_probe` is called when a ``Checkpointer`` is made. It returns None unless the environment names a job, or a function
+of this process is being proved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Closes(Protocol):
-    """A checkpointer, as far as a session is concerned."""
+    """The part of a checkpointer that a session uses."""
 
     def close(self) -> None: ...
 
@@ -42,7 +42,7 @@ class Session:
         self._checkpointers.append(weakref.ref(checkpointer))
 
     def close(self) -> None:
-        """End the checkpointers that a simulated kill has left."""
+        """Close the checkpointers that a simulated kill has left open."""
         for reference in self._checkpointers:
             checkpointer = reference()
             if checkpointer is not None:
@@ -60,7 +60,7 @@ def enter(session: Session | None) -> None:
 
 
 def record(name: str, value: object) -> None:
-    """Add *value*, called *name*, to the comparison of `aiockpt prove` with the run that is never stopped; else do nothing.
+    """Add *value*, called *name*, to the comparison of `aiockpt prove`; outside a proof do nothing.
 
     Args:
         value: a number, a tensor, or anything with a ``repr`` that is the same for equal values.
@@ -74,9 +74,9 @@ def record(name: str, value: object) -> None:
 
 
 def find_probe(checkpointer: Closes, ranks: Ranks, tiers: Sequence[Tier]) -> CallProbe | None:
-    """Return what sees the calls of a *checkpointer* of this process; None outside of `aiockpt prove`.
+    """Return the probe for the calls of a *checkpointer* of this process; None outside `aiockpt prove`.
 
-    None, too, for one whose places are to be left as they are.
+    Also None for a checkpointer whose places are to be left unchanged.
     """
     if _session is None and VARIABLE in os.environ:
         enter(_open_session(ranks))

@@ -32,11 +32,11 @@ class Start(msgspec.Struct, frozen=True):
     """One start of a script, over.
 
     Attributes:
-        name: what people call it.
+        name: for people.
         ranks: the records of each rank, oldest first.
         seconds: how long it took.
-        kill: where it was to end; None for one that was to run to its end.
-        status: how its command ended; None for one that was killed.
+        kill: its planned kill; None for a start that was to run to its end.
+        status: exit status of its command; None for a killed start.
         tail: the last lines that it printed.
         printed: losses found in its output, (step as printed or None, text).
     """
@@ -55,7 +55,7 @@ class Start(msgspec.Struct, frozen=True):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there were."""
+        """The number of ranks."""
         return self.of(Begun)[0].world_size if self.of(Begun) else 0
 
     @property
@@ -76,7 +76,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
-    """Return what the processes of one start wrote into *folder*, by rank.
+    """Return the records that the processes of one start wrote into *folder*, by rank.
 
     Of several processes of one rank (a launcher that starts ranks again) the first one counts.
     """
@@ -87,26 +87,26 @@ def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
 
 
 def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
-    """Yield what can be compared with another start's records, each with the key of its twin there.
+    """Yield the records that can be compared with another start's, each with the key of its twin there.
 
-    Of several checkpointers that a start closes the last one is its end: a resume may open some more, to list and to load.
+    If a start closes several checkpointers, the last one is its end: a resume may open others, to list and to load.
     """
-    met = Counter[Key]()
+    counts = Counter[Key]()
     ends = [record for record in records if isinstance(record, Ended)]
     for record in records:
         if isinstance(record, Ended) and record is not ends[-1]:
             continue
         if isinstance(record, Loaded) and record.step is not None:
-            met.clear()
+            counts.clear()
         if isinstance(record, Stepped | Labelled | Told | Ended):
             name = record.name if isinstance(record, Told) else ""
             key = (type(record).__name__, record.place, name)
-            yield (*key, met[key]), record
-            met[key] += 1
+            yield (*key, counts[key]), record
+            counts[key] += 1
 
 
 class Calendar:
-    """Describes in words where in the training something was: by the script's numbers of its steps.
+    """Describes places in the training in words, by the script's own step numbers.
 
     Args:
         records: of a run from its beginning to its end.
@@ -140,11 +140,11 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kills: how often to kill, in turn inside a save and between two steps.
-        seed: draws where.
-        close: how far losses and metrics may be off, relatively, for scripts that are not reproducible: weights, gradients
+        seed: of the draw of places.
+        close: relative tolerance of losses and metrics, for scripts that are not reproducible: weights, gradients
             and optimizer state are then compared only where they are loaded. None: everything bit by bit.
         ignore: rows that do not count, as in the shell: ``"metric *"``.
-        as_is: places that the script only reads, and that are not redirected: weights to begin with.
+        as_is: places that the script only reads, such as initial weights; they are not redirected.
         resume_with: the command that resumes, on another world size or with another parallelism; None: the same one.
         timeout_s: of each start.
         loss: a regular expression for losses that are printed: group ``loss`` or the first, and ``step`` if there is one.

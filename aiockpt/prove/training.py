@@ -1,11 +1,11 @@
 """Observation of training between two saves, without a change to the script: torch's own global hooks.
 
 - at each optimizer step: weights, gradients and state of that optimizer, and the settings of its groups, as before it;
-- each call of an outermost module that is to have gradients: the tensors it is given that are data (they need no gradient),
-  and the random generators before it;
-- ``Tensor.backward``: the value of the loss. (That one is wrapped: torch has no hook there.)
+- each call of an outermost module with gradients: its input tensors that are data (they need no gradient), and the random
+  generators before it;
+- ``Tensor.backward``: the value of the loss. (The method is wrapped: torch has no hook there.)
 
-Parameters are known by their places in the optimizer's groups, and recorded with the names that the state has for them.
+Parameters are identified by their places in the optimizer's groups, and recorded with their names in the state.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """Return what identifies this optimizer in every start of the script: class, and shapes of its parameters."""
+    """Return the identity of this optimizer in every start of the script: class, and shapes of its parameters."""
     shapes = repr([[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups])
     return f"{type(optimizer).__name__} {xxhash.xxh3_64(shapes.encode()).hexdigest()[:8]}"
 

@@ -1,6 +1,6 @@
 """The probe of a proof at the calls of one ``Checkpointer``: the state at each, and the result of each load.
 
-The checkpointer saves to a scratch place meanwhile, so that the run's own is unchanged.
+During a proof the checkpointer saves to a scratch place; the run's own place is unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from aiockpt.storage.backend import Backend, Traits
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.open import open_backend
 
-# The scratch place: a folder behind a backend that looks like the place the script named; the run's own checkpoints are
-# neither read nor touched. Each change is reported to the recorder, which may end the process there.
+# The scratch place: a folder behind a backend that imitates the place that the script named; the run's own checkpoints are
+# neither read nor changed. Each change is reported to the recorder, which may end the process there.
 
 
 def url_of(where: str | os.PathLike[str] | Backend) -> str:
@@ -72,7 +72,7 @@ class ScratchBackend(Forwarding):
 
 
 _CHANGES = frozenset({"put", "put_new", "create", "delete", "upload.write", "upload.finish"})
-"""The calls after which a killed process leaves something else behind than before."""
+"""The calls that change what a killed process leaves behind."""
 
 
 State = Mapping[str, Any]
@@ -94,10 +94,10 @@ class WatchedCalls:
         return [self._recorder]
 
     def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
-        """Return *tiers*, and a scratch backend for each; ``memory://`` is this process's and stays, and so may others.
+        """Return *tiers*, and a scratch backend for each; ``memory://`` (of this process alone) and ``as_is`` places stay.
 
         Args:
-            by_url: another process is to open them, by their URLs.
+            by_url: another process will open them, by their URLs.
         """
         urls = self._urls
         self._recorder.check()
@@ -118,7 +118,7 @@ class WatchedCalls:
         return moved, backends
 
     def asked(self, request: LoadRequest) -> LoadRequest:
-        """Return what is to be loaded: in a control its step is found, and nothing of the state is filled."""
+        """Return the request to load; in a control it finds its step and fills no part of the state."""
         self._recorder.check()
         self._training.learn_names(request.state)
         if not self._recorder.job.withhold:
@@ -126,7 +126,7 @@ class WatchedCalls:
         return msgspec.structs.replace(request, state={}, only=None, rename=None, strict=False)
 
     def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None]:
-        """Return what completes a load on the thread of its waiter, and records its result."""
+        """Return a function that completes a load on its waiter's thread, and records the result."""
 
         def finish() -> LoadResult | None:
             result = None if filled is None else filled.apply()
@@ -145,12 +145,12 @@ class WatchedCalls:
         self._recorder.write(records.Loaded, url=self._url, step=step, fits=fits, withheld=withheld, state=view)
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
-        """Called when the script has come to *step*, and is about to save it or not."""
+        """Called when the script has reached *step*; *saved* says whether it saves it."""
         self._recorder.check()
         self._training.learn_names(state)
         view = view_of(state, self._rank, spread=self._recorder.job.spread)
-        told = {name: text_of(value) for name, value in (metrics or {}).items()}
-        self._recorder.write(records.Labelled, url=self._url, step=step, saved=saved, state=view, metrics=told)
+        texts = {name: text_of(value) for name, value in (metrics or {}).items()}
+        self._recorder.write(records.Labelled, url=self._url, step=step, saved=saved, state=view, metrics=texts)
         self._recorder.reach(step, saving=saved)
 
     def saved(self, step: int) -> None:

@@ -31,22 +31,22 @@ from aiockpt.runtime.stages import UNTOLD, Stages
 
 # The notes of loads, and their removal.
 #
-# A rank removes the notes that it wrote when every rank has left their load: the last one out at once, the others when
-# they leave a later one. So a store holds the notes of one load at most, however many there were.
+# A rank removes its own notes of a load once every rank has left that load: the last rank at once, the others when they
+# leave a later load. So a store holds the notes of at most one load, however many there were.
 
 
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
-"""For the notes of a rank that leaves, whatever happened to it."""
+"""For posting the last notes of a rank that leaves a load, whatever the reason."""
 _REMOVALS = 4
-"""At loads that this rank has left and others may not have, whenever it leaves one."""
+"""Earlier loads whose notes a rank tries to remove when it leaves one; other ranks may still be in them."""
 
 
 class Notes:
     """The notes of one load, by keys of their own. Use on one event loop.
 
     Args:
-        waiting: accompanies its waits.
+        waiting: checks the other ranks during its waits.
     """
 
     def __init__(self, board: NoteBoard, prefix: str, waiting: Waiting) -> None:
@@ -72,7 +72,7 @@ class Notes:
         return await self._board.gather(names, kind, deadline_s, what, self._waiting)
 
     async def release(self) -> None:
-        """Note that this rank needs these notes no more."""
+        """Note that this rank no longer needs these notes."""
         if await self._board.arrive(self._key("past")) == self.world_size:
             await self._board.delete([self._key("past")])
 
@@ -88,7 +88,7 @@ class Notes:
 
 
 def load_prefix(number: int) -> str:
-    """Return what the keys of the notes of load *number* begin with."""
+    """Return the key prefix of the notes of load *number*."""
     return f"load/{number}"
 
 
@@ -103,7 +103,7 @@ class LoadNotes:
 
     @asynccontextmanager
     async def taking(self, number: int, part: str = "") -> AsyncIterator[Notes]:
-        """Lend the notes of load *number*, or of a *part* of it, for the length of the block."""
+        """Yield the notes of load *number*, or of a *part* of it; release them when the block ends."""
         call, rounds = f"load() number {number}", self._rounds
         prefix = "/".join(filter(None, (load_prefix(number), part)))
         waiting = Waiting(rounds.members, prefix, call, self.deadline_s)
@@ -130,7 +130,7 @@ class LoadNotes:
 
 
 STEPS = ("read", "fit", "fill", "apply")
-"""What all ranks do one after the other in each trial; the last of it by itself, when its caller waits for it."""
+"""The steps of a trial, in order, on all ranks; "apply" runs separately, when the caller waits for the load."""
 Outcome = Literal["fits", "misfits", "damaged", "unserved", "failed"]
 _WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
 
@@ -139,10 +139,10 @@ class Report(msgspec.Struct, frozen=True):
     """The outcome of one rank.
 
     Attributes:
-        outcome: "fits" also says that everything was filled; "misfits", "damaged" and "failed" carry a message;
-            "unserved" that another rank failed before it sent what this one was to receive.
+        outcome: "fits" also means that everything was filled; "misfits", "damaged" and "failed" carry a message;
+            "unserved" means that another rank failed before it sent what this one was to receive.
         problems: the differences, of "misfits".
-        spare: names that the checkpoint has and this rank does not want, though it would be a difference.
+        spare: names in the checkpoint that this rank does not want; a difference if no rank wants them.
         ranks: at fault, where the cause is on other ranks.
         may_refuse: whether an object of this rank may still refuse its value.
     """
@@ -156,10 +156,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Rank 0's judgement of all reports; *rank* is the one whose message it has, *ranks* as of its report.
-
-    *may_refuse* is whether any rank's report says so.
-    """
+    """Rank 0's verdict on all reports; *message* and *ranks* are those of *rank*, *may_refuse* is that of any rank."""
 
     outcome: Outcome = "fits"
     message: str = ""
@@ -170,7 +167,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Agreement:
-    """All ranks do one thing after the other, and each step is done by all or by none."""
+    """Steps that all ranks take in the same order; each step is done on every rank, or fails on every rank."""
 
     def __init__(self, notes: Notes, key: str, deadline_s: float, stages: Stages = UNTOLD) -> None:
         self._notes = notes
@@ -182,10 +179,10 @@ class Agreement:
     async def on(
         self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report] = lambda _: Report()
     ) -> T:
-        """Return what *work* returns when it went well on every rank.
+        """Run *work*, and return its result once it has succeeded on every rank.
 
         Args:
-            report: what the others must know of the result.
+            report: returns what the other ranks must know of the result.
 
         Raises:
             Exception: this rank's own error, or one that stands for those of other ranks.
@@ -269,13 +266,13 @@ def judge(reports: Mapping[int, Report]) -> Verdict:
 
 def _union(reports: Mapping[int, Report], world_size: int) -> list[str]:
     """Return all differences; one that not every rank found names its ranks."""
-    met: dict[str, list[int]] = {}
+    ranks_by_problem: dict[str, list[int]] = {}
     for rank, report in reports.items():
         for problem in report.problems:
-            met.setdefault(problem, []).append(rank)
+            ranks_by_problem.setdefault(problem, []).append(rank)
     return [
         problem if len(ranks) == world_size else f"{problem} ({name_ranks(ranks)})"
-        for problem, ranks in sorted(met.items())
+        for problem, ranks in sorted(ranks_by_problem.items())
     ]
 
 

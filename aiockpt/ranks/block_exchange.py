@@ -3,10 +3,10 @@
 Reading, sending and placing overlap: while one round travels, the parcels of the next are read and those of the one
 before are compared and put in place. Guarantees:
 
-- A rank verifies every block it read before it sends it, and every block it received before it uses it. What was damaged
-  on its way, or never came because the group broke, it reads from storage by itself.
-- A rank that cannot read goes on sending, and each message is marked as invalid. So no receiver waits in vain, the group
-  survives a damaged step, and a receiver raises `UnservedError` while the reader raises its own error.
+- A rank verifies each block that it reads before it sends it, and each block that it receives before it uses it. Blocks
+  that were damaged in transit, or lost when the group broke, it reads from storage itself.
+- A rank that cannot read still sends its messages, marked as invalid. So no receiver times out, the group survives a
+  damaged step, and a receiver raises `UnservedError` while the reader raises its own error.
 - Memory beyond the targets: `BUFFER_BYTES`, whatever the size of the group, and of blocks up to 1 MiB.
 """
 
@@ -30,13 +30,13 @@ from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 
 BUFFER_BYTES = 128 << 20
 MOST_PARCEL_BYTES = 4 << 20
-"""Small, so that buffers are soon used again: the first use of new memory costs more than the hop to a thread."""
+"""Small, so that buffers are reused soon: the first use of new memory costs more than the hop to a thread."""
 ROUNDS_AHEAD = 4
-"""Own parcels that are read or wait for their turn: object stores need several requests under way."""
+"""Own parcels that are being read or wait to be sent: object stores need several requests in flight."""
 ROUNDS_RECEIVED = 2
-"""One that arrives, and one that is put in place."""
+"""One that is arriving, and one that is being placed."""
 _VOUCHED, _WORTHLESS = 1, 0
-"""The byte after a parcel."""
+"""Values of the byte after a parcel: its data are valid, or invalid."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -113,7 +113,7 @@ class Exchanger:
         self._received_bytes = 0
 
     async def run(self) -> Delivered:
-        """Take part in all rounds, read what only this rank wants, and then what did not come.
+        """Take part in all rounds, read what only this rank wants, then read what was damaged or did not arrive.
 
         Raises:
             CheckpointError: this rank could not read its part.
@@ -171,7 +171,7 @@ class Exchanger:
             self._ahead.release()
 
     async def _read(self, parcel: SharedRange) -> Bytes:
-        """Return the message of an own parcel. An error is kept for the end, so that no receiver waits in vain."""
+        """Read an own parcel, and return its message. An error is kept until the end: receivers still get a message."""
         message = self._borrow(parcel)
         if self._error is None:
             try:
@@ -202,7 +202,7 @@ class Exchanger:
             await self._peers.trade(sends, receives, number, self._deadline_s)
 
     async def _resolve(self, number: int, parcel: SharedRange, message: Bytes) -> None:
-        """Put what arrived in place, or note what is wrong with it; then the buffer is free."""
+        """Place an arrived parcel, or note what is wrong with it; then free its buffer."""
         if message[-1] != _VOUCHED:
             self._unserved_by = self._peers.ranks[parcel.reader]
         else:
@@ -236,6 +236,6 @@ class Exchanger:
         return bool(check.bad_blocks)
 
     def _borrow(self, parcel: SharedRange) -> Bytes:
-        """Return memory for a parcel and the byte after it; memory is reused, for new pages cost more than copies."""
+        """Return a buffer for a parcel and the byte after it. Buffers are reused: new pages cost more than a copy."""
         whole = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
         return whole[: parcel.size_bytes + 1]

@@ -1,7 +1,7 @@
 """One rank of a job as the core's `Coordinator`, composed of the parts of this folder.
 
-The rounds of saves are counted and ended in `rounds`, planned in `joint_plan`; `save` and `load` are what all do together;
-`storage_fallback` detects other ranks' progress without notes, and whether all of them see a place.
+`rounds` numbers and ends saves, `joint_plan` plans them; `save` and `load` are the joint operations; `storage_fallback`
+detects other ranks' progress without notes, and checks that all ranks see a place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
 F = TypeVar("F")
 N = TypeVar("N")
 PLAN_IN_CALL_S = 30.0
-"""For the other ranks to come to a plan, where a call is not to fail for their sake."""
+"""For the other ranks to reach the joint plan, where their errors must not fail a call (``on_error`` is not "raise")."""
 
 
 class RankCoordinator:
@@ -39,12 +39,12 @@ class RankCoordinator:
 
     Args:
         place: what they save to, the same on all of them.
-        loop: what its coroutines run on.
-        secret: random hex; that of rank 0 names all attempts.
+        loop: runs its coroutines.
+        secret: random hex; the names of all attempts follow from that of rank 0.
         terms: options that all ranks must share, by name, in words.
-        peers: those with which this rank reads once; None reads alone.
+        peers: the ranks that read each block once together with this one; None: this rank reads alone.
         seen: numbers of the places that all ranks are known to see.
-        on_seen: called with the number of a place once they are.
+        on_seen: called with the number of a place once all ranks are known to see it.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class RankCoordinator:
 
     @property
     def board_name(self) -> str:
-        """What distinguishes the notes of these ranks from those of others."""
+        """The name of the board of these ranks' notes."""
         return self.board.name
 
     def register(self) -> None:
-        """Post, in the background, in which process this rank is, so that others of its host see it end."""
+        """Post the process of this rank, in the background: ranks on the same host can then detect its end."""
         self.loop.submit(self.rounds.register)
 
     def begin(self, step: int) -> RankRound:
-        """Return the round of a save that begins now: the same on all ranks that call alike."""
+        """Return the round of a save that begins now: the same on all ranks that make the same calls."""
         return RankRound(self, self.rounds.begin(step))
 
     def begin_load(self) -> RankLoad:
@@ -97,16 +97,16 @@ class RankCoordinator:
         return RankLoad(self._load_notes, self.rounds.begin_load(), self._peers)
 
     def join(self, board_name: str, name: RoundName) -> RankRound:
-        """Return a round that another process of this rank has begun; it posts for both what this rank plans."""
+        """Return a round that another process of this rank has begun; that process posts the plan for both."""
         self.board.join(board_name)
         return RankRound(self, RoundNotes(self.rounds, name, planned=True))
 
     def known_share(self, state: ShardedState) -> ShardedState | None:
-        """Return this rank's share of *state* where all have planned it before."""
+        """Return this rank's share of *state* if all ranks have planned it before, else None."""
         return self.rounds.joint.known(state)
 
     def depart(self, reason: str, *, failed: bool) -> None:
-        """Notify the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
+        """Notify the other ranks that this one makes no more calls; wait until that is posted, unless it has *failed*."""
         if self.loop.usable:
             telling = self.loop.submit(partial(self.rounds.depart, reason, failed=failed))
             if not failed:
@@ -114,7 +114,7 @@ class RankCoordinator:
                     telling.result(TELL_DEADLINE_S)
 
     def visibility(self, place: Place) -> Visibility:
-        """Return whether all ranks see *place*, as far as it is known."""
+        """Return the check whether all ranks see *place*, the same object each time."""
         if place.number not in self._visible:
             self._visible[place.number] = Visibility(place, seen=place.number in self._seen)
         return self._visible[place.number]
@@ -143,7 +143,7 @@ class RankCoordinator:
         pause_s: float,
         deadline_s: float,
     ) -> N | F:
-        """Return rank 0's note, or what is found in its place."""
+        """Return rank 0's note, or what *find* returns while the note is missing."""
 
         async def wait(seconds: float) -> N | F:
             return await self.board.wait(key, kind, seconds, what)
@@ -168,11 +168,11 @@ class RankRound:
         return self._loop.submit(self._notes.plan, state).result() if known is None else known
 
     def name_attempt(self) -> str | None:
-        """Return the nonce that the save has on all ranks."""
+        """Return the nonce of the save, the same on all ranks."""
         return self._notes.known_nonce or self._loop.submit(self._notes.attempt_nonce).result()
 
     def abort(self, error: BaseException) -> None:
-        """Notify the other ranks, in the background, why this one takes no part."""
+        """Report to the other ranks, in the background, why this one takes no part."""
         self._loop.submit(self._notes.abort, error)
 
     def release(self) -> None:
@@ -181,7 +181,7 @@ class RankRound:
 
     @asynccontextmanager
     async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
-        """Report to the other ranks what ends the block before the save has begun; afterwards the save reports it."""
+        """Report an error in the block to the other ranks, unless the save has begun: then the save reports it."""
         notes = self._notes
         try:
             yield
@@ -197,7 +197,7 @@ class RankRound:
     async def choose_place(
         self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
     ) -> Place:
-        """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
+        """Return the place that rank 0 chooses: the one named in its note, else the one that has its vote."""
         notes, key = self._notes, self.name.key("entry")
         if notes.board.rank == 0:
             chosen = await choose()
@@ -230,7 +230,7 @@ class RankRound:
         return await save_with_ranks(place, self._notes, job)
 
     async def announce(self) -> None:
-        """Post that this rank knows what to write; its writer saves without the note, too."""
+        """Post that this rank knows what to write. A lost store is ignored: the writer does not need the note."""
         with suppress(StoreLostError):
             await self._notes.announce()
 
@@ -238,10 +238,10 @@ class RankRound:
     async def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AsyncIterator[None]:
-        """Leave the round of a save that a writer process makes, however it ends.
+        """Release the round of a save that a writer process makes, whatever the outcome.
 
-        A writer that dies has its save aborted before the others are notified: they neither commit it nor wait for it. Where
-        it had voted and the commit is decided, no failure is reported.
+        If the writer dies, its save is aborted before the others are notified: they neither commit it nor wait for it. If it
+        had voted and the commit is decided, no failure is reported.
         """
         assert job.nonce is not None
         try:

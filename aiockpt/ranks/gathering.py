@@ -6,9 +6,9 @@ them, and counts the group; the rank that makes the count of the groups full pos
 
 Guarantees:
 
-- No rank waits for another here, and no rank has a duty that could die with it: the last to vote is alive by definition.
+- No rank waits for another here, and no work depends on a particular rank: the last to vote is alive by definition.
   If it dies before it has gathered, rank 0 finds the receipts themselves (`aiockpt.pipeline.receipts`).
-- The store only wakes. When it is lost, the votes stand, and rank 0 polls the storage as often as it can.
+- The store only wakes ranks. When it is lost, the votes stand, and rank 0 polls the storage as often as it can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiockpt.storage.backend import Backend
 
 
 async def count_vote(board: NoteBoard, key: str, backend: Backend, own: Receipt) -> None:
-    """Count this rank's vote; gather the receipts of its group when it was the last of it.
+    """Count this rank's vote; if it completes its group, gather the group's receipts.
 
     Args:
         key: of the notes about these votes.
@@ -59,7 +59,7 @@ def takes_over(rank: int, world_size: int) -> bool:
 
 
 def vote_keys(key: str, world_size: int) -> list[str]:
-    """Return the keys of all notes about votes, to remove them when every rank is past them."""
+    """Return the keys of all notes about votes, to remove them when no rank needs them any more."""
     groups = groups_of(world_size)
     return [key, *([_all_key(key)] if groups else []), *(_group_key(key, group) for group in groups)]
 

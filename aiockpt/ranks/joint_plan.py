@@ -1,11 +1,11 @@
 """Plan of what this rank writes of a state that all ranks save together.
 
-Ranks exchange what they hold once for each structure (`aiockpt.planning.spread`). Guarantees:
+Ranks exchange the boxes of their local shards once for each structure (`aiockpt.planning.spread`). Guarantees:
 
 - A later save of the same structure needs no exchange: a rank writes what it wrote last time.
 - A rank whose structure changed waits for a note of every rank. When all changed, everything is planned anew; when only
   some did, these plan among themselves what is new and keep the rest, and the others never wait.
-- Where options differ that must be equal, every rank raises an error that names them, before anything is planned.
+- If options that must be equal differ, every rank raises an error that names them, before anything is planned.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from aiockpt.runtime.notes import NoteBoard, name_ranks
 from aiockpt.state.shards import ShardedState, TensorShard, are_same
 
 _SMALL_WORLD = 16
-"""Where every rank may look for itself who is missing, and say so, when nobody has said it for a while."""
+"""Up to this world size each rank reads all notes itself, and names missing ranks, after `_PATIENCE_S` without a survey."""
 _PATIENCE_S = 1.0
-"""That while."""
+"""In a large world: for naming the missing ranks, after the survey has failed to arrive by the deadline."""
 
 
 class Intent(msgspec.Struct, frozen=True):
@@ -94,10 +94,10 @@ class JointPlan:
         await self._board.post(name.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
 
     async def make(self, name: RoundName, state: ShardedState, waiting: Waiting) -> ShardedState:
-        """Plan *state* with the ranks that do not know what to write either; return this rank's share.
+        """Plan *state* with the other ranks that have no plan for it; return this rank's share.
 
         Raises:
-            RanksDisagreeError: the ranks have other worlds or options, or the tensors do not fit together.
+            RanksDisagreeError: the ranks differ in world size or options, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not call this save.
         """
         board, rank = self._board, self._board.rank
@@ -136,7 +136,7 @@ class JointPlan:
         return lost
 
     def _check_terms(self, terms: Mapping[int, Mapping[str, str]]) -> None:
-        """Refuse options that differ, by name, with the ranks; every rank finds the same."""
+        """Raise RanksDisagreeError if an option differs, naming it and the ranks; every rank raises the same error."""
         first, *others = terms
         for term, value in terms[first].items():
             odd = [rank for rank in others if terms[rank].get(term) != value]
@@ -148,7 +148,7 @@ class JointPlan:
                 )
 
     async def _survey(self, name: RoundName, waiting: Waiting) -> dict[int, Intent]:
-        """Return the notes of all ranks. The first rank to ask reads them, and the others read its result.
+        """Return the notes of all ranks. The first rank to call reads them, and the others read its result.
 
         (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.measure.gathering`.)
         """
@@ -166,7 +166,7 @@ class JointPlan:
                     waiting.silent,
                 )
                 return dict(enumerate(intent for intent, count in found for _ in range(count)))
-            # In a large world the one that reads for all is dead, or gives up just now: name the other missing ranks.
+            # In a large world the rank that reads for all is dead, or times out just now: name the other missing ranks.
             left_s = self._deadline_s if small else min(_PATIENCE_S, self._deadline_s)
             return await board.gather(keys, Intent, left_s, what, waiting)
         intents = await board.gather(keys, Intent, self._deadline_s, what, waiting)
@@ -175,7 +175,7 @@ class JointPlan:
         return intents
 
     def _kept_parts(self, holdings: Sequence[LocalBoxes]) -> dict[int, list[Part]]:
-        """Return, by number of the holding, what this rank goes on to write of tensors that did not change."""
+        """Return, by number of the holding, the parts of unchanged tensors that this rank goes on writing."""
         if self._plan is None:
             return {}
         numbers = {holding: number for number, holding in enumerate(holdings)}
@@ -187,9 +187,9 @@ class JointPlan:
         return kept
 
     def _maybe_replicas(self, holdings: Sequence[LocalBoxes], kept: Mapping[int, object]) -> tuple[int, ...]:
-        """Return, by number, what other ranks may have, too, when only some of them have planned.
+        """Return the numbers of the holdings that other ranks may have, too, when only some ranks have planned.
 
-        What is kept is what it was. What is new was not compared with the ranks that did not plan: it counts as theirs, too.
+        A kept one is a replica if it was one before. A new one was not compared with all ranks, and counts as a replica.
         """
         assert self._plan is not None
         before = {self._plan.holdings[number] for number in self._plan.replicas}
@@ -227,9 +227,9 @@ class JointPlan:
 
 
 PLAN_NOTES = ("intent", "holdings", "kept", "share")
-"""What each rank leaves of its own while it plans."""
+"""The notes that each rank posts under a key of its own while it plans."""
 
 
 def shared_plan_notes(world_size: int) -> list[str]:
-    """Return what all ranks post together while they plan, below the prefix of a round."""
+    """Return the keys, below the prefix of a round, of the notes that all ranks share while they plan."""
     return [f"{name}/{world_size}" for name in ("surveyors", "survey")]

@@ -3,9 +3,9 @@
 Rank 0 chooses the step; every rank matches and fills its own part and reports; rank 0 judges the reports
 (`aiockpt.ranks.agreement`). Guarantees (docs/decisions.md#loading):
 
-- All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
-- No rank's load is done, and none begins a new line of saves, before all ranks have filled what they wanted from the same
-  generation of the same step.
+- All ranks must be asked to load the same step in the same way; else every rank raises an error that lists the calls.
+- No rank's load completes, and no rank begins a new line of saves, before all ranks have filled what they wanted from the
+  same generation of the same step.
 - All ranks match before any fills: a checkpoint that does not fit on one rank changes nothing on any, and every rank
   raises the same list of differences.
 - A step that one rank finds damaged is skipped by all, and all go on to the next. What was skipped, and why, is the same
@@ -55,7 +55,7 @@ from aiockpt.runtime.notes import name_ranks
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's note: what it was asked to load, as far as all ranks must be asked the same."""
+    """A rank's note: the arguments of its load that must be the same on all ranks."""
 
     step: int | None
     strict: bool | dict[str, bool]
@@ -66,12 +66,12 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Rank 0's note: which manifest is next; without one, there is nothing to load, or *failure* says why.
+    """Rank 0's note: the manifest to try next; without an id there is nothing to load, or *failure* gives the reason.
 
     Attributes:
         ranks: at fault, where a failure was not rank 0's.
-        disagree: whether it was that ranks were asked to load differently.
-        skipped: what rank 0 has passed over since its choice before.
+        disagree: whether the failure is that ranks were asked to load differently.
+        skipped: what rank 0 has skipped since its previous choice.
     """
 
     id: str = ""
@@ -90,7 +90,7 @@ class RankLoad:
     Args:
         all_notes: those of all loads of this rank.
         number: of this load among all loads of the job, the same on every rank.
-        peers: those with which this rank reads once; None reads alone.
+        peers: the ranks that read each block once together with this one; None: this rank reads alone.
     """
 
     def __init__(self, all_notes: LoadNotes, number: int, peers: Peers | None) -> None:
@@ -145,10 +145,10 @@ class RankLoad:
         raise AssertionError("there is always another trial")
 
     async def agree_applied(self, error: Exception | None) -> None:
-        """Report whether this rank's objects accepted what the load returned; receive the other ranks' reports.
+        """Report whether this rank's objects accepted their loaded values; receive the other ranks' reports.
 
         Raises:
-            Exception: those of one rank did not; it is *error* itself where it was this one. All states are invalid then.
+            Exception: the objects of a rank refused them; *error* itself if it was this rank. All states are then invalid.
         """
 
         async def applied() -> None:
@@ -189,16 +189,16 @@ async def _fit(
 
 
 def _report(target: LoadTarget) -> Report:
-    """Return what other ranks must know of a target: also what is a difference when no rank wants it."""
+    """Return the report on a target, with the names that are a difference if no rank wants them."""
     return Report(spare=target.unexpected_claimed, may_refuse=target.may_refuse)
 
 
 class _Chooser:
-    """What the ranks of one load try next: rank 0 finds it and posts it for the others.
+    """Chooses what the ranks of one load try next: rank 0 finds it and posts it for the others.
 
     Args:
-        found: on rank 0, what there is, the newest first.
-        skipped: gets, on the other ranks, what rank 0 has passed over, in place of what they know themselves.
+        found: on rank 0, the candidates, the newest first.
+        skipped: on the other ranks, overwritten with what rank 0 has skipped.
     """
 
     def __init__(self, engine: Engine, notes: Notes, found: AsyncIterator[Found], skipped: Skipped) -> None:
@@ -206,21 +206,21 @@ class _Chooser:
         self._notes = notes
         self._found = found
         self._skipped = skipped
-        self._told: Skipped = []
+        self._reasons: Skipped = []
 
     async def choose(self, trial: int) -> Choice | None:
         """Return the manifest to try next, the same on all ranks; None when there is nothing to load."""
         key = f"{trial}/choice"
         choice = await (self._receive(key) if self._notes.rank else self._find(key, first=not trial))
-        self._told += choice.skipped
-        self._skipped[:] = self._told
+        self._reasons += choice.skipped
+        self._skipped[:] = self._reasons
         return choice if choice.id else None
 
     async def _find(self, key: str, *, first: bool) -> Choice:
-        """Find the next one and post it, or why there is none.
+        """Find the next candidate and post it, or post why the search failed.
 
         Args:
-            first: no choice was made yet, so whether all ranks were asked the same is not known.
+            first: this is the first choice, so check that all ranks were asked to load the same.
         """
         chosen: Found | None = None
         try:
@@ -236,7 +236,7 @@ class _Chooser:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
                 await self._notes.post(key, failure)
             raise
-        choice = Choice(skipped=tuple(self._skipped[len(self._told) :]))
+        choice = Choice(skipped=tuple(self._skipped[len(self._reasons) :]))
         if chosen is not None:
             manifest, tier = chosen.manifest, chosen.place.number
             choice = Choice(manifest.id, manifest.step, manifest.generation, tier, skipped=choice.skipped)

@@ -1,12 +1,12 @@
-"""Membership of ranks: which are there, what each called last, and which cannot come any more. Notes of each about itself.
+"""Membership of ranks: which are running, what each called last, and which have gone; from notes of each about itself.
 
-A rank posts in which process it is, what it calls, and that it leaves, when its checkpointer is closed, with the reason. One
-that is killed posts nothing: the ranks of its host see that its process has ended, and notify the others.
+A rank posts its process, its calls, and, when its checkpointer is closed, that it leaves, with the reason. A rank that is
+killed posts nothing: the ranks on its host detect that its process has ended, and notify the others.
 
 Guarantees:
 
-- A rank that is reported gone takes part in nothing but what its own note says that it still does.
-- No rank asks about more than a few others: those next to it, which launchers put on the same host, and those it waits for.
+- A rank that is reported gone takes part only in the operations that its own note lists.
+- Each rank checks only a few others: its neighbours, which launchers put on the same host, and those it waits for.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from aiockpt.runtime.notes import NoteBoard, StoreLostError, name_ranks
 from aiockpt.runtime.processes import Process, has_ended, this_process
 
 NEXT_RANKS = 16
-"""How many ranks on either side are looked at: hosts have fewer, and launchers number those of one host in a row."""
+"""How many ranks on either side are checked: hosts have fewer, and launchers number those of one host in a row."""
 DESCRIBED = 8
 """Ranks that are described one by one in a message."""
 READ_AT_ONCE = 64
-"""Departures that one look reads: when a whole job ends, ranks do not read each other's notes by the million."""
+"""Departures that one poll reads: when a whole job ends, ranks do not read millions of each other's notes."""
 _LEFT, _CLOSED = "left", "closed"
 
 
@@ -38,8 +38,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         process: where it runs.
         writes: whether that process writes what it saves; else another one does, which may outlive it.
-        place: where it saves to, as far as it has begun to; or meant to.
-        left: why it has left there before it had called anything.
+        place: where it saves to, or meant to when it left; empty before its first call.
+        left: why it left that place before it had called anything; empty if it did not.
     """
 
     process: Process
@@ -49,7 +49,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Calls(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's note about what it has called of one checkpointer: the last call in words, and how often what is counted.
+    """A rank's note about its calls of one checkpointer: the last one in words, and the counts of loads and warm-ups.
 
     Attributes:
         step: of the last call, where it was a save; else negative.
@@ -62,7 +62,7 @@ class Calls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Departure(msgspec.Struct, frozen=True, array_like=True):
-    """A note about a rank that will not come any more.
+    """A note about a rank that has gone.
 
     Attributes:
         part: the operations that it still takes part in, by the keys of their notes.
@@ -94,11 +94,11 @@ class Membership:
         self._here: Process | None = None
         self._others: dict[int, Member] = {}
         self._departures: dict[int, Departure] = {}
-        self._heard = 0
+        self._received = 0
         self._placed = False
 
     async def register(self, place: str = "") -> None:
-        """Post in which process this rank is, and where it saves to."""
+        """Post the process of this rank, and where it saves to."""
         here = await self._locate()
         await self._board.post(_member_key(self._board.rank), Member(here, self._writes, place))
 
@@ -110,25 +110,22 @@ class Membership:
         await self._board.post(_calls_key(self._board.rank), calls)
 
     async def leave_group(self, reason: str, part: Iterable[str]) -> None:
-        """Post that this rank takes part in nothing but *part* any more, and why. The last to do so removes all of it."""
+        """Post that this rank now takes part only in *part*, and why. The last rank to leave removes all these notes."""
         board = self._board
         await self._announce(Departure(board.rank, reason, tuple(part), writes=self._writes))
         if await board.arrive(_CLOSED) == board.world_size:
-            told = await board.count(_LEFT)
-            await board.delete([_LEFT, _CLOSED, *map(_left_key, range(1, told + 1))])
+            departed = await board.count(_LEFT)
+            await board.delete([_LEFT, _CLOSED, *map(_left_key, range(1, departed + 1))])
             await board.delete(map(_calls_key, range(board.world_size)))
 
     async def leave_group_early(self, reason: str) -> None:
-        """Post that this rank leaves before it has begun its board, whose name it does not even know.
-
-        Its next checkpointer takes that back.
-        """
+        """Post that this rank leaves before its board has a name. The note of its next checkpointer replaces this one."""
         here = await self._locate()
         note = Member(here, self._writes, self._board.place, left=reason)
         await self._board.post(_member_key(self._board.rank), note)
 
     async def find_early(self, ranks: Iterable[int]) -> None:
-        """Find which of *ranks*, which are waited for, have left before they came."""
+        """Find which of *ranks* have left before they made any call."""
         board = self._board
         some = [rank for rank in ranks if rank not in self._departures][:DESCRIBED]
         members = await board.find_all(list(map(_member_key, some)), Member)
@@ -138,12 +135,12 @@ class Membership:
 
     async def refresh(self) -> None:
         """Find which ranks have left, and whether a rank of this host has ended."""
-        count = min(await self._board.count(_LEFT), self._heard + READ_AT_ONCE)
-        keys = list(map(_left_key, range(self._heard + 1, count + 1)))
+        count = min(await self._board.count(_LEFT), self._received + READ_AT_ONCE)
+        keys = list(map(_left_key, range(self._received + 1, count + 1)))
         for departure in await self._board.find_all(keys, Departure):
             if departure is None:  # counted, and not written yet
                 break
-            self._heard += 1
+            self._received += 1
             self._departures.setdefault(departure.rank, departure)
         for rank, member in await self._ended_neighbours():
             why = f"its process {member.process.pid} has ended, killed perhaps, without closing its Checkpointer"
@@ -153,7 +150,7 @@ class Membership:
         """Return why *rank* will do nothing more for an operation; None while it may, as far as is known.
 
         Args:
-            voting: whether it is a vote that is wanted, which may come from a process of its own.
+            voting: whether only its vote is needed, which its writer process may still give.
         """
         found = self._departures.get(rank)
         if found is None or operation in found.part or (voting and found.killed and not found.writes):
@@ -169,11 +166,11 @@ class Membership:
 
     @property
     def anyone_gone(self) -> bool:
-        """Whether any rank is known not to come any more."""
+        """Whether any rank is known to have gone."""
         return bool(self._departures)
 
     async def describe(self, ranks: Collection[int], call: str) -> str:
-        """Return what is known of *ranks*, which are waited for in *call*, in words."""
+        """Return in words what is known of *ranks*, for which *call* waits."""
         some = sorted(ranks)[:DESCRIBED]
         calls = await self._board.find_all([_calls_key(rank) for rank in some], Calls)
         silent = [rank for rank, made in zip(some, calls, strict=True) if made is None]
@@ -219,7 +216,7 @@ class Membership:
 
 
 def lost(what: str, departures: Sequence[Departure]) -> RankFailedError:
-    """Return the error that ends *what*, which the ranks of *departures* were needed for."""
+    """Return the error that ends *what*, which needed the ranks of *departures*."""
     reasons = "; ".join(
         f"rank {departure.rank} {'is gone' if departure.killed else 'has left'}: {departure.reason}"
         for departure in departures[:DESCRIBED]
@@ -246,35 +243,35 @@ def _calls_key(rank: int) -> str:
     return f"calls/{rank}"
 
 
-# Waits of one operation for other ranks: they log after a while, and end as soon as a needed rank cannot come any more.
+# Waits of one operation for other ranks: they log after a while, and end as soon as a needed rank has gone.
 #
-# One `Waiting` accompanies one operation through all of its waits for other ranks. Guarantees:
+# One `Waiting` serves all waits of one operation for other ranks. Guarantees:
 #
 # - After ten seconds a warning names the ranks waited for and what they did last, and again every minute.
 # - A wait for a rank that has left, or whose process has ended, ends within a second or so, and names that rank. What the
-#   rank had written before is found first.
-# - A save that a rank has passed over, because it saves a later step already, is given up after those ten seconds: threads
-#   of one program may call in another order than those of the next.
+#   rank had posted before is read first.
+# - A save that a rank has skipped, because it already saves a later step, is abandoned after those ten seconds, not at once:
+#   the threads of one program may call in another order than those of the next.
 
 
 logger = logging.getLogger("aiockpt")
 
 Missing = Callable[[], Awaitable[Iterable[int]]]
-"""Asks which ranks are missing."""
+"""Returns which ranks are missing."""
 WARN_AFTER_S, WARN_AGAIN_S = 10.0, 60.0
 FIRST_POLL_S, POLL_S = 0.2, 1.0
-"""Between two looks at who has left."""
+"""Before the first poll for departed ranks, and between polls."""
 
 
 class Waiting:
-    """One operation of this rank that other ranks are needed for.
+    """The waits of one operation of this rank for other ranks.
 
     Args:
-        operation: what the keys of its notes begin with.
-        call: what it is, in words.
-        deadline_s: after which it is given up, for the message.
+        operation: the key prefix of its notes.
+        call: the operation, in words.
+        deadline_s: after which the operation is abandoned; for the message.
         step: of a save; else negative.
-        for_whom: asks for which ranks those that are looked at wait themselves; None when they are the ones that are late.
+        for_whom: returns the ranks that the checked ones wait for in turn; None if the checked ones are themselves late.
     """
 
     def __init__(
@@ -299,14 +296,14 @@ class Waiting:
         self._warn_at_s = self._begun_s + WARN_AFTER_S
 
     async def check_ranks(self, ranks: Iterable[int], *, voting: bool = False) -> RankError | None:
-        """Log which ranks it waits for, when it is time; return why one of *ranks* will not come, None while all may.
+        """Log, when that is due, which ranks are late; return the error if one of *ranks* has gone, else None.
 
-        A caller that gets an error here reads once more what those ranks had left before.
+        A caller that receives an error reads once more what those ranks had posted before.
 
         Args:
             voting: as of `Membership.departure`.
         """
-        # What is unknown now is no reason to give up; a caller that needs it gets the error.
+        # A failed query is no reason to end the wait; a caller that needs the store raises the error itself.
         with suppress(CheckpointError):
             if await self._is_time():
                 needed = list(ranks)
@@ -315,7 +312,7 @@ class Waiting:
         return None
 
     async def check_votes(self, missing: Missing) -> RankError | None:
-        """The same for ranks whose votes are wanted; *missing* lists them from the storage, when that is worth it."""
+        """The same for votes; *missing* lists the ranks from storage, and is called only when one has gone or is late."""
         with suppress(CheckpointError):
             if await self._is_time() and (self._members.anyone_gone or self._is_late):
                 return await self._judge(sorted(await missing()), voting=True)
@@ -329,7 +326,7 @@ class Waiting:
         return self.lost(needed, voting=voting) or await self._passed_over(needed)
 
     async def explain(self, ranks: Sequence[int]) -> str:
-        """Return what is known of *ranks*, which did not come in time."""
+        """Return what is known of *ranks*, which missed the deadline."""
         try:
             return await self._members.describe(ranks, self._call)
         except StoreLostError as error:
@@ -386,7 +383,7 @@ class Waiting:
         )
 
     def lost(self, ranks: Iterable[int], *, voting: bool = False) -> RankFailedError | None:
-        """Return why one of *ranks* will do nothing more for the operation, as far as is known; None while all may.
+        """Return the error if some of *ranks* are known to do nothing more for the operation; None while all may.
 
         Args:
             voting: as of `Membership.departure`.

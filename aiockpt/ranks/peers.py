@@ -1,14 +1,14 @@
-"""Point-to-point messages between ranks, over a process group that the user gave for this alone.
+"""Point-to-point messages between ranks, over a process group that the user provides for this purpose alone.
 
 The one file that uses a process group. Collectives, and all that must happen in one order on all ranks, stay away from
 training's groups: those belong to the training thread. A group of its own may be used from our threads; sends and receives
 are matched by tag. Guarantees:
 
-- Nothing waits longer than the deadline. A rank that dies, gives up or is cancelled breaks the group, and every other rank
-  sees that at once: it closes all connections, and gloo notifies the other end of a closed connection.
-- A group that broke is never used again. Its loss is an error of the exchange, not of the load: what did not come can be
+- Nothing waits longer than the deadline. A rank that dies, fails or is cancelled breaks the group, and every other rank
+  detects that at once: the rank closes all connections, and gloo notifies the other end of a closed connection.
+- A group that broke is never used again. Its loss is an error of the exchange, not of the load: what did not arrive can be
   read from storage.
-- Memory of a message is not touched any more when `trade` returns or raises.
+- The memory of a message is no longer touched once `trade` has returned or raised.
 
 gloo only: bytes to load lie in host memory, and only gloo moves that. Make the group with
 ``torch.distributed.new_group(backend="gloo")`` beside the ``nccl`` ones of training.
@@ -33,7 +33,7 @@ from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.world import Ranks
 
 Message = tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]
-"""A rank of the job, and the memory of the bytes for it or from it: one run."""
+"""A rank of the job, and the contiguous memory to send to it or to receive from it."""
 _NEVER_SENT_TAG = (1 << 31) - 1
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -147,11 +147,11 @@ class Peers:
 
 
 def find_peers(group: Any, ranks: Ranks) -> Peers | None:
-    """Return the peers of *group*, given by a user; None where there is none to share with.
+    """Return the peers of *group*, which the user provides; None without a group, or if it has this rank only.
 
     Raises:
-        UsageError: it is no group of this process, it cannot move host memory, it is the one of training, or *ranks*
-            count this process otherwise.
+        UsageError: *group* is not a group of this process, cannot move host memory, or is training's own; or *ranks*
+            number this process differently.
     """
     if group is None:
         return None
@@ -166,12 +166,12 @@ def find_peers(group: Any, ranks: Ranks) -> Peers | None:
 
 
 def _members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a group that can be used, as the job counts them."""
+    """Return the ranks of a group, as the job numbers them, if the group can be used; else raise UsageError."""
     advice = 'give one of its own, made with torch.distributed.new_group(backend="gloo")'
     if not (distributed.is_available() and distributed.is_initialized()):
         raise UsageError("load_group: call torch.distributed.init_process_group() first")
     if not isinstance(group, distributed.ProcessGroup):
-        raise UsageError(f"load_group={group!r} is no process group that this rank is in: {advice}")
+        raise UsageError(f"load_group={group!r} is not a process group with this rank in it: {advice}")
     if group is distributed.group.WORLD:
         raise UsageError(f"load_group is the group that training uses: {advice}")
     backends = distributed.get_backend_config(group)

@@ -4,8 +4,8 @@ What ranks want travels as notes (`aiockpt.ranks.agreement`), the bytes over a p
 (`aiockpt.ranks.peers`). Guarantees:
 
 - A rank that fails before the exchange reports it; the others do not wait for it.
-- Where the group is or gets broken, each rank reads by itself what it still lacks: a load needs no group to succeed.
-- The step's agreement (`aiockpt.ranks.load`) decides all the same: no rank is done before all are.
+- If the group is broken, or breaks, each rank reads by itself what it still lacks: a load needs no group to succeed.
+- The agreement on each step (`aiockpt.ranks.load`) applies as without a group: no rank is done before all are.
 
 A group is used only when one is given. Making one here would be a collective call that the user did not ask for, and one
 that hangs where gloo is configured with the wrong network interface. On one host it does not win: 4 replicas of 192 MiB on
@@ -56,7 +56,7 @@ class Terms(msgspec.Struct, frozen=True):
     Attributes:
         lists: all different lists of wanted blocks; *list_of*: which of them each rank wants, in the group's order.
         broken: why no exchange is possible: each rank reads alone.
-        failed_rank: the rank whose load has failed: so will all; -1 when there is none.
+        failed_rank: the rank whose load has failed, so that all will fail; -1 if no load has.
     """
 
     lists: tuple[tuple[FileSpan, ...], ...] = ()
@@ -79,7 +79,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class ReadOnce:
-    """Fills the tensors of one rank in one trial of a load; a way to fill tensors (`aiockpt.engine.load.FillTensors`).
+    """Fills the tensors of one rank in one trial of a load; an implementation of `aiockpt.engine.load.FillTensors`.
 
     Args:
         notes: of the load; those under *key* are of this trial.
@@ -90,7 +90,7 @@ class ReadOnce:
         self._notes = notes
         self._key = key
         self._leads = peers.rank == peers.ranks[0]
-        self._told = self._settled = self._promised = False
+        self._sent = self._settled = self._promised = False
 
     async def __call__(self, place: Place, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
         """Fill the tensors of *wanted*, every block verified.
@@ -109,10 +109,10 @@ class ReadOnce:
         fetcher = open_fetcher(place, manifest, places, tally)
         try:
             if terms.broken is None:
-                with engine.stages("load", manifest.step).time("exchange") as told:
-                    received_bytes = told.bytes = await self._exchange(engine, manifest, places, fetcher, terms)
+                with engine.stages("load", manifest.step).time("exchange") as exchange:
+                    received_bytes = exchange.bytes = await self._exchange(engine, manifest, places, fetcher, terms)
             else:
-                logger.warning("load_group is not used, each rank reads alone: %s", terms.broken)
+                logger.warning("load_group: not used; each rank reads alone: %s", terms.broken)
                 received_bytes = 0
                 for landings in places.plan.passes:
                     await fetcher.fetch(landings)
@@ -125,7 +125,7 @@ class ReadOnce:
         """Release the other ranks from waiting for this one, whose load has failed. Call it in any state; never raises."""
         failure = f"{type(error).__name__}: {error}"
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
-            if not self._told:
+            if not self._sent:
                 await self._post_wants(Wants(failure=failure))
             if self._leads and not self._settled:
                 await self._set_terms(Terms(failed_rank=self._peers.rank))
@@ -148,7 +148,7 @@ class ReadOnce:
         return terms
 
     async def _post_wants(self, wants: Wants) -> None:
-        self._told = True
+        self._sent = True
         await self._notes.post(self._wants_key(self._peers.rank), wants)
 
     async def _set_terms(self, terms: Terms) -> None:

@@ -1,16 +1,16 @@
-"""Rounds of saves, which make the ranks of a job act as one: all count saves alike, and report how each ends.
+"""Rounds of saves: the ranks of a job number their saves alike, and report how each one ends.
 
-Every save has a *round*: its step, and which save of that step it is, so that ranks that call ``save`` alike mean the same.
-What they report about it are notes of that round (`aiockpt.runtime.notes`). Guarantees:
+Every save has a *round*: its step, and which save of that step it is. Ranks that make the same calls of ``save`` use the
+same round, and report on a save by notes of its round (`aiockpt.runtime.notes`). Guarantees:
 
-- A save that one rank omits, or begins when the others have given it up, is lost; the next step that all save is not.
+- A save that one rank omits, or begins after the others have abandoned it, is lost; the next step that all save is not.
 - Rounds are planned in the order of the calls (`aiockpt.ranks.joint_plan`): one that begins while an earlier one is being
   planned waits for the result.
-- Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
-  and after such a save every rank plans anew. A rank that begins the next one before it has received the failure goes on
-  as before; then those that have received it keep their parts, too.
-- The name of an attempt follows from a secret of rank 0, shared once, and the round: no save waits to learn it.
-- A rank that leaves posts that, and what it still takes part in: the others do not wait for it.
+- The votes decide, whatever was planned: parts that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
+  and after such a save every rank plans anew. A rank that begins the next save before it has received the failure keeps
+  its parts; then the ranks that have received the failure keep theirs, too.
+- The name of an attempt follows from its round and a secret of rank 0. The secret is shared once: later saves do not wait.
+- A rank that leaves posts that, and the operations it still takes part in: the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from aiockpt.state.shards import ShardedState
 
 SESSION = "session"
 TELL_DEADLINE_S = 10.0
-"""For the word of a rank that leaves."""
+"""For posting that this rank leaves."""
 _TENSORS_TOLD = 1000
 _REMOVALS = 4
-"""At rounds that this rank has left and others may not have, whenever it leaves one."""
+"""Earlier rounds whose notes a rank tries to remove when it leaves one; other ranks may still be in them."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -46,8 +46,8 @@ class End(msgspec.Struct, frozen=True):
     Attributes:
         rank: the author.
         ranks: at fault, where the cause is on other ranks.
-        exists: whether no rank failed: the step is there, and ``on_exists="raise"`` refuses it on every rank.
-        tensors: what ranks have differently; then *ranks* are those that differ.
+        exists: whether no rank failed, but the step exists and ``on_exists="raise"`` refuses it on every rank.
+        tensors: those whose replicas differ; then *ranks* are the ranks that differ.
     """
 
     generation: int = 0
@@ -59,12 +59,12 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Rounds:
-    """What one rank knows of all its rounds. Its coroutines run on the engine's loop.
+    """All rounds of one rank. Its coroutines run on the engine's loop.
 
     Args:
         board: where the ranks' notes are.
         deadline_s: for the other ranks.
-        plan_s: for them to come to a plan; None for the same.
+        plan_s: for the joint plan, at most *deadline_s*; None for *deadline_s*.
         secret: random hex; that of rank 0 is used.
         writes: whether this process writes what it saves; see `aiockpt.ranks.membership.Member`.
         terms: options that all ranks must share, by name, in words.
@@ -97,7 +97,7 @@ class Rounds:
         self._left: deque[RoundName] = deque()
 
     def begin(self, step: int) -> RoundNotes:
-        """Return the round of the save that the caller begins; called once for each, in the order of the calls."""
+        """Return the round of the save that the caller begins. Call it once for each save, in the order of the calls."""
         self.board.begin()
         self._saves[step] += 1
         begun = RoundNotes(self, RoundName(step, self._saves[step]))
@@ -116,29 +116,29 @@ class Rounds:
         return self.board.relayed
 
     def surviving_store(self) -> suppress:
-        """End the block, where saves go on without the store, when the store is lost; elsewhere that is an error."""
+        """End the block without an error when the store is lost, if saves go on here; elsewhere the error is raised."""
         return suppress(*((StoreLostError,) if self.outlives_store else ()))
 
     async def register(self) -> None:
-        """Post in which process this rank is, so that others of its host see it end."""
+        """Post the process of this rank: ranks on the same host can then detect its end."""
         with suppress(StoreLostError):
             await self.members.register()
 
     async def report(self, call: str, step: int = WARM_UP) -> None:
-        """Post what this rank has called last, of a save its *step*; without the note others only know less."""
+        """Post the last call of this rank, and the *step* of a save. A lost store is ignored: the note only informs."""
         with suppress(StoreLostError):
             await self.members.report(Calls(call, step, self._loads, self._saves[WARM_UP]))
 
     # ------------------------------------------------------------------ the order of the plans
 
     def decide(self, save_round: RoundNotes) -> None:
-        """Let the rounds after this one go on: it is clear what this rank writes."""
+        """Unblock the rounds after this one: what this rank writes in it is known."""
         self._undecided.pop(save_round, None)
         self._decided.set()
         self._decided = anyio.Event()
 
     async def wait_for_earlier(self, save_round: RoundNotes) -> None:
-        """Wait until it is clear what this rank writes of the rounds before this one."""
+        """Wait until it is known what this rank writes in the rounds before this one."""
         while save_round in self._undecided and save_round not in list(self._undecided)[:1]:
             await self._decided.wait()  # the list above is a copy: other threads add to it
 
@@ -155,7 +155,7 @@ class Rounds:
 
     @property
     def known_secret(self) -> str | None:
-        """The same where no note must be read or posted for it. Any thread, no waiting."""
+        """The secret if no note must be read or posted for it, else None. Any thread, no waiting."""
         return self._secret if self._posted or self.board.rank != 0 else None
 
     # ------------------------------------------------------------------ leaving
@@ -195,10 +195,10 @@ class Rounds:
             self._loading.discard(operation)
 
     async def depart(self, reason: str, *, failed: bool) -> None:
-        """Notify the other ranks that this one makes no more calls, and in what it still takes part; idempotent.
+        """Notify the other ranks that this one makes no more calls, and of what it still takes part in; idempotent.
 
         Args:
-            failed: whether others may wait for it; a rank that only read what is there closes without a note.
+            failed: whether others may wait for it. Without a failure, a rank that made no joint call posts no note.
         """
         if self._departed or not (failed or self.board.name):
             return
@@ -211,11 +211,11 @@ class Rounds:
 
 
 class RoundNotes:
-    """One save or ``warm_up`` of all ranks, as its notes have it. On the engine's loop, but where it says else.
+    """The notes of one save or ``warm_up`` of all ranks. Use on the engine's loop, except where stated otherwise.
 
     Attributes:
-        planned: whether this rank had to plan it with others, or another process of it posts what it must know.
-        begun: whether the save has begun, which reports its failures itself.
+        planned: whether this rank has planned it with others, or another process of this rank posts that plan.
+        begun: whether the save has begun; from then on it reports its failures itself.
     """
 
     def __init__(self, rounds: Rounds, name: RoundName, *, planned: bool = False) -> None:
@@ -225,7 +225,7 @@ class RoundNotes:
         self.begun = False
 
     def waiting(self, deadline_s: float | None = None, for_whom: Missing | None = None) -> Waiting:
-        """Return what accompanies the waits for other ranks; *for_whom* as of `Waiting`."""
+        """Return the `Waiting` of this round; *for_whom* as there."""
         name, deadline_s = self.name, deadline_s or self.rounds.deadline_s
         return Waiting(self.rounds.members, name.prefix, name.call, deadline_s, step=name.step, for_whom=for_whom)
 
@@ -236,12 +236,12 @@ class RoundNotes:
         return self.rounds.joint.known(state)
 
     async def plan(self, state: ShardedState) -> ShardedState:
-        """Return this rank's share of *state*, planned with the ranks that do not know what to write either.
+        """Return this rank's share of *state*, planned with the other ranks that have no plan for it.
 
         Raises:
             RanksDisagreeError: a rank has other options, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not begin this round.
-            RankFailedError: a rank has failed, or has left and never will.
+            RankFailedError: a rank has failed, or has left before it began this round.
         """
         async with self.watching_failures():
             await self.rounds.wait_for_earlier(self)
@@ -267,7 +267,7 @@ class RoundNotes:
 
     @property
     def known_nonce(self) -> str | None:
-        """The same where no note must be read or posted for it. Any thread, no waiting."""
+        """The nonce if no note must be read or posted for it, else None. Any thread, no waiting."""
         secret = self.rounds.known_secret
         return None if secret is None else _nonce(secret, self.name)
 
@@ -279,8 +279,8 @@ class RoundNotes:
         Raises:
             RankFailedError: a rank reported that it failed, or *lookout* that rank 0 will not answer any more.
             StepExistsError: rank 0 found the step committed.
-            ReplicasDifferError: ranks have other values of the same tensors.
-            RankTimeoutError: there is no end yet.
+            ReplicasDifferError: ranks have different values of the same tensors.
+            RankTimeoutError: the end was not posted in time.
         """
         step = self.name.step
         end = await self.board.wait(self.key("end"), End, deadline_s, f"the commit of step {step}", lookout=lookout)
@@ -309,15 +309,15 @@ class RoundNotes:
             tasks.cancel_scope.cancel()
 
     async def post_committed(self, generation: int) -> None:
-        """Wake the ranks that wait for the commit; it stands without that."""
+        """Wake the ranks that wait for the commit, which is valid without this note."""
         with suppress(StoreLostError):
             await self.board.post(self.key("end"), End(generation=generation))
 
     async def post_failure(self, error: BaseException) -> bool:
-        """Report to the other ranks at once why there will be no checkpoint; the caller is certain of that.
+        """Report to the other ranks at once why there will be no checkpoint. Call it only when that is certain.
 
         Returns:
-            Whether they can know now.
+            Whether a report has been posted, by this rank or another.
         """
         if isinstance(error, RankFailedError) and not (error.seen_here or isinstance(error, StoreLostError)):
             return True
@@ -333,7 +333,7 @@ class RoundNotes:
         await self.release()
 
     async def release(self) -> None:
-        """Post that this rank needs no note of it any more, and remove what no rank needs. Idempotent."""
+        """Post that this rank no longer needs the round's notes, and remove those that no rank needs. Idempotent."""
         await self.rounds.release(self)
 
 

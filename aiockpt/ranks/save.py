@@ -4,12 +4,12 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 
 - Receipts in storage are the votes; notes in the store only wake. No process group is used.
 - A rank that fails, is cancelled or skips notifies all others at once; they stop, remove what they wrote, and raise
-  `RankFailedError` with its reason. So it is with a rank that has left, or whose process has ended, before its vote. A
+  `RankFailedError` with its reason. The same happens when a rank has left, or its process has ended, before its vote. A
   silent rank is named in a warning after ten seconds, and in the error when a deadline has passed.
 - A follower that has voted and receives nothing from rank 0 reads the storage itself, and commits when every vote is
   there: a dead rank 0 costs no checkpoint.
-- In a writer process the store may be lost with the trainer that hosts or relays it. That ends no save: what ranks left in
-  storage supplies the rest (`aiockpt.ranks.storage_fallback`).
+- In a writer process the store may be lost with the trainer that hosts or relays it. Saves go on without it: the objects
+  in storage replace the notes (`aiockpt.ranks.storage_fallback`).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from aiockpt.runtime.notes import StoreLostError, name_ranks
 logger = logging.getLogger("aiockpt")
 
 RELIST_S = 2.0
-"""How long rank 0 trusts the count of votes in the store before it looks at the receipts all the same."""
+"""How long rank 0 relies on the count of votes in the store before it lists the receipts anyway."""
 
 
 class BegunAttempt(msgspec.Struct, frozen=True):
-    """Rank 0's note: the attempt that all take part in, or what is there already, which the policy leaves alone."""
+    """Rank 0's note: the attempt of all ranks, or the existing save, which the policy keeps."""
 
     attempt: Attempt | None = None
     existing: SaveResult | None = None
@@ -127,7 +127,7 @@ async def _lead(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> Sa
 
 
 async def _missing_votes(place: Place, attempt: Attempt) -> set[int]:
-    """Return the ranks that have not voted, as the storage shows it."""
+    """Return the ranks that have no vote in storage."""
     return set(range(attempt.world_size)) - await ranks_that_voted(place.backend, attempt.id, attempt.attempt)
 
 
@@ -155,7 +155,7 @@ async def _follow(place: Place, job: SaveJob, notes: RoundNotes, nonce: str) -> 
 
 
 async def _read_begun(place: Place, notes: RoundNotes, fallback: StorageFallback) -> BegunAttempt:
-    """Wait for rank 0 to begin this very save, or for its vote, which has the same content."""
+    """Wait for rank 0's note that it begins this very save, or for its vote, which has the same content."""
     step = notes.name.step
 
     async def receive(seconds: float) -> BegunAttempt:
@@ -177,8 +177,8 @@ async def _await_commit(place: Place, notes: RoundNotes, attempt: Attempt, fallb
     """Return the generation that was committed; after a while without news, or without rank 0, try to commit here.
 
     Raises:
-        RankFailedError: a rank has left a record of its failure, or will not vote any more.
-        CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
+        RankFailedError: a rank has recorded its failure, or will not vote any more.
+        CommitTimeoutError: no commit in time: votes are missing, or rank 0 did not commit; the outcome is unknown.
     """
     deadlines = place.engine.options.deadlines
     begun_ns, pauses = place.engine.now_ns(), pauses_without_store(place.engine, min(RELIST_S, deadlines.takeover_s))
@@ -222,7 +222,7 @@ async def _await_commit(place: Place, notes: RoundNotes, attempt: Attempt, fallb
 
 
 async def _take_over(place: Place, attempt: Attempt) -> int | None:
-    """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
+    """Commit in rank 0's place if every vote is there; return the generation, also that of a commit by another rank."""
     entry = await list_step(place.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
@@ -235,8 +235,8 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
 async def _abandon(place: Place, job: SaveJob, notes: RoundNotes, nonce: str, error: BaseException) -> None:
     """Notify the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
-    Without this rank's vote no rank can commit, nor once another attempt has the generation. Once the vote may be there, the
-    decision record decides, and a commit that was faster stands: then no failure is reported.
+    No rank can commit without this rank's vote, nor once another attempt has the generation. Once the vote may be there, the
+    decision record decides, and an earlier commit stands: then no failure is reported.
     """
     notes.rounds.joint.invalidate()
     certain = not job.voting or isinstance(error, CommitConflictError)
@@ -251,10 +251,10 @@ async def abort_attempt(
 ) -> None:
     """Ensure that no rank commits the attempt *nonce* any more, and remove this rank's part of it.
 
-    Nothing is reported or removed where that comes too late, because the commit stands or will, or is not certain.
+    Nothing is reported or removed if the commit is already decided, or if the decision cannot be read.
 
     Args:
-        places: where it may be.
+        places: where the attempt may be.
         unreported: the round by which to notify the other ranks once it is certain; None when that was done.
     """
     folder = step_id(job.step)

@@ -4,8 +4,8 @@ Ranks exchange notes in a store (`aiockpt.ranks.rounds`). The death of a trainer
 store itself, while its writer process goes on (`aiockpt.worker`). Guarantees:
 
 - Rank 0's receipt has all that its notes would have: the place, the generation, the lineage. Rank 0 needs no note at all.
-- A record of a failure is there only when no rank can commit the attempt any more.
-- The store is asked first, the storage only after a pause without news: a save that goes well costs it nothing. The more
+- A failure record exists only when no rank can commit the attempt any more.
+- The store is polled first, the storage only after a pause without news: a successful save costs it nothing. The more
   ranks there are, the more rarely each polls.
 """
 
@@ -44,22 +44,22 @@ logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 POLL_S, POLL_OF_A_RANK_S = 2.0, 0.01
-"""Between two looks at the storage."""
+"""Between two polls of the storage, and the addition for each rank."""
 FIRST_POLL_S = 0.1
 """The first pause once the store is lost; it grows to the usual one."""
 _READ = 8
-"""Records of failures: those of ranks that gave up because another one failed say less than that one's."""
+"""Failure records that are read, to find one whose cause is not the failure of yet another rank."""
 
 
 class FailureRecord(msgspec.Struct, frozen=True):
-    """The record of a rank whose part of an attempt will never be there."""
+    """The record of a rank whose part of an attempt will never be complete."""
 
     rank: int
     failure: str
 
 
 class StorageFallback:
-    """What the ranks of one attempt left in one place.
+    """Access to what the ranks of one attempt left in one place.
 
     Args:
         nonce: of the attempt.
@@ -96,13 +96,13 @@ class StorageFallback:
         return receipt
 
     async def failure(self) -> RankFailedError | None:
-        """Return why there will be no checkpoint of this attempt, when a rank has recorded that."""
+        """Return why there will be no checkpoint of this attempt, if a rank has recorded it; else None."""
         try:
             listing = await self._backend.list(receipt_folder(self._id, self._nonce))
             ranks = [parse_failure(stat.key.rpartition("/")[2]) for stat in listing.objects]
             records = [await self._read_failure(rank) for rank in [rank for rank in ranks if rank is not None][:_READ]]
         except CheckpointError as error:  # the storage is away: what needs it raises that
-            logger.info("whether a rank has given up %s is not known: %s", self._id, error)
+            logger.info("%s: failure records could not be read: %s", self._id, error)
             return None
         causes = [record for record in records if not record.failure.startswith(RankFailedError.__name__)] or records
         if not causes:
@@ -115,13 +115,13 @@ class StorageFallback:
             data = await read_record(self._backend, failure_key(self._id, self._nonce, rank))
             return msgspec.json.decode(data, type=FailureRecord)
         except (ManifestError, msgspec.DecodeError, UnicodeDecodeError):
-            return FailureRecord(rank, "it did not say why")
+            return FailureRecord(rank, "its record cannot be read")
 
     async def watch_failures(self) -> None:
         """Poll until a rank has failed.
 
         Raises:
-            RankFailedError: it has.
+            RankFailedError: a rank has failed.
         """
         while True:
             await anyio.sleep(self._pause_s)
@@ -132,10 +132,10 @@ class StorageFallback:
 
 @asynccontextmanager
 async def watching_failures(notes: RoundNotes, fallback: StorageFallback) -> AsyncIterator[None]:
-    """Stop the block, and raise, as soon as another rank reports that it failed; on rank 0 also when it has left a record.
+    """Stop the block, and raise, as soon as another rank reports a failure; on rank 0 also when it finds a failure record.
 
-    So one rank polls for those whose connection to the store is lost, and notifies the others, unless its own is lost, too.
-    Then they find the record where they poll for what rank 0 does not post.
+    Rank 0 polls for the records of ranks that lost the store, and notifies the others. If rank 0 has lost the store, too,
+    the others find the record when they poll the storage for what rank 0 does not post.
     """
     async with notes.watching_failures(), open_tasks() as tasks:
         if notes.board.rank == 0:
@@ -158,7 +158,7 @@ async def receive_or_find(
     """Return what rank 0 posts, or what it has left in storage.
 
     Args:
-        what: is waited for.
+        what: the object of the wait, for messages.
         receive: waits that many seconds for rank 0's note.
         find: reads the storage once; its argument: whether the store is lost.
         patience_s: before the storage is read while the store answers; None for the usual pause.
@@ -168,7 +168,7 @@ async def receive_or_find(
     Raises:
         RankFailedError: rank 0 will not post it any more, and has left nothing.
         RankTimeoutError: neither came in time.
-        StoreLostError: the store is lost, and this process is one that ends with it.
+        StoreLostError: the store is lost, and saves of this process do not go on without it.
     """
     deadlines, begun_ns, pause_s = engine.options.deadlines, engine.now_ns(), poll_pause_s(engine)
     usual_s, pauses = deadlines.ranks_s if deadline_s is None else deadline_s, pauses_without_store(engine, pause_s)
@@ -194,7 +194,7 @@ async def receive_or_find(
 
 
 def pauses_without_store(engine: Engine, last_s: float) -> Iterator[float]:
-    """Yield the pauses between polls once the store is lost, and storage is all there is to read."""
+    """Yield the pauses between polls of the storage once the store is lost."""
     return growing_pauses(FIRST_POLL_S + POLL_OF_A_RANK_S * engine.world_size, last_s)
 
 
@@ -222,7 +222,7 @@ _REASONS = {
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Rank 0's note: the object that it wrote, and its host, for people."""
+    """Rank 0's note: the object that it wrote, and its host, for messages."""
 
     key: str
     host: str
@@ -232,7 +232,7 @@ class Visibility:
     """Whether all ranks see one tier.
 
     Args:
-        seen: whether they are known to, so that no check is needed.
+        seen: whether that is known, so that no check is needed.
     """
 
     def __init__(self, place: Place, *, seen: bool) -> None:
@@ -250,10 +250,10 @@ class Visibility:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
 
         Args:
-            fallback: of the save that asks: rank 0's vote is an answer, too. None where its name is not known yet.
+            fallback: of the current save: rank 0's vote answers the check, too. None while the attempt has no name.
 
         Raises:
-            UsageError: it does not; names what to do.
+            UsageError: this rank does not see it; names what to do.
             RankError: another rank failed, or rank 0 is silent.
         """
         async with self._asking:
@@ -262,7 +262,7 @@ class Visibility:
                     self._seen = await self._run_probe(notes, fallback)
 
     async def _run_probe(self, notes: RoundNotes, fallback: StorageFallback | None) -> bool:
-        """Check; return False when it is unknown what to read: then the votes show it, or their absence."""
+        """Run the check; return False if the store is lost first: then the votes, or their absence, give the answer."""
         board, backend = notes.board, self._place.backend
         with notes.rounds.surviving_store():
             probe = await (self._receive_probe(notes, fallback) if board.rank else self._write_probe(notes))

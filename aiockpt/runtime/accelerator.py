@@ -60,7 +60,7 @@ class DeviceStream(Pins, Protocol):
         ...
 
     def enqueue(self, work: Callable[[], object]) -> DeviceEvent:
-        """Let the device do what *work* calls of torch, after all that was enqueued before; return the event behind it.
+        """Enqueue the torch calls of *work* behind all that was enqueued before; return the event behind them.
 
         When this raises, nothing of *work* is under way.
         """
@@ -87,5 +87,5 @@ class Accelerator(Protocol):
         ...
 
     def lend(self, device: torch.device, size_bytes: int) -> int:
-        """Return how many of *size_bytes* are missing for a clone beside what training needs; 0: they may be had now."""
+        """Return how many of *size_bytes* are missing for a clone beside what training needs; 0: it may be made now."""
         ...

@@ -16,10 +16,10 @@ logger = logging.getLogger("aiockpt")
 
 
 def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event], object]) -> Callable[[], None]:
-    """Start the task of *observer* on *loop*; return what ends it, in time or not. Its errors are logged.
+    """Start the task of *observer* on *loop*; return a function that ends it, by force when late. Its errors are logged.
 
     Args:
-        emit: shows an event to all observers, on the loop thread.
+        emit: passes an event to all observers, on the loop thread.
     """
     if isinstance(observer, EventSource):
         observer.tell_through(emit)

@@ -1,12 +1,12 @@
-"""Frames between two processes, over a socket: length, then bytes. Their meaning is not known here.
+"""Frames between two processes, over a socket: length, then bytes. Their content is opaque here.
 
-One socket pair for each direction: an answer that has no receiver any more breaks the way back, and loses nothing of what
-the other side has sent before its end. Guarantees:
+There is one socket pair for each direction: an answer without a receiver breaks only its own direction, and loses nothing
+that the other side sent before its end. Guarantees:
 
 - A frame arrives whole or not at all, in the order in which frames were sent; after a failed send none follows.
-- When `Sender.send` returns the kernel has the frames: they arrive although this process is killed in the next instant.
-- A forked child has no end that counts: its copies are closed, so that the death of the parent is seen on the other side.
-  A program that this one starts has none either, unless it was given one.
+- When `Sender.send` returns the kernel has the frames: they arrive even if this process is killed in the next instant.
+- A forked child keeps no end: its copies are closed, so that the other side detects the death of the parent. A program that
+  this one starts has no end either, unless one is passed to it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Receiver:
 
 
 class Poster:
-    """Sends frames without ever waiting, on one event loop; what has no receiver any more is dropped."""
+    """Sends frames without ever waiting, on one event loop; frames without a receiver are dropped."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -139,7 +139,7 @@ _registered = False
 
 
 def close_in_forks(end: socket.socket) -> None:
-    """Have every child that is forked from now on close its copy of *end*, as long as that is there."""
+    """Make every child that is forked from now on close its copy of *end*, for as long as *end* exists."""
     global _registered
     _ends.add(end)
     if not _registered:

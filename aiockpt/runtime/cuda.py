@@ -1,6 +1,6 @@
 """Copies beside training on a CUDA device (or ROCm, which torch calls by the same name), with torch.cuda alone.
 
-Everything of streams, events and pinning is in this module; nothing of CUDA starts before a state has a tensor there.
+All use of streams, events and pinning is in this module; CUDA is not initialised before a state has a tensor there.
 What it handles, from torch 2.13's source:
 
 - Worker threads begin on device 0. Each call enters ``torch.cuda.device`` first, which on leaving goes back to a device
@@ -27,7 +27,7 @@ import torch
 from aiockpt.runtime.accelerator import DeviceEvent
 
 POLL_S = 0.0002
-"""Between looks at an event: a window of 16 MiB takes about 0.5 ms on its way."""
+"""Between polls of an event: the copy of a window of 16 MiB takes about 0.5 ms."""
 RESERVE_BYTES = 512 << 20
 """Left free beside a clone and the peak of training, for fragments and for what others take of the device. Not measured."""
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -140,10 +140,10 @@ class Cuda:
             return into.copy_(tensor)
 
     def lend(self, device: torch.device, size_bytes: int) -> int:
-        """Return how many bytes are missing; 0: they may be allocated now, beside the peak that training has shown.
+        """Return how many bytes are missing; 0: they may be allocated now, beside the peak of training so far.
 
-        What is free between two steps is not free: the next forward wants its activations back. So the peak counts,
-        without the clones that are in it.
+        Memory that is free between two steps is not spare: the next forward needs it for activations. So the peak counts,
+        less the clones that are in it.
         """
         with torch.cuda.device(device):
             free_bytes, _ = torch.cuda.mem_get_info(device)

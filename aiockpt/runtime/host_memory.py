@@ -18,21 +18,21 @@ from typing import Any, Protocol, TypeAlias
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not define it
 Pages: TypeAlias = "mmap.mmap | ctypes.Array[Any]"
-"""Mapped memory that lives as long as somebody looks at it."""
+"""Mapped memory that lives as long as there is a reference to it."""
 advise = ctypes.CDLL(None, use_errno=True).madvise
-"""``madvise(address, bytes, advice)``, which unlike that of `mmap` lets the GIL go; not 0 when the system would not."""
+"""``madvise(address, bytes, advice)``, which unlike that of `mmap` releases the GIL; not 0 when the system refuses."""
 advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_pages(size_bytes: int) -> mmap.mmap:
-    """Return new zeroed memory of *size_bytes*, every page of it there already; the GIL is free meanwhile."""
+    """Return new zeroed memory of *size_bytes* with every page faulted in; the GIL is released meanwhile."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     fault_in(memory)
     return memory
 
 
 def fault_in(memory: Pages) -> None:
-    """Have every page of zeroed *memory* there."""
+    """Fault in every page of zeroed *memory*."""
     address, size_bytes = address_of(memory), len(memory)
     advise(address, size_bytes, mmap.MADV_HUGEPAGE)  # a wish: a kernel without huge pages returns EINVAL
     if advise(address, size_bytes, _MADV_POPULATE_WRITE):
@@ -43,7 +43,7 @@ class Memory(Protocol):
     """Where a pool gets its memory from, piece by piece."""
 
     def map(self, number: int, size_bytes: int) -> Pages:
-        """Return piece *number*, zeroed and faulted in; each number is asked for once. Any thread."""
+        """Return piece *number*, zeroed and faulted in; each number is requested once. Any thread."""
         ...
 
     def make_huge(self, address: int, size_bytes: int) -> None:
@@ -70,7 +70,7 @@ def address_of(memory: Pages) -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be used without swapping; what is free where the kernel does not say."""
+    """Return the bytes that can be used without swapping; the free bytes if the kernel does not report those."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

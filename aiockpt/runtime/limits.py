@@ -1,11 +1,11 @@
-"""Limits on what happens at once: named limiters for threads, a pace for bytes, and the ways onto a thread;
+"""Limits on concurrent work: named limiters for threads, a pace for bytes, and calls on worker threads;
 and task groups that raise one plain error.
 
 Guarantees:
 
-- Waiting for a limit is fair (first come, first served) and cancellable; work that has begun is neither: a thread that
-  holds a slab, a file or a caller's buffer is never abandoned, so nothing is reused under its feet.
-- Nothing is spawned before it has its share: acquire a place, then start, release in ``finally``.
+- Waiting for a limit is fair (first come, first served) and cancellable; work that has begun is not: a thread that
+  holds a slab, a file or a caller's buffer is never abandoned, so nothing is reused while it is in use.
+- Work is started only after it has acquired its place, which is released in ``finally``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from aiockpt.runtime.world import Clock
 
 # Progress marks: transfers call `note_progress`; a waiter times out only when none comes.
 #
-# Calls that succeeded and streams of bytes make them; work that cannot be observed announces itself ahead of time. A
+# Successful calls and streams of bytes emit them; work that cannot be observed announces itself ahead of time. A
 # listener receives those of its own task and of tasks begun in it.
 
 
 OnProgress = Callable[[float], object]
-"""Told that something moved, and for how many seconds from now nothing can be expected to be seen."""
+"""Called on progress, with the seconds from now for which no further progress can be observed."""
 _on_progress: ContextVar[OnProgress | None] = ContextVar("on_progress", default=None)
 
 
 def note_progress(unseen_s: float = 0.0) -> None:
-    """Note that something moved, or that for *unseen_s* seconds from now something may, unseen."""
+    """Report progress, or that progress cannot be observed for *unseen_s* seconds from now."""
     on_progress = _on_progress.get()
     if on_progress is not None:
         on_progress(unseen_s)
@@ -44,7 +44,7 @@ def note_progress(unseen_s: float = 0.0) -> None:
 
 @contextmanager
 def reporting_progress(on_progress: OnProgress) -> Iterator[None]:
-    """Call *on_progress* for what moves inside the block, and in tasks begun there."""
+    """Call *on_progress* for progress inside the block, and in tasks begun there."""
     token = _on_progress.set(on_progress)
     try:
         yield
@@ -106,14 +106,14 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
 
 
 Threads = ThreadPoolExecutor
-"""Of `open_threads`."""
+"""The pool that `open_threads` yields."""
 
 
 @contextmanager
 def open_threads(count: int, name: str) -> Iterator[Threads | None]:
-    """Yield *count* threads that share a work with this one; None for no thread, and where not all can be started.
+    """Yield *count* threads that share work with this one; None if *count* is 0, or not all can be started.
 
-    They have ended when the block is left, whatever happens in it.
+    They have ended when the block ends, whatever its outcome.
     """
     if not count:
         yield None
@@ -146,7 +146,7 @@ class Pace:
 
     Args:
         bytes_per_s: None lets everything through.
-        clock: what measures.
+        clock: measures the time.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:

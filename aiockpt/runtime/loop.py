@@ -1,15 +1,15 @@
-"""The crossing between training threads and the event loop: the one file in which work crosses threads.
+"""The bridge between training threads and the event loop: the one file in which work crosses threads.
 
 Each engine owns one loop thread (anyio's portal) and worker threads: two from the beginning, more when all are busy.
 Guarantees:
 
 - ``submit`` and ``call_soon`` may be called from any thread; re-entry that would deadlock raises instead.
-- A forked child is refused by process id: the threads did not come along.
+- A forked child is refused by process id: a fork does not copy the threads.
 - At interpreter exit ``on_exit`` runs while threads can still work, so that an unwaited save is not lost. Plain
   ``atexit`` is too late: by then the executors are shut down (tried on 3.11 to 3.13).
-- ``close`` is idempotent and waits for both kinds of threads. Where it was not called, and no reference is left, they end
-  by themselves. The collector sees to that on any thread and in the middle of anything, under locks of the interpreter
-  too: waiting for a thread there could block for ever, and with it every thread that begins or ends.
+- ``close`` is idempotent and waits for both kinds of threads. If it was not called, and no reference is left, they end
+  by themselves. The collector triggers this on any thread and at any point, even under locks of the interpreter: waiting
+  for a thread there could block for ever, and with it every thread that begins or ends.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Ready = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, BlockingPortal]]
 Mutex = threading.RLock
-"""Lets one thread at a time in; for a few milliseconds, and never around a wait for the loop. A signal handler must not wait
-for the thread that it interrupts, so the same one gets in again."""
+"""For critical sections of a few milliseconds, never around a wait for the loop. It is reentrant: a signal handler must not
+wait for the thread that it interrupts."""
 
 MOST_WORKERS = 12
 """Worker threads of one engine, at most: four writes, four reads, two checksums, one snapshot, one to spare."""
 GONE_S = 1.0
-"""For a thread of the system to go after its Python has ended: microseconds, on a busy machine milliseconds."""
+"""For a system thread to end after its Python thread has: microseconds, on a busy machine milliseconds."""
 FIRST_WORKERS = 2
-"""Those that are there from the beginning: a save that nobody waited for is finished by them while the interpreter exits."""
+"""Threads that exist from the beginning: they finish a save that was not waited for while the interpreter exits."""
 
 
 def thread_id() -> int:
-    """Return what distinguishes this thread from the others."""
+    """Return the identifier of this thread."""
     return threading.get_ident()
 
 
@@ -95,12 +95,12 @@ class LoopThread:
 
         Raises:
             ForkedProcessError: this is a child of the process that made it.
-            ClosedError: it was closed.
+            ClosedError: the loop was closed.
         """
         if os.getpid() != self._pid:
             raise ForkedProcessError(
                 f"this checkpointer belongs to process {self._pid} and this is its fork {os.getpid()}: "
-                "its threads did not come along. Make a new Checkpointer in the child."
+                "a fork does not copy its threads. Make a new Checkpointer in the child."
             )
         if self._closed:
             raise ClosedError("this checkpointer is closed: make a new one")
@@ -140,7 +140,7 @@ class LoopThread:
             self._end(cancel)
 
     def discard(self) -> None:
-        """Stop it before it was of any use: a few milliseconds, inside an event loop too."""
+        """Stop a loop that was not used: takes a few milliseconds, inside an event loop too."""
         self._end(cancel=True)
 
     def _end(self, cancel: bool) -> None:
@@ -176,7 +176,7 @@ def refuse_on_loop_thread(what: str) -> None:
 
 
 def refuse_in_event_loop(what: str, instead: str = "await it, or enter it with `async with`") -> None:
-    """Raise BlockingCallError when this thread runs an event loop, which *what* would stop; *instead* is what to do."""
+    """Raise BlockingCallError when this thread runs an event loop, which *what* would block; *instead* is what to do."""
     refuse_on_loop_thread(what)
     if runs_event_loop():
         raise BlockingCallError(f"{what} would block the event loop of this thread: {instead}")
@@ -193,10 +193,10 @@ def runs_event_loop() -> bool:
 
 @contextmanager
 def made_for_the_loop() -> Iterator[None]:
-    """Have locks and events of anyio that are made in the block, or the function it decorates, work on a loop thread.
+    """Make anyio's locks and events usable on a loop thread when made in the block, or in the decorated function.
 
-    anyio makes them for the kind of event loop that the thread runs which makes them: in a program of trio they would
-    be trio's, which nothing on our loop can wait for.
+    anyio makes them for the kind of event loop that the current thread runs: in a trio program they would be trio's,
+    and nothing on our loop could wait for them.
     """
     sniffio = sys.modules.get("sniffio")  # how trio marks that it runs
     if sniffio is None:
@@ -214,8 +214,8 @@ def made_for_the_loop() -> Iterator[None]:
 def join_wholly(thread: threading.Thread) -> None:
     """Wait until *thread* has ended, and the system's thread below it.
 
-    Before Python 3.13 `join` returns while that one still releases what C++ keeps for each thread. If the process ends at
-    that moment, it can abort ("terminate called without an active exception").
+    Before Python 3.13 `join` returns while the system's thread still releases its C++ thread-local objects. If the process
+    ends at that moment, it can abort ("terminate called without an active exception").
     """
     thread.join()
     own = f"/proc/self/task/{thread.native_id}"
@@ -225,7 +225,7 @@ def join_wholly(thread: threading.Thread) -> None:
 
 
 async def run_in_thread(what: str, work: Callable[[], T]) -> T:
-    """Run *work* on a thread of its own, which ends with it; wait in any event loop, and when cancelled no shorter.
+    """Run *work* on a thread of its own, which ends with it; wait for it in any event loop, even when cancelled.
 
     Threads of anyio end by a callback of the program's main task. `nest_asyncio` stops a loop before that is called, and the
     interpreter then waits for them for ever.
@@ -258,7 +258,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self._workers = executor
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Have the workers end when they have nothing to do; all that was awaited is done by now."""
+        """Make the workers end when they are idle; all that was awaited is done by now."""
         if self._workers is not None:
             self._workers.shutdown(wait=False)
 
@@ -280,7 +280,7 @@ def _run_loop(ready: Ready) -> None:
 
 
 def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int, thread: threading.Thread) -> None:
-    """Have an unreferenced loop end, and its workers with it, without waiting for anything."""
+    """Make an unreferenced loop and its workers end, without waiting for anything."""
     if os.getpid() == pid:
         _stopping.add(thread)
         with suppress(RuntimeError):  # it has ended
@@ -288,9 +288,9 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int
 
 
 class _Workers(concurrent.futures.ThreadPoolExecutor):
-    """Starts a thread when all are busy, and does with those it has where no other can be started any more.
+    """Starts a thread when all are busy, and continues with those it has when no other can be started.
 
-    From Python 3.12 on none can while the interpreter exits; what was submitted is in the queue by then, and waits there.
+    From Python 3.12 on no thread can be started while the interpreter exits; submitted work then waits in the queue.
     """
 
     def _adjust_thread_count(self) -> None:
@@ -302,7 +302,7 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
 
 
 def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Have the first threads run now, as many as a program that only exits may need."""
+    """Start the first threads now, as many as a program that only exits may need."""
     gate = threading.Event()
     waiting = [executor.submit(gate.wait) for _ in range(FIRST_WORKERS)]
     gate.set()
@@ -312,7 +312,7 @@ def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
 _open_loops: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 _stopping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _STOP_S = 5.0
-"""For a loop that nobody referred to any more to close its connections before the interpreter exits."""
+"""For an unreferenced loop to close its connections before the interpreter exits."""
 _exit_hook = threading.Lock()
 _exit_hook_registered = False
 

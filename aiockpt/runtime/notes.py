@@ -6,7 +6,7 @@ storage (docs/format.md#the-commit). Guarantees:
 - No process group is used: training's collectives are never mixed with ours.
 - Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call
   at a time: a waiter polls. The `Lookout` of a wait may log which ranks it is for, and end it before its deadline.
-- A note is written once, by one rank, and removed by it when every rank is past it.
+- A note is written once, by one rank, which removes it when every rank is done with it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from aiockpt.units import name_numbers
 T = TypeVar("T")
 FIRST_PAUSE_S, GROWTH = 0.001, 1.5
 LAST_PAUSE_S, LAST_PAUSE_OF_A_RANK_S = 0.2, 0.001
-"""Between two looks at the store: the more ranks look, the more rarely each does, so that a store of 10,000 lives."""
+"""Between two polls of the store: with more ranks each polls less often, so that a store serves 10,000 of them."""
 RELAYED_LAST_PAUSE_S = 0.03
-"""The same of a writer process, each of whose looks takes time from its trainer."""
+"""The same for a writer process, each of whose polls takes time from its trainer."""
 _SHOWN = 8
 
 
 class StoreLostError(RankFailedError):
-    """The store does not answer any more; the process that hosts it, most often rank 0, may just have ended well."""
+    """The store no longer answers; the process that hosts it, most often rank 0, may simply have ended normally."""
 
 
 class Store(Protocol):
@@ -46,23 +46,23 @@ class Store(Protocol):
 
 
 class Lookout(Protocol):
-    """Accompanies a wait for other ranks; see `aiockpt.ranks.membership`."""
+    """Checks other ranks during a wait for them; see `aiockpt.ranks.membership`."""
 
     async def check_ranks(self, ranks: Iterable[int]) -> Exception | None:
-        """Return why one of *ranks* will not come; None while all may."""
+        """Return the error if one of *ranks* has gone; None while all may answer."""
         ...
 
     async def explain(self, ranks: Sequence[int]) -> str:
-        """Return what is known of *ranks*, which did not come in time."""
+        """Return what is known of *ranks*, which missed the deadline."""
         ...
 
 
 class NoteBoard:
-    """One rank's end of the notes of one engine. Use on its event loop.
+    """One rank's access to the notes of one engine. Use on its event loop.
 
     Args:
         store: shared by all ranks.
-        place: what it is about; several boards about one place in one process are told apart by `begin`.
+        place: what the notes are about; `begin` distinguishes several boards about one place in one process.
         relayed: whether the store is read through another process; this one may outlive it.
     """
 
@@ -79,7 +79,7 @@ class NoteBoard:
 
     @property
     def name(self) -> str:
-        """What distinguishes its notes from those of all other boards; empty before `begin`."""
+        """The key prefix of its notes, different from those of all other boards; empty before `begin`."""
         return self._name or ""
 
     def join(self, name: str) -> None:
@@ -89,8 +89,8 @@ class NoteBoard:
     def begin(self) -> None:
         """Choose a name that no other board has, with the first call that all ranks make in the same order.
 
-        Not before: one rank alone may have made a checkpointer just to read what is there. Blocks for one call of the store,
-        once. Where that fails every later call here raises: the caller, a training thread, gets the error from its future.
+        Not before: one rank alone may have made a checkpointer only to read. Blocks for one call of the store, once. If that
+        fails, every later call here raises: the caller, a training thread, receives the error from its future.
         """
         if self._name is None:
             prefix = f"aiockpt/{self.place}"
@@ -114,7 +114,7 @@ class NoteBoard:
         return [None if note is None else msgspec.msgpack.decode(note, type=kind) for note in found]
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run *work*, which blocks shortly, where the store is asked."""
+        """Run *work*, which blocks briefly, under the limiter of the store's calls."""
         return await run_blocking(self._calls, work)
 
     async def wait(
@@ -130,7 +130,7 @@ class NoteBoard:
 
         Raises:
             RankTimeoutError: it is not there after *deadline_s* seconds; names *what* was waited for, and *ranks*.
-            Exception: what *lookout* has returned of *ranks*.
+            Exception: the error that *lookout* has returned for *ranks*.
         """
         return await self._poll(lambda: self.find(key, kind), deadline_s, what, lambda: ranks, lookout)
 
@@ -141,7 +141,7 @@ class NoteBoard:
 
         Raises:
             RankTimeoutError: names the ranks without a note.
-            Exception: what *lookout* has returned of them.
+            Exception: the error that *lookout* has returned for them.
         """
         missing = dict(keys)
         found: dict[int, T] = {}
@@ -192,9 +192,9 @@ class NoteBoard:
         ranks: Callable[[], Iterable[int]],
         lookout: Lookout | None = None,
     ) -> T:
-        """Poll until there is something; once after the deadline, too, for a process that was stopped meanwhile.
+        """Poll until *find* returns a value; once after the deadline, too, in case this process was stopped meanwhile.
 
-        Once more, too, after *lookout* has returned that nothing more will come.
+        Poll once more also after *lookout* has returned an error.
         """
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
@@ -218,7 +218,7 @@ class NoteBoard:
         except CheckpointError:
             raise
         except (RuntimeError, OSError) as error:  # what c10d stores raise
-            raise StoreLostError(f"the store where the ranks meet does not answer: {error}", [0]) from error
+            raise StoreLostError(f"the store of the ranks' notes does not answer: {error}", [0]) from error
 
     def _read(self, names: Sequence[str]) -> list[bytes]:
         """Return the notes when all are there; ``get`` alone would block the store's client for minutes."""
@@ -231,16 +231,16 @@ class NoteBoard:
         return [next(iter(self._read([name])), None) for name in names]
 
     def _key(self, key: str) -> str:
-        """Return the name of a note in the store; one that begins with "/" belongs to no board alone."""
+        """Return the name of a note in the store; a key that begins with "/" is shared by all boards."""
         if key.startswith("/"):
             return f"aiockpt{key}"
         if self._name is None:
-            raise StoreLostError("the store where the ranks meet did not answer when this rank came to it", [0])
+            raise StoreLostError("the store of the ranks' notes did not answer this rank's first call", [0])
         return f"{self._name}/{key}"
 
 
 def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
-    """Yield the seconds between polls of something that may come soon or late: short ones first."""
+    """Yield the seconds between polls of something that may arrive soon or late: short ones first."""
     pause_s = first_s
     while True:
         yield min(pause_s, last_s)

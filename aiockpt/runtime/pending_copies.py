@@ -6,9 +6,9 @@ and ``barrier()`` wait for it; what else waits (`aiockpt.lazy.snapshotter`: opti
 - Every wait is for the copies of all checkpointers of the process.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
 - No save begins while the state is changed by hand: it would have half of the change.
-- A forked child does not wait for the threads of its parent, which did not come along.
-- A thread that comes here, and finds a copy that is over and not compared since, has it compared once more before going on:
-  whatever this thread has changed without us is done, and counted by torch, and nothing it changes now can matter.
+- A forked child does not wait for the threads of its parent, which a fork does not copy.
+- A thread that enters here, and finds a copy that is over and not compared since, has it compared once more before going
+  on. By then torch has counted all that this thread changed before; what it changes later cannot affect the copy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread
 from aiockpt.runtime.promise import Promise, SavePromise
 
 MOST_UNCHANGED = 4
-"""Saves whose next change of the state is waited for, the newest: some programs step no optimizer of torch at all."""
+"""The newest saves that are notified of the next change of the state: some programs never step an optimizer of torch."""
 _changing_here: ContextVar[int] = ContextVar("changing", default=0)
-"""How many blocks of `Mutating` this thread, or this task, is in; of whatever checkpointer."""
+"""How many blocks of `Mutating` this thread, or this task, is in; of any checkpointer."""
 
 
 class PendingCopy(msgspec.Struct, eq=False):
@@ -40,11 +40,11 @@ class PendingCopy(msgspec.Struct, eq=False):
 
     Attributes:
         save: of the copy; its *snapshotted* is resolved, or failed, when the copy is over.
-        give_up: fails the save, when its copy is stuck.
+        abandon: fails the save, when its copy is stuck.
         host_copied: resolved when only devices have something left to copy, with the events behind that; with *snapshotted*
             at the latest.
-        recheck: compares the state once more, on the first thread of the program that comes here after *host_copied*; on
-            several, when they come at once.
+        recheck: compares the state once more, on the first thread of the program that enters here after *host_copied*; on
+            several, when they enter at once.
     """
 
     save: SavePromise
@@ -74,7 +74,7 @@ class PendingCopies:
         _register(self)
 
     def add(self, copy: PendingCopy, on_change: Callable[[], object] | None = None) -> None:
-        """Have every thread that is about to change the state wait for *copy* from now on.
+        """Make every thread that is about to change the state wait for *copy* from now on.
 
         Args:
             on_change: called when the state is about to change for the first time from now on, copied or not.
@@ -88,12 +88,12 @@ class PendingCopies:
 
     @property
     def copying(self) -> list[PendingCopy]:
-        """What is being copied."""
+        """The copies that are not over."""
         return list(self._copying.values())
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is of this process, and no forked child's copy of its parent's."""
+        """Whether it was made in this process, and not in the parent of this forked child."""
         return self._pid == os.getpid()
 
     def count_change(self, more: int) -> None:
@@ -126,13 +126,13 @@ class PendingCopies:
         _recheck_all()
 
     def wait_for(self, copy: PendingCopy, point: Promise[Any]) -> None:
-        """Block until *point* of one copy is reached, or the time is over."""
+        """Block until *point* of one copy is reached, or the timeout has passed."""
         began_s = time.perf_counter()
         point.wait_anyway(self._timeout_s)
         self._end_wait(copy, point, time.perf_counter() - began_s)
 
     async def wait_for_async(self, copy: PendingCopy) -> None:
-        """Wait until one copy is over, or the time is."""
+        """Wait until one copy is over, or the timeout has passed."""
         began_s = time.perf_counter()
         await copy.save.snapshotted.settled_within(self._timeout_s)
         self._end_wait(copy, copy.save.snapshotted, time.perf_counter() - began_s)
@@ -156,8 +156,8 @@ class PendingCopies:
         """Note that the state is about to change."""
         if self._on_change:
             with self._lock:
-                told, self._on_change = self._on_change, ()
-            for on_change in told:
+                callbacks, self._on_change = self._on_change, ()
+            for on_change in callbacks:
                 on_change()
 
     def close(self) -> None:
@@ -180,14 +180,14 @@ def _register(copies: PendingCopies) -> None:
 
 
 def _release(gone: object) -> None:
-    """Remove one, or a reference to one that is no more, from the list."""
+    """Remove an object, or the reference to one that was freed, from the list."""
     global _known
     with _registering:
         _known = tuple(known for known in _known if known is not gone and known() not in (gone, None))
 
 
 def pending_copies() -> Iterator[PendingCopies]:
-    """Yield those of all checkpointers of this process; those of its parent are not a forked child's."""
+    """Yield those of all checkpointers of this process; in a forked child, without those of its parent."""
     for known in _known:
         copies = known()
         if copies is not None and copies.is_ours:

@@ -1,7 +1,7 @@
-"""Detection of ended processes of this host, from the kernel, which knows at once.
+"""Detection of ended processes on this host, from the kernel's process table.
 
-Guarantees: a process id that was reused meanwhile is not mistaken for the first process; of a process on another host, in
-another container, or where there is no ``/proc``, nothing is reported.
+Guarantees: a process id that was reused meanwhile is not mistaken for the first process; a process on another host, in
+another container, or where there is no ``/proc``, is never reported as ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine's side of a future: a promise is resolved or failed once, from any thread.
 
-Callers hold the futures of `aiockpt.futures`, each of which reads one promise. A second outcome changes nothing. What engine
-code awaits here (`Promise.settled`, `Promise.wait_anyway`) retrieves nothing: an outcome counts as retrieved only when a
-caller asks a future for its value, or its error.
+Callers hold the futures of `aiockpt.futures`, each of which reads one promise. A second outcome is ignored. Waits of engine
+code (`Promise.settled`, `Promise.wait_anyway`) retrieve nothing: an outcome counts as retrieved only when a caller asks a
+future for its value, or its error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Promise(Generic[T]):
         what: the point, in words.
         retrieved: whether a caller has received the value or the error.
         on_wait: called whenever a wait for it begins, on the thread that waits.
-        on_retrieve: called whenever a caller is about to learn that it was reached; returns what went wrong all the same.
+        on_retrieve: called whenever a caller is about to receive the value; returns an error found since then, if any.
         cancel_work: asks the work to stop; None where it cannot be stopped, or has not begun.
     """
 
@@ -50,7 +50,7 @@ class Promise(Generic[T]):
             self._inner.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """Note that it never will be."""
+        """Note that the point will never be reached, because of *error*."""
         with suppress(concurrent.futures.InvalidStateError):
             self._inner.set_exception(error)
 
@@ -69,7 +69,7 @@ class Promise(Generic[T]):
         running.add_done_callback(adopt)
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Call *callback* when it is resolved or failed, on the thread that does it; at once when it is."""
+        """Call *callback* when the promise is resolved or failed, on the thread that does so; at once if it already is."""
         self._inner.add_done_callback(lambda _: callback())
 
     def cancel(self) -> bool:
@@ -87,28 +87,28 @@ class Promise(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with; None while it has no outcome, and when it was reached."""
+        """The error it failed with; None while it has no outcome, and when it was resolved."""
         return self._inner.exception() if self._inner.done() else None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it failed, or was found afterwards not to hold."""
+        """Whether it failed, or was found invalid afterwards."""
         return (self.error or self._late_error) is not None
 
     @property
     def value(self) -> T:
-        """What it was resolved with; of one that has an outcome. Raises its error."""
+        """The value it was resolved with, once it has an outcome. Raises its error."""
         return self._inner.result(0)
 
     # ------------------------------------------------------------------ waiting
 
     def expedite(self) -> None:
-        """Have the work go faster, where it can: a caller waits now."""
+        """Make the work go faster, where it can: a caller waits now."""
         if self.on_wait is not None and not self._inner.done():
             self.on_wait()
 
     async def settled(self) -> None:
-        """Wait until it has an outcome, and expedite nothing. In any event loop."""
+        """Wait until it has an outcome, without expediting the work. In any event loop."""
         if not self._inner.done():
             reached = anyio.Event()
             wake = _waker(reached)
@@ -124,7 +124,7 @@ class Promise(Generic[T]):
     def wait_anyway(self, timeout_s: float | None) -> bool:
         """Block until it has an outcome, even on a thread with an event loop; return whether it has.
 
-        For the barrier, whose copy runs elsewhere; and for futures, which have refused such threads before.
+        For the barrier, whose copy runs on another thread; and for futures, which have refused such threads before.
         """
         self.expedite()
         return bool(concurrent.futures.wait([self._inner], timeout_s).done)
@@ -132,13 +132,13 @@ class Promise(Generic[T]):
     # ------------------------------------------------------------------ retrieval, by futures
 
     def recheck(self) -> BaseException | None:
-        """Return what went wrong although the point was reached."""
+        """Return the error that was found after the point was reached, if any."""
         if self._late_error is None and self.on_retrieve is not None:
             self._late_error = self.on_retrieve()
         return self._late_error
 
     def retrieve(self) -> T:
-        """Return the value to a caller, or raise what went wrong."""
+        """Return the value to a caller, or raise the error."""
         self.retrieved = True
         value, error = self._inner.result(), self.recheck()
         if error is not None:
@@ -200,7 +200,7 @@ class SavePromise(Promise[SaveResult]):
     Attributes:
         step: the step that is saved.
         snapshotted, written, in_memory: the points on the way.
-        tiers: one for each place, by every name that it has; none where there is one place only.
+        tiers: one for each place, by every name of the place; empty if there is one place only.
     """
 
     def __init__(self, step: int) -> None:
@@ -226,7 +226,7 @@ class SavePromise(Promise[SaveResult]):
         super().fail(error)
 
     def reach(self, point: Promise[None]) -> None:
-        """Resolve *point*, and before it those that come first: their own reports may be late."""
+        """Resolve *point*, after the points before it, whose own reports may be late."""
         for one in (self.snapshotted, self.written, self.in_memory):
             one.resolve(None)
             if one is point:
@@ -243,9 +243,9 @@ class LoadPromise(Promise[T]):
 
     Attributes:
         on_finish: fills the objects, and returns the result then; None where there is nothing to fill.
-        agree: reports to all ranks how that went here; returns the promise that they have received it. None where none must.
+        agree: reports the outcome of that to all ranks; returns the promise of their agreement. None where it is not needed.
         waited_for: whether a caller has waited for it to the end.
-        refused: whether a caller tried to inside an event loop, or cancelled it; the next load then replaces it.
+        refused: whether a caller tried to wait inside an event loop, or cancelled it; the next load then replaces it.
     """
 
     def __init__(self, what: str) -> None:
@@ -261,14 +261,14 @@ class LoadPromise(Promise[T]):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no caller has waited for it, though this thread began it, or one that has ended."""
+        """Whether no caller has waited for it, and the thread that began it is this one or has ended."""
         return not self.waited_for and (self._caller is current_thread() or not self._caller.is_alive())
 
     def finish(self) -> Promise[None] | None:
-        """Fill the objects, once, on the first thread that waits; nothing of a load that failed.
+        """Fill the objects, once, on the first thread that waits; do nothing for a load that failed.
 
         Returns:
-            The promise that the other ranks have done so too, where they must agree.
+            The promise that the other ranks have filled theirs, too, where ranks must agree.
         """
         with self._finishing:
             if self.on_finish is None or self.has_failed:

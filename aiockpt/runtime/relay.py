@@ -5,8 +5,8 @@ client for each rank. Its trainer has one. Both ends of a call are here; the tra
 
 Guarantees:
 
-- A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or cannot be asked.
-- When the other process is gone, every call raises at once, those that wait included; when it is silent, after a while.
+- A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or cannot be reached.
+- When the other process is gone, every call raises at once, waiting ones included; when it is silent, after `DEADLINE_S`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Verb = Literal["set", "get", "check", "add", "delete_key"]
 Value = bytes | bool | int | None
 DEADLINE_S = 30.0
 """For a reply: a process that is stopped, or busy in one long call, neither answers nor ends."""
-GONE = "the process that asks the store is gone"
+GONE = "the process that relays the store is gone"
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -115,13 +115,13 @@ class RelayedStore:
         number = next(self._numbers)
         waiting = self._waiting[number] = concurrent.futures.Future()
         try:
-            # Checked after it waits: `fail_all` has found it, or is found here.
+            # Checked after the registration: either `fail_all` finds this call, or this check finds the loss.
             if self._lost:
                 raise ConnectionError(GONE)
             self._send(number, question)
             reply = waiting.result(DEADLINE_S)
         except TimeoutError:
-            raise ConnectionError(f"the process that asks the store said nothing for {DEADLINE_S:g} s") from None
+            raise ConnectionError(f"the process that relays the store sent no reply for {DEADLINE_S:g} s") from None
         finally:
             del self._waiting[number]
         if reply.failure is not None:

@@ -40,7 +40,7 @@ class SharedMemory:
         fd: of the file; not inherited by programs that this one starts, unless it is passed on.
 
     Raises:
-        UsageError: the kernel or a sandbox has no such memory.
+        UsageError: the kernel or a sandbox refuses such memory.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class SharedMemory:
         return memory
 
     def make_huge(self, address: int, size_bytes: int) -> None:
-        """Move the piece at *address* into huge pages if that can be, for all that map it. Needs milliseconds, GIL free.
+        """Move the piece at *address* into huge pages if possible, for all that map it. Takes milliseconds, without the GIL.
 
-        A thread that uses it meanwhile waits, or keeps it as it is.
+        A thread that uses it meanwhile waits, or the piece stays as it is.
         """
         advise(address, size_bytes, _MADV_COLLAPSE)  # a wish, as every other advice
 
@@ -83,7 +83,7 @@ class SharedMemory:
 
 
 def map_shared(fd: int, number: int, size_bytes: int) -> Pages:
-    """Return the piece that another process made with `SharedMemory.map`; its pages come when they are touched."""
+    """Return the piece that another process made with `SharedMemory.map`; its pages are mapped when they are touched."""
     unit = HUGE_BYTES if size_bytes % HUGE_BYTES == 0 else mmap.PAGESIZE
     reserved = _map(None, size_bytes + unit, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     start = -(-reserved // unit) * unit

@@ -1,7 +1,7 @@
-"""End of a command, and of the process that it has started, on control-C, a polite kill, or a terminal that is closed.
+"""End of a command, and of the process that it has started, on control-C, SIGTERM, or a closed terminal.
 
-A child does not outlive its parent: a signal ends the child first, and one that comes while the child is being started
-waits until there is one. On the main thread, as signal handlers are.
+A child does not outlive its parent: a signal ends the child first. A signal that arrives while the child is being started
+is held back until it runs. Use on the main thread, where signal handlers run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END_DEADLINE_S = 30.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """The command is to end, by the signal *number*; it ends as after control-C."""
+    """The signal *number* ends the command, as control-C would."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

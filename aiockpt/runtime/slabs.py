@@ -28,7 +28,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class Pinning:
-    """The pinned memory of one pool; none before `use`. Thread-safe."""
+    """The pinned memory of one pool; empty before `use`. Thread-safe."""
 
     # Each piece is registered once, for as long as it lives: that costs milliseconds, too much for each save, and memory
     # that is freed while it is registered would leave the driver a mapping of something else.
@@ -54,9 +54,7 @@ class Pinning:
                 self._pinned[address] = self._pins
             except RuntimeError as error:
                 self._refused = True
-                logger.warning(
-                    "staging memory cannot be pinned, so copies from devices hold training longer: %s", error
-                )
+                logger.warning("staging memory: cannot be pinned; copies from devices hold training longer: %s", error)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, if there was one."""
@@ -67,7 +65,7 @@ class Pinning:
             except (
                 RuntimeError
             ) as error:  # the driver ends before us at the interpreter's end, and its mappings with it
-                logger.info("staging memory was not unpinned: %s", error)
+                logger.info("staging memory: could not be unpinned: %s", error)
 
 
 class Slab:
@@ -94,7 +92,7 @@ class SlabPool:
     Args:
         slab_bytes: size of each slab.
         ceiling_bytes: the most the pool may hold; at least one slab. None lets it `fit` the states it gets.
-        memory: where slabs are made; that of this process alone for None.
+        memory: where slabs are made; None for memory of this process alone.
     """
 
     def __init__(self, slab_bytes: int, ceiling_bytes: int | None, memory: Memory | None = None) -> None:
@@ -120,7 +118,7 @@ class SlabPool:
 
     @property
     def is_full(self) -> bool:
-        """Whether a slab that is wanted now would have to be waited for."""
+        """Whether `acquire` would have to wait now."""
         with self._changed:
             return not self._free and self._allocated >= self._ceiling
 
@@ -144,7 +142,7 @@ class SlabPool:
             self._add(slab)
 
     def has(self, slab_count: int) -> bool:
-        """Return whether a `warm_up` of so many slabs has nothing to make."""
+        """Return whether a `warm_up` of so many slabs would make no slab."""
         return self._allocated >= min(slab_count, self._ceiling)
 
     def has_free(self, slab_count: int) -> bool:
@@ -152,7 +150,7 @@ class SlabPool:
         return len(self._free) >= slab_count
 
     def make_huge(self) -> None:
-        """Move new slabs, in use or not, into huge pages, where they are not there yet. It needs milliseconds for each."""
+        """Move new slabs, in use or not, into huge pages if they are not there yet. Takes milliseconds for each."""
         with self._changed:
             new, self._new = self._new, []
         for slab in new:
@@ -164,7 +162,7 @@ class SlabPool:
         return not self._new
 
     def pin_with(self, pins: Pins) -> None:
-        """Pin every slab from now on, once: what is made when it is made, what is there when it is next acquired."""
+        """Pin every slab once from now on: a new one when it is made, an existing one when it is next acquired."""
         self._pinning.use(pins)
 
     def _claim_new(self, wanted: int) -> bool:
@@ -219,7 +217,7 @@ class SlabPool:
             raise
 
     def _make(self) -> Slab:
-        """Allocate one that is counted already, outside the lock: touching the pages takes milliseconds."""
+        """Allocate a slab that is already counted, outside the lock: touching the pages takes milliseconds."""
         number = next(self._numbers)
         try:
             slab = Slab(self._memory.map(number, self._slab_bytes), number)

@@ -17,8 +17,8 @@ class StageTally:
     """The measurements of a stage when it ends.
 
     Attributes:
-        bytes: that it moved.
-        hash_ns: that worker threads hashed.
+        bytes: moved by the stage.
+        hash_ns: spent on hashing by worker threads.
     """
 
     __slots__ = ("bytes", "hash_ns")
@@ -32,7 +32,7 @@ class Stages:
     """Times the stages of one operation.
 
     Args:
-        emit: shows an event to the observers; called on the loop thread.
+        emit: passes an event to the observers; called on the loop thread.
         now_ns: the monotonic time, from any thread.
         step: that is saved, loaded or copied.
     """
@@ -63,7 +63,7 @@ class Stages:
         self._emit(self._ended(stage, begun_ns, key, tally))
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
-        """Note, on any thread, that a stage has ended, now for None; observers receive it with the next `flush`."""
+        """Note, on any thread, that a stage ended at *ended_ns*, None for now; the next `flush` emits it."""
         self._noted.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
     def ended(self, stage: str, begun_ns: int) -> None:
@@ -114,4 +114,4 @@ def _in_words(error: BaseException | None) -> str:
 
 
 UNTOLD = Stages(lambda _: None, time.monotonic_ns, "load", -1)
-"""Of an operation that nobody watches."""
+"""For an operation without observers."""

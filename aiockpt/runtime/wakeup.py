@@ -1,15 +1,15 @@
 """Notification of signals at once, also while the main thread is inside a long call of C, where no Python handler runs.
 
-Python writes the number of each signal into the one *wakeup descriptor* of the process, in the very instant; a thread
-waits at the other end. (Its own handlers run when the main thread comes back to the interpreter: after a collective of a
-minute, a minute later.) Guarantees:
+Python writes the number of each signal into the one *wakeup descriptor* of the process at once; a thread waits at the
+other end. (Python's own handlers run when the main thread returns to the interpreter: after a collective of a minute, a
+minute later.) Guarantees:
 
-- What was there stays: earlier handlers are still called, and the earlier wakeup descriptor, asyncio's for one, still gets
-  every byte. What is installed later is put on top by its owner, and is chained in its turn by `SignalWatch.renew`.
-- A byte is passed on only to the very pipe or socket that was there, never to a file that has its number by now.
-- A forked child has what was there before: its signals are its own, and never reported in the parent.
-- The last watch that is closed restores what was there. Where it cannot (off the main thread), a signal that would have
-  ended the process does so still.
+- Earlier handlers are still called, and the earlier wakeup descriptor, asyncio's for one, still receives every byte. Those
+  that other code installs later replace ours, and are chained by `SignalWatch.renew`.
+- A byte is forwarded only to the earlier pipe or socket itself, never to a file that has reused its number.
+- A forked child has the earlier handlers and descriptor: its signals are its own, and never reported in the parent.
+- The last watch that is closed restores the earlier ones. Where it cannot (off the main thread), a signal that would have
+  ended the process still does.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from aiockpt.runtime.loop import join_wholly
 logger = logging.getLogger("aiockpt")
 
 FLUSH_S = 2.0
-"""For the thread that tells of signals to have told those that came."""
+"""For the thread that reports signals to report those that have arrived."""
 _MARK = 0
-"""The number of no signal."""
+"""A byte that is the number of no signal."""
 
 Told = Callable[[int], object]
 """Called with the number of a signal, on the thread that waits for it and later on the main thread: twice for one signal."""
@@ -47,7 +47,7 @@ def on_main_thread() -> bool:
 
 @contextmanager
 def children_end_quietly() -> Iterator[None]:
-    """Have no handler of SIGCHLD run in the block: torch's raises, anywhere on the main thread, when a worker was killed."""
+    """Disable the handler of SIGCHLD in the block: torch's raises, anywhere on the main thread, when a worker was killed."""
     if not on_main_thread() or not callable(earlier := signal.getsignal(signal.SIGCHLD)):
         yield
         return
@@ -59,10 +59,10 @@ def children_end_quietly() -> Iterator[None]:
 
 
 def watch_signals(numbers: Iterable[int], notified: Told) -> SignalWatch:
-    """Have *told* called for each signal of these *numbers*, until the watch is closed.
+    """Call *notified* for each signal of these *numbers*, until the watch is closed.
 
     Raises:
-        UsageError: this is not the main thread, where alone handlers can be installed.
+        UsageError: this is not the main thread, the only one on which handlers can be installed.
     """
     global _slot
     if not on_main_thread():
@@ -83,7 +83,7 @@ class SignalWatch:
         self._slot = slot
 
     def renew(self) -> None:
-        """Stay subscribed where another has replaced the descriptor or a handler: it is chained. Main thread; 10 µs."""
+        """Stay subscribed after the descriptor or a handler was replaced: chain the new one. Main thread; 10 µs."""
         self._slot.renew()
 
     def flush(self) -> None:
@@ -91,7 +91,7 @@ class SignalWatch:
         self._slot.flush()
 
     def close(self) -> None:
-        """End the subscription. Any thread; idempotent. What was there before is restored from the main thread only."""
+        """End the subscription. Any thread; idempotent. Earlier handlers are restored from the main thread only."""
         global _slot
         with _changing:
             if self._slot.remove(self) and self._slot is _slot:
@@ -134,7 +134,7 @@ class _WakeupSlot:
                 self._earlier = earlier, os.fstat(earlier)
 
     def remove(self, watch: SignalWatch) -> bool:
-        """Remove *watch*; with the last one restore what was there, and return whether that was done."""
+        """Remove *watch*; after the last one call `restore`, and return whether that was done."""
         self.watches = tuple(other for other in self.watches if other is not watch)
         if self.watches or not on_main_thread():
             return False
@@ -145,7 +145,7 @@ class _WakeupSlot:
         return True
 
     def restore(self) -> None:
-        """Put back what was there, where nothing else was put on top."""
+        """Restore the earlier handlers and descriptor, except where ours have been replaced."""
         for number, own in self._handlers.items():
             earlier = signal.SIG_DFL if own.earlier is None else own.earlier
             if signal.getsignal(number) is own:
@@ -159,13 +159,13 @@ class _WakeupSlot:
             signal.set_wakeup_fd(self._earlier[0])
 
     def notify(self, number: int) -> bool:
-        """Notify all that watch a signal; return whether any does."""
+        """Notify all watches of a signal; return whether there is one."""
         watches = [watch for watch in self.watches if number in watch.numbers]
         for watch in watches:
             try:
                 watch.notified(number)
             except Exception:
-                logger.exception("signal %d was not told", number)
+                logger.exception("signal %d: a callback failed", number)
         return bool(watches)
 
     def flush(self) -> None:
@@ -224,7 +224,7 @@ _blocked = threading.local()
 
 
 def _register_fork_hooks() -> None:
-    """Have forked children be as if nothing had been installed here."""
+    """Make forked children start as if nothing had been installed here."""
     global _hooked
     if not _hooked:
         _hooked = True
@@ -232,7 +232,7 @@ def _register_fork_hooks() -> None:
 
 
 def _block() -> None:
-    """Hold back what is watched until the child has its own handlers: before that it would notify the parent."""
+    """Block the watched signals until the child has its own handlers: before that they would be reported in the parent."""
     _blocked.before = None if _slot is None else signal.pthread_sigmask(signal.SIG_BLOCK, _slot.numbers)
 
 

@@ -141,7 +141,7 @@ class Loop(Protocol):
 
 
 MakeLoop = Callable[[str, Callable[[], object]], Loop]
-"""Called with a name, and with what finishes the saves under way when the interpreter exits."""
+"""Called with a name, and with a function that finishes the saves in flight when the interpreter exits."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class World:
 
     Attributes:
         accelerator: None for CUDA's.
-        make_loop: makes what a checkpointer runs on; None for a thread of its own.
+        make_loop: makes the loop that a checkpointer runs on; None for a thread of its own.
     """
 
     files: Files = field(default_factory=OsFiles)
@@ -170,9 +170,9 @@ class Ranks(msgspec.Struct, frozen=True):
         rank, world_size: as ``torch.distributed`` counts them.
         store: where ranks leave notes for each other (``torch.distributed.Store``); a single process needs none.
         load_group: a ``torch.distributed`` process group of gloo for this use alone. Its ranks read each block once and
-            send it to those that want it, too; worth it where storage is slower than the network between them. Give
-            every rank the group it is in; None lets each rank read all that it wants. ``Ranks(load_group=group)`` asks
-            ``torch.distributed`` for all else.
+            send it to the others that want it; worth it where storage is slower than the network between them. Give
+            every rank the group it is in; None lets each rank read all that it wants. ``Ranks(load_group=group)`` takes
+            everything else from ``torch.distributed``.
     """
 
     rank: int = 0
@@ -212,7 +212,7 @@ def find_ranks() -> Ranks:
 
 
 def check_found(ranks: Ranks) -> None:
-    """Raise when ``torch.distributed`` counts this process otherwise than when *ranks* were found.
+    """Raise when ``torch.distributed`` numbers this process differently than when *ranks* were found.
 
     A process group that has ended since is fine: the store outlives it, and so may saves.
 

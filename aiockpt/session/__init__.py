@@ -1,1 +1,1 @@
-"""One run: `Checkpointer`, how its parts are put together, and how it ends."""
+"""One run: `Checkpointer`, the assembly of its parts, and its shutdown."""

@@ -87,7 +87,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def _ignore(size_bytes: int) -> None:
-    """The progress callback by default."""
+    """The default progress callback."""
 
 
 class MovedOptions(TypedDict, total=False):
@@ -116,19 +116,19 @@ class Checkpointer:
         retention: what to keep, applied after each commit; None keeps all.
         snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
             backward; the next step of any optimizer waits for what is left. ``"device"`` takes a copy on the device first,
-            where there is room, and no optimizer waits; else it is lazy. A call may say otherwise.
+            where there is room, and no optimizer waits; else it is lazy. A call may override it.
         lazy: what a lazy save copies in the call all the same, and whether it compares digests; see `Lazy`.
-        screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
+        screen: ``"finite"`` checks for numbers that are NaN or infinite while hashing. A step with some is committed,
             and reported (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
-        replicas: ``"check"`` fails a save in which ranks have other values of the same tensor, and names it; ``"first"``
-            saves one rank's without a look. Of buffers of modules those of the lowest rank are saved. See
+        replicas: ``"check"`` fails a save in which ranks have different values of one tensor, and names it; ``"first"``
+            saves one rank's unchecked. Of buffers of modules those of the lowest rank are saved. See
             docs/guide/ranks.md.
         every: ``step()`` saves when the step is a multiple of it, when so much time has passed (``"30min"``), or when a
             `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
         only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
-        exclude: the same of what is not.
+        exclude: the same for what is not saved.
         limits: sizes of pool and blocks, deadlines, and how many saves run at once; see `Limits`.
-        on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
+        on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers use from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
         worker: what writes: a ``"thread"`` of this process, or a ``"process"`` of its own, which finishes every save that is
@@ -138,15 +138,15 @@ class Checkpointer:
         on_preempt: ``"save"``, or a `Preemption`: when the run must end (SIGTERM, SIGUSR1, the end of its allocation),
             the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
         observers: notified of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
-        ranks: this process among those that save one state together, and the group that reads once; None asks
+        ranks: this process among those that save one state together, and the group that reads once; None uses
             ``torch.distributed``. With several, every rank makes the same calls: saves are matched by their step, loads and
             ``warm_up`` by their number.
-        scrub: read every step again now and then, in the background, and repair what is bad from other tiers. One rank does.
+        scrub: read every step again periodically, in the background, and repair damage from other tiers. Rank 0 does so.
         config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
             changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
             stored, and not shown.
         world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
-        **moved: keywords of earlier releases, each accepted with a DeprecationWarning that says what to write.
+        **moved: keywords of earlier releases, each accepted with a DeprecationWarning that names its replacement.
 
     Raises:
         UsageError: an option or the URL cannot be used; the message says which and what can.
@@ -259,12 +259,12 @@ class Checkpointer:
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None uses what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
-            only: names of the state, or what they begin with, to save; ``*`` stands for any part of a name, ``**`` for any
+            only: names of the state, or their prefixes, to save; ``*`` stands for any part of a name, ``**`` for any
                 number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
-                with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None takes what
+                with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None uses what
                 the checkpointer was made with; ``"**"`` is all.
-            exclude: the same of what not to save.
-            config: of this step, where it is another than the checkpointer was made with.
+            exclude: the same for what not to save.
+            config: of this step, where it differs from the checkpointer's.
 
         Raises:
             UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
@@ -292,7 +292,7 @@ class Checkpointer:
         return self._selection if only is None and exclude is None else make_selection(only, exclude, self._selection)
 
     def _start_save(self, request: SaveRequest) -> SaveFuture:
-        """Start a save, and report no earlier failure."""
+        """Start a save without reporting earlier failures."""
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
@@ -310,13 +310,13 @@ class Checkpointer:
         return self._operation("warm_up", run_blocking, work, self._submitter.warm_up, walked, warm_up_round)
 
     def estimate(self, state: State, *, probe_bytes: int = 0) -> Future[Estimate]:
-        """Say what a save of *state* takes of memory, disk, network and time, and whether the places have it; saves nothing.
+        """Estimate what memory, disk, network and time a save of *state* needs, and whether it is there; saves nothing.
 
-        What optimizers will add with their first step is found, and counted. Other ranks are not asked: one alone may call.
+        What optimizers will add in their first step is counted, too. Other ranks are not contacted: one alone may call.
 
         Args:
-            probe_bytes: written to each durable place, flushed, timed and removed, so that there are seconds before the
-                first save: 64 MiB say something. 0 writes nothing.
+            probe_bytes: written to each durable place, flushed, timed and removed, so that seconds can be estimated
+                before the first save: 64 MiB are enough. 0 writes nothing.
 
         Raises: Those of `save` for a state that cannot be saved; and by the future
             StorageError: a place that is probed cannot be written to.
@@ -342,7 +342,7 @@ class Checkpointer:
         self._copies.wait()
 
     async def wait_mutable(self) -> None:
-        """Wait until no snapshot is being copied, before you change the state by hand, in an event loop: `barrier` there."""
+        """Wait until no snapshot is being copied, before you change the state by hand: `barrier` for an event loop."""
         await self._copies.wait_async()
 
     def mutating(self) -> Mutating:
@@ -384,9 +384,9 @@ class Checkpointer:
                 function of a name): ``rename=[(r"^model\\.encoder\\.", "model.backbone.")]`` loads what was saved before a
                 module was renamed, and the state of its optimizer with it. A rule that renames nothing does no harm, so
                 that a script keeps its rules. ``LoadResult.renamed`` lists what was renamed.
-            optimizer_state: ``"by_parameter"`` where optimizers have changed their make-up (a part of the parameters has
-                another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
-                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` lists what did.
+            optimizer_state: ``"by_parameter"`` where optimizers are built differently now (a part of the parameters has
+                another optimizer, a group was split): the optimizer state of a parameter follows it by name, from whichever
+                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` lists what began anew.
             fork: another run's place, from whose *step* this run begins while it has no step of its own; later starts load
                 the newest of their own. What is saved records where it came from (``StepInfo.forked_from``). Or what other
                 programs wrote: ``dcp:///path`` (all that `aiockpt.convert.foreign` opens) fills the state by its names,
@@ -445,7 +445,7 @@ class Checkpointer:
         return LoadFuture(promise)
 
     def _open_foreign(self, fork: Place | None, request: LoadRequest) -> ForeignFork | None:
-        """Return what loads from a checkpoint of another program; None where *fork* is a place of steps."""
+        """Return the loader of a checkpoint of another program; None where *fork* is a place of steps."""
         if not isinstance(fork, str) or not fork.startswith(("dcp://", "hf://")):
             return None
         from aiockpt.convert.foreign.fork import ForeignFork
@@ -481,7 +481,7 @@ class Checkpointer:
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
         """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
 
-        It comes on the host, in its stored dtype and row-major, however it lay in memory when it was saved. A plain value
+        It is returned on the host, in its stored dtype and row-major, whatever its layout when it was saved. A plain value
         is not read but loaded: ``values = {"epoch": None}``, then ``load(values, step).result()``.
 
         Args:
@@ -489,7 +489,7 @@ class Checkpointer:
             rows: ``slice(start, stop)``, understood as Python does: clipped to the rows there are, negative from the end.
 
         Raises: Raised by the future
-            StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
+            StateMismatchError: the step has no tensor of that name; the message names what it is, or close names.
             UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
         """
         return self._operation(f"read of {name}", read, self._destination, _number(step), name, rows)
@@ -520,16 +520,16 @@ class Checkpointer:
     def repair(
         self, step: int | None = None, source: Place | None = None, *, on_read: Callable[[int], object] = _ignore
     ) -> Future[list[Repaired]]:
-        """Read all of a step in each place that has it, and write anew what is bad there, from wherever it is whole.
+        """Read all of a step in each place that has it, and rewrite damaged files there from intact copies.
 
-        Nothing is written in place, and the step is never less than it was (`aiockpt.places.scrub.repair`).
+        Nothing is overwritten in place, and the step never loses data (`aiockpt.places.scrub.repair`).
 
         Args:
             step: None for the newest valid one.
             source: another place that may have the same step: a path, a URL, or a backend.
             on_read: called with the bytes of each read, on the loop thread; for progress.
 
-        Returns: what was done in each place; *left* says what is bad still.
+        Returns: what was done in each place; *left* names what is still damaged.
 
         Raises: Raised by the future
             StepNotFoundError: there is no such step.
@@ -550,7 +550,7 @@ class Checkpointer:
     def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _ignore) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
 
-        A copy that was interrupted goes on where it was. A step that is there already is left as it is.
+        An interrupted copy resumes where it stopped. A step that is there already is left as it is.
 
         Args:
             to: a path, a URL, or a backend, which stays open.
@@ -593,19 +593,19 @@ class Checkpointer:
         return self._parts.holds.make(_number(step))
 
     def watch(self, name: str, *, every_s: float = 10.0, newest: bool = False, follow: bool = True) -> StepWatch:
-        """Be handed each committed step once, the oldest first, and wait for more: ``for step in ckpt.watch("eval"): …``.
+        """Yield each committed step once, the oldest first, and wait for more: ``for step in ckpt.watch("eval"): …``.
 
-        A step is done with when the loop comes back for the next one, which is written down in ``readers/NAME.json``: after
-        an error, or a kill, the same step comes again. ``async for`` in an event loop.
+        A step is done when the loop comes back for the next one, which is recorded in ``readers/NAME.json``: after an
+        error, or a kill, the same step comes again. ``async for`` in an event loop.
 
         Args:
             name: of the reader; each reader gets every step. One process at a time has a name.
             every_s: seconds between two polls while there is nothing new.
-            newest: only the newest step is wanted each time; older ones are passed over.
+            newest: only the newest step is wanted each time; older ones are skipped.
             follow: wait for steps to come; False ends where there is nothing new.
 
-        Raises: `UsageError` for a name or a time that cannot be meant; and while it is iterated
-            StorageError: steps cannot be listed, or the note cannot be written.
+        Raises: `UsageError` for an invalid name or time; and while it is iterated
+            StorageError: steps cannot be listed, or the record cannot be written.
         """
         return StepWatch(
             self.run_on_destination, self._parts.holds, name, every_s=every_s, newest=newest, follow=follow
@@ -648,7 +648,7 @@ class Checkpointer:
         only: str | Sequence[str] | Trainable | None = None,
         exclude: str | Sequence[str] | None = None,
     ) -> SaveFuture | None:
-        """Save when ``every`` says so of *step*; return the future, or None when this step is not saved.
+        """Save when *step* is due by ``every``; return the future, or None when this step is not saved.
 
         The arguments are those of `save`.
 
@@ -693,7 +693,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong. Idempotent.
 
-        Interrupted meanwhile (Ctrl-C), it gives up what is not committed, and is done in seconds.
+        If it is interrupted (Ctrl-C), it abandons what is not committed, and ends in seconds.
         """
         if self._loop.usable:
             self._submitter.refuse_inside_save("close()")
@@ -745,9 +745,9 @@ class Checkpointer:
 
     @contextmanager
     def _leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Close in the block, after an *error* of the program; what fails then is a note on that.
+        """Close in the block; after an *error* of the program, a failure of that becomes a note on the error.
 
-        Before it, what can be saved of a run that must end is saved, and the other ranks are notified.
+        Before it, the state of a run that must end is saved if it can be, and the other ranks are notified.
         """
         ended: BaseException | None = None
         if error is not None:
@@ -767,7 +767,7 @@ class Checkpointer:
     def _check_call(self) -> None:
         """Raise when this process may not use it, or when an earlier load was never waited for.
 
-        What another thread asked for may be waited for in a moment, or be so now; that is for its own next call.
+        A load of another thread may still be waited for, now or soon; only that thread's own next call checks it.
         """
         self._loop.check()
         abandoned = [load for load in self._unclaimed if load.is_abandoned]
@@ -780,15 +780,15 @@ class Checkpointer:
             raise UsageError(f"{load!r} was never waited for, so the state is not complete: {advice}")
 
     def _check_call_of_ranks(self) -> None:
-        """Raise also when there is a process group now that was not there when the ranks were found."""
+        """Do so, and raise when there is a process group now that did not exist when the ranks were found."""
         self._check_call()
         if self._found_ranks is not None:
             check_found(self._found_ranks)
 
     def run_on_destination(self, what: str, work: Callable[[Destination], Awaitable[T]]) -> Future[T]:
-        """Run *work* on the checkpointer's loop, with where its steps lie; *what* to call it in messages.
+        """Run *work* on the checkpointer's loop, with its destination; messages call it *what*.
 
-        For what is built on the engine, as `aiockpt.convert` is. What it is given may be another in each release.
+        For packages built on the engine, such as `aiockpt.convert`. The argument of *work* may change in each release.
 
         Raises:
             ClosedError: the checkpointer is closed.
@@ -802,7 +802,7 @@ class Checkpointer:
         return Future(promise)
 
     def statistics(self) -> Statistics:
-        """Return what is going on at this instant. Any thread."""
+        """Return the saves in flight and the use of pool and limiters at this instant. Any thread."""
         running = len(self._submitter.in_flight)
         return Statistics(running, self._engine.pool.statistics(), self._destination.places[0].uploader.statistics())
 

@@ -14,14 +14,14 @@ from aiockpt.events import Observer
 from aiockpt.futures import SaveFuture
 
 StartSave = Callable[[SaveRequest], SaveFuture]
-"""Checks what a save is asked for, and starts it."""
+"""Checks the request for a save, and starts the save."""
 
 
 class Interruption(Protocol):
-    """What may end a run before it is done.
+    """A source of requests to end a run before it is done.
 
     Attributes:
-        listens: whether anything may.
+        listens: whether there may be such a request.
         observers: to be notified of events.
     """
 
@@ -47,7 +47,7 @@ class Interruption(Protocol):
             failing: whether it leaves by an exception; the signal behind it may come a moment later.
 
         Returns:
-            What says how the run ended; None where it need not, or the state has changed since.
+            The exception that says how the run ended; None where it need not end, or the state has changed since.
         """
         ...
 
@@ -55,7 +55,7 @@ class Interruption(Protocol):
         """Record a save that was started."""
 
     def stop(self) -> None:
-        """Listen no more, before the loop ends. Any thread; idempotent."""
+        """Stop listening, before the loop ends. Any thread; idempotent."""
 
     def release(self) -> None:
-        """Give back what listened, after everything is committed. Any thread; idempotent."""
+        """Restore the signal handlers, after everything is committed. Any thread; idempotent."""

@@ -53,9 +53,9 @@ class Assembly:
         world: None for this machine's.
 
     Attributes:
-        probe: called at each call; `aiockpt.prove` sees them there.
-        interruption: whether a call is the last one.
-        tiers: where saves really go.
+        probe: notified of each call, for `aiockpt.prove`.
+        interruption: decides whether a call is the last one.
+        tiers: the places that saves are written to.
         shutdown: ends all of it.
 
     Raises:
@@ -108,7 +108,7 @@ class Assembly:
         world: World,
         memory: SharedMemory | None,
     ) -> None:
-        """Make what needs the loop, and start what works by itself, in an order that matters."""
+        """Make the parts that need the loop, and start the background ones; the order matters."""
         loop, interruption, url = self.loop, self.interruption, backends[0].url
         self.coordinator = coordinator = make_coordinator(ranks, peers, self.tiers, backends[0], loop, options, world)
         self.engine = engine = Engine(
@@ -147,7 +147,7 @@ class Assembly:
 def start_observers(
     observers: Sequence[Observer], engine: Engine, ranks: Ranks, url: str
 ) -> list[Callable[[], object]]:
-    """Start the tasks of observers, and have cadences serve the saves to *url*; return what ends each."""
+    """Start the tasks of observers, and have cadences serve the saves to *url*; return a function to end each."""
     options, clock = engine.options, engine.world.clock
     tasks = [observer for observer in observers if isinstance(observer, BackgroundTask)]
     ends: list[Callable[[], object]] = [run_background(engine.loop, observer, engine.emit) for observer in tasks]
@@ -158,7 +158,7 @@ def start_observers(
 
 
 def _on_waited(engine: Engine) -> Callable[[int, float], None]:
-    """Return what reports that an optimizer waited so many seconds for the copy of a step."""
+    """Return the callback that reports how many seconds an optimizer waited for the copy of a step."""
 
     def report(step: int, seconds: float) -> None:
         event = BarrierWaited(at_ns=engine.now_ns(), step=step, seconds=seconds)
@@ -168,7 +168,7 @@ def _on_waited(engine: Engine) -> Callable[[int, float], None]:
 
 
 def find_peers(ranks: Ranks) -> Peers | None:
-    """Return the ranks that this one reads once with; None where it was given none."""
+    """Return the ranks that share one read with this one; None without a ``load_group``."""
     if ranks.load_group is None:
         return None
     from aiockpt.ranks.peers import find_peers
@@ -177,7 +177,7 @@ def find_peers(ranks: Ranks) -> Peers | None:
 
 
 def start_scrubber(scrub: Scrub | None, engine: Engine, destination: Destination, ranks: Ranks) -> Callable[[], object]:
-    """Have the steps read again now and then, where that is asked for, by the first rank; return what ends it."""
+    """Start the scrubber on the first rank, where *scrub* is given; return the function that stops it."""
     if scrub is None or ranks.rank:
         return lambda: None
     from aiockpt.places.scrub.scrubber import Scrubber
@@ -196,7 +196,7 @@ def make_coordinator(
     options: Options,
     world: World,
 ) -> Coordinator:
-    """Return how this process agrees with those that save with it; alone it needs nothing for that."""
+    """Return the coordinator of this process and those that save with it; `Alone` for a single process."""
     if ranks.world_size == 1:
         return Alone()
     from aiockpt.ranks.coordinator import RankCoordinator
@@ -210,7 +210,7 @@ def make_coordinator(
 def make_destination(
     engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], coordinator: Coordinator, *, working: bool
 ) -> Destination:
-    """Return where saves go and where steps lie.
+    """Return the destination of saves, where steps lie.
 
     Args:
         working: whether steps are saved, and copied from place to place, by this process.
@@ -234,7 +234,7 @@ def share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: Worl
 def start_writer(
     here: Destination, coordinator: Coordinator, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks
 ) -> Destination:
-    """Start a writer process; return what hands saves to it, and reads *here*."""
+    """Start a writer process; return the destination that hands saves to it, and reads from *here*."""
     from aiockpt.worker.client import WriterClient
 
     return WriterClient(here, coordinator, tiers, memory, ranks)
@@ -266,12 +266,12 @@ def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
 
 @cache
 def _process_token(pid: int) -> str:
-    """Return what identifies this process, also against a later one with its *pid*; a forked child has its own."""
+    """Return a token of this process, which differs from that of a later one with its *pid* and of a forked child."""
     return secrets.token_hex(4)
 
 
 def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -> Interruption:
-    """Return what may end the run before it is done; for None nothing."""
+    """Return the source of requests to end the run early; for None, one that never does."""
     if on_preempt is None:
         return NeverInterrupted()
     from aiockpt.session.preemption.handler import PreemptionHandler
@@ -282,7 +282,7 @@ def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -
 
 
 def start_interruption(interruption: Interruption, engine: Engine, destination: Destination, ranks: Ranks) -> None:
-    """Have *interruption* listen; with other ranks, notices go to them and come from them."""
+    """Start *interruption*; with other ranks, notices are exchanged with them."""
     if not interruption.listens:
         return
     from aiockpt.session.preemption.decision import EndsAlone, EndsWithRanks
@@ -297,20 +297,20 @@ def start_interruption(interruption: Interruption, engine: Engine, destination: 
     interruption.begin(engine, destination, EndsWithRanks(board))
 
 
-# The end of a checkpointer: it waits for what is under way, gives up what is not waited for any more, releases all.
+# The end of a checkpointer: it waits for saves and copies under way, abandons the late ones, and releases all.
 #
 # Guarantees:
 #
 # - What is under way ends by itself, within its own deadlines; it is waited for, for ``Deadlines.close_s``.
-# - An interrupt of the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are given up, what they wrote is
+# - An interrupt of the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are abandoned, what they wrote is
 #   removed, and the wait is over in seconds. A writer process finishes what is ``snapshotted`` by itself.
 # - Threads end, whatever happened before: a save that was interrupted where it could not notice it does not hold them.
 
 
 CLOSE_S = 60.0
-"""For what has deadlines of its own to say that they have passed."""
+"""For work with deadlines of its own to report that they have passed."""
 GIVE_UP_S = 10.0
-"""For saves that are given up to remove what they wrote."""
+"""For abandoned saves to remove what they wrote."""
 
 
 class Shutdown:
@@ -340,7 +340,7 @@ class Shutdown:
         self._before, self._ends, self._after = before, ends, after
 
     def wait(self) -> None:
-        """Wait until no save runs and none is being tidied up after.
+        """Wait until no save runs, and no clean-up after one.
 
         Raises:
             TimeoutError: that took longer than ``Deadlines.close_s``.
@@ -354,7 +354,7 @@ class Shutdown:
         """Wait, then release everything.
 
         Raises:
-            TimeoutError: as `wait`; what still ran was given up.
+            TimeoutError: as `wait`; what still ran was abandoned.
         """
         try:
             for begin in self._before:
@@ -396,7 +396,7 @@ class Shutdown:
         for promise in waiting:
             self._destination.abandon(promise)
         if waiting:
-            logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
+            logger.warning("shutdown: abandoning %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
         self._is_idle_within(GIVE_UP_S)
 
     def _release(self, patience_s: float) -> None:

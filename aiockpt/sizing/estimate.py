@@ -1,7 +1,7 @@
 """The estimate of a save, from the state as it is now, what optimizers will add, and a short probe of each place.
 
-The state is walked and planned as a save would, and neither copied nor written: bytes, files and windows are those of the
-plan itself. It does not involve other ranks, so that one alone may call (`aiockpt.sizing.share`).
+The state is walked and planned as for a save, but neither copied nor written: bytes, files and windows are those of the
+plan itself. No other rank is involved, so one rank alone may call (`aiockpt.sizing.share`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from aiockpt.units import count, size
 
 COPIED_BYTES = 32 * MIB
 RECORD_BYTES = 1 << 10
-"""What a receipt, or a manifest, has beside its tables."""
+"""The size of a receipt, or of a manifest, without its tables."""
 REQUESTS = 24
 """Beside those of data files: listings of the place, the records of a commit, and a step that retention deletes."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save of a state takes; ``print`` it.
+    """The resources that a save of a state takes; ``print`` it.
 
     Attributes:
-        step_bytes: of the tensors of a step, of all ranks: parts that several hold once.
+        step_bytes: of the tensors of a step on all ranks; a part that several ranks hold counts once.
         disk_bytes: of a step in storage, with headers, receipts and manifest.
         rank_bytes: of the tensors that this rank copies and writes; *rank_file_bytes* of its data files.
-        held_bytes: that the state takes in the memory of this process, on host and devices.
+        held_bytes: of the state in the memory of this process, on host and devices.
         to_come: what optimizers will add with their first step; counted in all of these.
         files: data files of this rank.
         requests: calls that a save of this rank makes to its place, at most, those of retention among them.
@@ -53,13 +53,13 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         pool_bytes: of these, the staging pool, which is kept from save to save.
         load_bytes: of the host, beside the state, at the peak of a load of what the same layout saved, at most.
         other_layout_bytes: the same where another layout saved it, in parts that must be cut and copied.
-        pause_s: that training is held by an eager save: as the last saves of this run were; without any, one copy of
-            *rank_bytes* at the speed of a copy of host memory tried now.
-        durable_s: from the call to the commit: as the last saves of this run were; without any, this rank's part at the
-            speed of the probe of the nearest durable place; every rank that shares its bandwidth makes it longer. None
+        pause_s: for which an eager save holds training: measured in the last saves of this run; before the first, one copy
+            of *rank_bytes* at the speed of a copy of host memory made now.
+        durable_s: from the call to the commit: measured in the last saves of this run; before the first, this rank's part
+            at the probed speed of the nearest durable place; every rank that shares its bandwidth makes it longer. None
             without either.
         places: the nearest first.
-        assumptions: what of all this is supposed and not known.
+        assumptions: on which these figures rest.
         problems: what does not fit, with what to do.
     """
 
@@ -122,7 +122,7 @@ async def estimate(
     tiers: Sequence[Tier],
     probe_bytes: int,
 ) -> Estimate:
-    """Return what a save takes. On the loop.
+    """Return the estimate of a save. On the loop.
 
     Args:
         walked: the state as it is now; *state* as the caller gave it.
@@ -138,8 +138,8 @@ async def estimate(
     coming = [shard for one in to_come for shard in one.shards]
     share, supposed = await run_blocking(engine.state_work, find_share, coordinator, walked, coming)
     plan = await run_blocking(engine.state_work, engine.make_plan, share)
-    told = tuple(one.told for one in to_come)
-    step_bytes = whole_bytes(walked.tensors) + sum(one.bytes for one in told)
+    described = tuple(one.described for one in to_come)
+    step_bytes = whole_bytes(walked.tensors) + sum(one.bytes for one in described)
     each_bytes = _records_bytes(plan, share, engine.block_bytes)
     others_bytes = plan.file_bytes - plan.tensor_bytes + each_bytes
     disk_bytes = step_bytes + others_bytes * coordinator.world_size
@@ -161,7 +161,7 @@ async def estimate(
     )
     places = await estimate_places(destination.places, tiers, sizes, probe_bytes)
     problems += _host_problems(
-        destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in told), to_spare
+        destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in described), to_spare
     )
     problems += [problem for place in places for problem in find_problems(place, sizes.reserve)]
     return Estimate(
@@ -171,7 +171,7 @@ async def estimate(
         rank_file_bytes=plan.file_bytes,
         held_bytes=sum(shard.nbytes for shard in (*walked.tensors, *coming)),
         world_size=coordinator.world_size,
-        to_come=told,
+        to_come=described,
         files=len(plan.files),
         requests=plan.window_count + 2 * len(plan.files) + REQUESTS,
         memory_bytes=memory.save_bytes,
@@ -181,7 +181,7 @@ async def estimate(
         pause_s=await _pause_s(plan.tensor_bytes, engine.last_saves),
         durable_s=engine.last_saves.durable_s or _durable_s(destination, places),
         places=tuple(places),
-        assumptions=(*supposed, *_supposed_of(engine, told)),
+        assumptions=(*supposed, *_supposed_of(engine, described)),
         problems=tuple(problems),
     )
 
@@ -189,7 +189,7 @@ async def estimate(
 def _host_problems(
     destination: Destination, places: Sequence[PlaceEstimate], needed_bytes: int, to_spare: int
 ) -> list[str]:
-    """Return that saves and memory tiers take more than this machine has to spare, if they do."""
+    """Return the problem that saves and memory tiers exceed this machine's spare memory, if they do."""
     traits = [place.backend.traits for place in destination.places]
     tiers_bytes = sum(
         place.kept.bytes for place, one in zip(places, traits, strict=True) if not one.durable and one.scope != "shared"
@@ -202,9 +202,9 @@ def _host_problems(
     ]
 
 
-def _supposed_of(engine: Engine, told: Sequence[StateToCome]) -> list[str]:
-    known = [one.name for one in told if one.rank_bytes]
-    unknown = [one.name for one in told if one.rank_bytes is None]
+def _supposed_of(engine: Engine, described: Sequence[StateToCome]) -> list[str]:
+    known = [one.name for one in described if one.rank_bytes]
+    unknown = [one.name for one in described if one.rank_bytes is None]
     words = []
     if known:
         words.append(f"{', '.join(known)}: every parameter with requires_grad gets a gradient in the first step")
@@ -216,20 +216,20 @@ def _supposed_of(engine: Engine, told: Sequence[StateToCome]) -> list[str]:
 
 
 def _records_bytes(plan: SavePlan, share: ShardedState, block_bytes: int) -> int:
-    """Return about what the records of a rank's part take: its receipt, and as much of the manifest."""
+    """Return the approximate bytes of the records of a rank's part: its receipt, and as much again in the manifest."""
     sums = sum(block_count(file.size, block_bytes) * SUM_BYTES * 4 // 3 for file in plan.files)
     parts: tuple[object, ...] = (plan.tensors, share.values, share.per_rank, share.alias, share.left_out)
     return 2 * (sum(len(msgspec.json.encode(part)) for part in parts) + sums + RECORD_BYTES)
 
 
 def _weights_bytes(plan: SavePlan, disk_bytes: int) -> int:
-    """Return what the weights of a step take, as this rank's files of them are to all of its files."""
+    """Return the bytes of the weights of a step, by the share of weights in this rank's files."""
     rest = sum(file.size for file in plan.files if file.kind == REST)
     return round(disk_bytes * (1 - rest / max(plan.file_bytes, 1)))
 
 
 def _durable_s(destination: Destination, places: Sequence[PlaceEstimate]) -> float | None:
-    """Return what a save takes by the probe of the nearest durable place."""
+    """Return the seconds of a save by the probe of the nearest durable place; None without a probe."""
     pairs = zip(places, destination.places, strict=True)
     return next((one.arrives_s for one, place in pairs if place.backend.traits.durable), None)
 
@@ -265,7 +265,7 @@ class Peaks(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         save_bytes: at the peak of a save.
         pool_bytes: of these, what is kept from save to save.
-        load_bytes: at the peak of a load, at most, of what was saved in the parts that are wanted.
+        load_bytes: at the peak of a load, at most, of what was saved in the wanted parts.
         other_parts_bytes: the same of what was saved in other parts.
     """
 
@@ -285,7 +285,7 @@ def find_memory(
     step_bytes: int,
     largest_bytes: int,
 ) -> tuple[Peaks, list[str]]:
-    """Return the memory that a save by *plan* and a load from the *nearest* place take, and what is wrong with that.
+    """Return the memory that a save by *plan* and a load from the *nearest* place take, and the problems with that.
 
     Args:
         to_spare: bytes of memory that this machine has; its staging pools get a quarter of that at most.
@@ -340,7 +340,7 @@ def _is_mutable(shard: TensorShard, owned: Set[int]) -> bool:
 
 
 def staged_bytes(walked: Sequence[TensorShard]) -> int:
-    """Return what a load brings to host memory first, to copy it when all is verified: of devices, and strided tensors."""
+    """Return the bytes that a load stages in host memory until all is verified: of device tensors and strided tensors."""
     return sum(
         shard.nbytes
         for shard in walked

@@ -1,4 +1,4 @@
-"""The needs of a run at one of its places, compared with what the place has: a listing, and a probe if one is asked for."""
+"""Comparison of the needs of a run at each of its places with what the place has, from a listing and an optional probe."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.units import count, size, speed
 
 MANY = 100
-"""Of steps a place that keeps all of them should have room for."""
+"""Steps for which a place that keeps every step should have room."""
 SAFE = 1.1
-"""A place has room for a run where it has so many times what the run will take."""
+"""A place has room for a run if its free space is at least so many times what the run will take."""
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one step in storage, of all ranks: all of it, and its weights alone.
 
     Attributes:
-        of_rank: that this rank sends of it.
-        reserve: that a save asks for beside it, before it begins.
+        of_rank: the part that this rank sends.
+        reserve: free bytes that a save requires beside the step, before it begins.
     """
 
     full: int
@@ -37,13 +37,13 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in a place.
+    """The steps that a place holds.
 
     Attributes:
-        steps: at once, at most, beside the multiples that are kept for ever; None where all are kept.
-        bytes: of these; of one step where all are kept.
-        grows_bytes: that every *grows_every* steps of training add for ever; 0: nothing does.
-        grows_every: None: every save.
+        steps: at once, at most, beside the multiples that are kept for ever; None if all steps are kept.
+        bytes: of these; of one step if all steps are kept.
+        grows_bytes: added for ever by every *grows_every* steps of training; 0 if the place does not grow.
+        grows_every: None for every save.
     """
 
     steps: int | None
@@ -53,18 +53,18 @@ class KeptSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run takes of one of its places.
+    """What a run needs at one of its places.
 
     Attributes:
-        every: it accepts the multiples of this step number; None: each.
+        every: it accepts the multiples of this step number; None for every step.
         step_bytes: of one step there; sent to it once for each step that it accepts, by all ranks together.
-        read_bytes: that are read there, on the average of all saves, to be copied to farther places.
+        read_bytes: read there for copies to farther places, on the average of all saves.
         kept: what lies there at once, and what is added for ever.
-        found_steps: that lie there now.
-        free_bytes: None where the place does not say.
-        bytes_per_s: that this rank alone wrote in the probe; None without one.
-        arrives_s: that a step takes to get there at the speed of the probe, and of no more than the tier's own
-            ``bandwidth`` where a save does not wait for it; None without a probe.
+        found_steps: the steps that lie there now.
+        free_bytes: None if the place does not report it.
+        bytes_per_s: of the probe, which this rank wrote alone; None without a probe.
+        arrives_s: for a step to get there at the speed of the probe, and at most at the tier's own ``bandwidth`` if a save
+            does not wait for it; None without a probe.
     """
 
     url: str
@@ -95,14 +95,14 @@ class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
 async def estimate_places(
     places: Sequence[Place], tiers: Sequence[Tier], sizes: StepSizes, probe_bytes: int
 ) -> list[PlaceEstimate]:
-    """Return what a run takes of each place.
+    """Return what a run needs at each place.
 
     Args:
         tiers: their options.
         probe_bytes: written to each durable place, flushed, timed and removed; 0 for none.
 
     Raises:
-        StorageError: a place cannot be written to: better known now. Without a probe nothing is raised.
+        StorageError: a place cannot be written to. Without a probe nothing is raised.
     """
     first = next(number for number, tier in enumerate(tiers) if tier.full)
     found = []
@@ -126,11 +126,11 @@ async def estimate_places(
 
 
 def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes: int) -> KeptSteps:
-    """Return what *rules* leave of steps of *step_bytes*, *weight_bytes* of them weights.
+    """Return the steps that *rules* keep, each of *step_bytes*, of which *weight_bytes* are weights.
 
-    Beside those that the rules name there is the newest one that was verified, for as long as none that is named was, and
-    those that are being written: *in_flight*. Steps that are thinned keep their weights. How many ``newer_than`` keeps is
-    not known before they are saved: all, at most.
+    Beside the steps that the rules name, a place keeps the newest verified step while no named step is verified, and the
+    *in_flight* steps that are being written. Thinned steps keep their weights. How many steps ``newer_than`` keeps is not
+    known in advance: all, at most.
     """
     rules = rules or Retention()
     older_bytes = step_bytes if rules.optimizer is None else weight_bytes
@@ -158,13 +158,13 @@ def _arrives_s(tier: Tier, sizes: StepSizes, bytes_per_s: float, *, limited: boo
 
 
 async def _free_bytes(place: Place) -> int | None:
-    with suppress(CheckpointError):  # it does not say
+    with suppress(CheckpointError):  # the place does not report it
         return (await place.backend.space()).free_bytes
     return None
 
 
 async def _count_steps(place: Place) -> int:
-    with suppress(CheckpointError):  # a place that cannot be listed now has room, or not, all the same
+    with suppress(CheckpointError):  # without a listing the other figures still hold
         return sum(parse_step(folder) is not None for folder in (await place.backend.list("")).folders)
     return 0
 
@@ -188,7 +188,7 @@ async def _probe(place: Place, byte_count: int) -> float:
 
 
 def find_problems(place: PlaceEstimate, reserve_bytes: int) -> list[str]:
-    """Return what is too much for a place, with what to do; *reserve_bytes* must be free for records."""
+    """Return what exceeds the room of a place, with what to do; *reserve_bytes* must be free for records."""
     if place.free_bytes is None:
         return []
     room = f"{place.url} has {size(place.free_bytes)} free"

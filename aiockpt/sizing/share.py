@@ -1,8 +1,8 @@
 """The part of a state that this rank will write, before the ranks have planned it: what the planner would assign, if known.
 
-What this rank holds whole is assumed to be held so by all (`DistributedDataParallel`, the scalars of an optimizer), and is
-dealt out as `aiockpt.planning.spread` does; what it holds in part, to be its own (FSDP). Both are wrong where a mesh has
-both, as hybrid sharding does: the estimate says so.
+A tensor that this rank holds whole is assumed to be whole on all ranks (`DistributedDataParallel`, the scalars of an
+optimizer), and is divided as by `aiockpt.planning.spread`; a tensor that it holds in part is assumed to be its own (FSDP).
+Both assumptions are wrong for a mesh that has both, as in hybrid sharding: the estimate reports them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ONLY_SEEN = (
 def find_share(
     coordinator: Coordinator, walked: ShardedState, coming: Sequence[TensorShard]
 ) -> tuple[ShardedState, tuple[str, ...]]:
-    """Return what this rank writes of *walked* and of what is to come, and what of that is supposed, in words.
+    """Return what this rank writes of *walked* and of *coming*, and the assumptions made, in words.
 
-    What the ranks have agreed upon in an earlier save, or in `warm_up`, is used; nothing is communicated.
+    The plan of an earlier save, or of `warm_up`, is used if there is one; nothing is communicated.
     """
     if coordinator.world_size == 1:
         return _join(walked, walked.tensors, coming), ()
@@ -47,7 +47,7 @@ def find_share(
 
 
 def _join(state: ShardedState, some: Sequence[TensorShard], others: Sequence[TensorShard]) -> ShardedState:
-    """Return *state* with other tensors; it is itself where these are its own."""
+    """Return *state* with these tensors instead of its own; *state* itself if they are the same."""
     tensors = (*some, *others)
     if tensors == state.tensors:
         return state

@@ -1,8 +1,8 @@
 """The future state of optimizers that have not stepped yet, found by one step of each kind on tensors without memory.
 
 An optimizer makes its state with its first step. A second one of the same class and options steps once on tensors of the
-``meta`` device with the shapes and dtypes of the parameters, which takes no memory and touches nothing of the first. What
-that one holds then is described as shards, spread as the parameters are: a save of them can be planned like any other.
+``meta`` device with the shapes and dtypes of the parameters, which takes no memory and does not touch the first one. The
+state of the second is described as shards, spread as the parameters are: a save of them can be planned like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
 _ONE_BY_ONE = {"foreach": False, "fused": False, "capturable": False}
-"""Ways to compute that the ``meta`` device has not."""
+"""Implementations that the ``meta`` device does not support."""
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 Slots = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
@@ -46,14 +46,14 @@ class StateToCome(msgspec.Struct, frozen=True):
 
 
 class OptimizerToCome(msgspec.Struct, frozen=True):
-    """What is to come of one optimizer.
+    """The future state of one optimizer.
 
     Attributes:
-        shards: of it; they have no memory.
-        device_bytes: of them that will not be host memory.
+        shards: of that state; they have no memory.
+        device_bytes: the bytes of them that will not be in host memory.
     """
 
-    told: StateToCome
+    described: StateToCome
     shards: tuple[TensorShard, ...] = ()
     device_bytes: int = 0
 
@@ -61,10 +61,10 @@ class OptimizerToCome(msgspec.Struct, frozen=True):
 def find_state_to_come(
     state: Mapping[str, Any], walked: Sequence[TensorShard], selection: Selection = ALL
 ) -> list[OptimizerToCome]:
-    """Return what is to come of each optimizer of *state* that is saved and has parameters without state.
+    """Return the future state of each optimizer of *state* that is saved and has parameters without state.
 
     Args:
-        walked: the tensors of *state* as they are now, which say how parameters are spread over ranks.
+        walked: the tensors of *state* as they are now, which show how parameters are spread over ranks.
     """
     choice = LeafChoice(selection, state)
     spread = {_address(shard.data): shard for shard in walked}
@@ -95,8 +95,8 @@ def _of_optimizer(
             own = [_shard(name, beside, local, slot) for slot in made[tuple(local.shape), parameter.dtype]]
             device_bytes += 0 if local.is_cpu else sum(shard.nbytes for shard in own)
             shards += own
-    told = StateToCome(name, sum(shard.nbytes for shard in shards), whole_bytes(shards))
-    return OptimizerToCome(told, tuple(shards), device_bytes) if shards else None
+    described = StateToCome(name, sum(shard.nbytes for shard in shards), whole_bytes(shards))
+    return OptimizerToCome(described, tuple(shards), device_bytes) if shards else None
 
 
 def _is_new(parameter: torch.Tensor, optimizer: Optimizer) -> bool:
@@ -113,7 +113,7 @@ def local_part(parameter: Any) -> torch.Tensor:
 
 
 def _unnamed(parameter: torch.Tensor, local: torch.Tensor, number: int) -> TensorShard:
-    """Return a flat stand-in for a parameter that is not saved, so that nothing says how it is spread."""
+    """Return a flat stand-in for a parameter that is not saved, so that its spread over ranks is unknown."""
     box = Box((0,), (local.numel(),))
     return TensorShard(str(number), dtype_code(local.dtype), (parameter.numel(),), (box,), None)
 
@@ -121,7 +121,7 @@ def _unnamed(parameter: torch.Tensor, local: torch.Tensor, number: int) -> Tenso
 def _shard(
     name: str, beside: TensorShard, local: torch.Tensor, slot: tuple[str, tuple[int, ...], torch.dtype]
 ) -> TensorShard:
-    """Return one tensor of the state of a parameter: spread as it is where it has its shape, else whole on each rank."""
+    """Return one tensor of the state of a parameter: spread like the parameter if of its shape, else whole on each rank."""
     key, shape, dtype = slot
     own_shape, boxes = beside.shape, beside.boxes
     if shape != tuple(local.shape):
@@ -131,7 +131,7 @@ def _shard(
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any], kinds: Sequence[Kind]) -> dict[Kind, Slots] | None:
-    """Return what a parameter of each kind will have in the optimizer; None where it cannot be tried."""
+    """Return the tensors that a parameter of each kind will have in the optimizer; None if a step cannot be tried."""
     parameters = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in kinds]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

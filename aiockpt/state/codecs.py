@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- Nothing is imported and no attribute is looked up because a checkpoint says so: a name that is not registered is
-  refused, by name.
-- A class has one codec and a name means one class, so what was saved comes back as what it was.
+- A checkpoint cannot cause an import or the lookup of an attribute: a name that is not registered is refused, by
+  name.
+- A class has one codec and a name means one class, so a value is loaded as the class that was saved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def field(node: Mapping[str, Any], name: str, cls: type) -> Any:
     """Return a field of a tagged object, of exactly that type.
 
     Raises:
-        KeyError, TypeError: it is not there, or of another type.
+        KeyError, TypeError: it is missing, or of another type.
     """
     value = node[name]
     if type(value) is not cls:
@@ -106,7 +106,7 @@ def write_float(value: float) -> Any:
 
 
 def _read_float(node: Mapping[str, Any]) -> float:
-    # A new NaN each time: as keys they are told apart by identity.
+    # A new NaN each time: as keys they are distinguished by identity.
     named = {"nan": float("nan"), "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}
     return named[field(node, "value", str)]
 
@@ -195,12 +195,12 @@ T = TypeVar("T")
 
 
 def class_name(cls: type) -> str:
-    """Return the name under which a class stands in checkpoints."""
+    """Return the name of a class in checkpoints."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class Codec(msgspec.Struct, frozen=True):
-    """One class: its name in checkpoints, how it becomes plain values, and how it comes back."""
+    """One class: its name in checkpoints, and its conversions to plain values and back."""
 
     name: str
     cls: type
@@ -232,10 +232,10 @@ class CodecRegistry:
             to_plain: returns values (and tensors) that can be saved. May be left out, with *from_plain*, for an Enum
                 (its member's name), a dataclass (a dict of its fields), a named tuple (a list of its fields) and a
                 namespace (``argparse.Namespace``, a dict of its attributes).
-            from_plain: makes an instance of what *to_plain* returned. It gets data from the checkpoint: check them.
+            from_plain: makes an instance from what *to_plain* returned. Its input is from the checkpoint: check it.
 
         Raises:
-            UsageError: the name or class is taken by another, or the class needs the two functions.
+            UsageError: the name or class is registered already, or the class needs the two functions.
         """
         if to_plain is None or from_plain is None:
             if to_plain is not from_plain:
@@ -259,7 +259,7 @@ class CodecRegistry:
 def _known_form(name: str, cls: type[Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return the two functions for the kinds of class whose parts are known."""
     if issubclass(cls, enum.Flag):
-        # What is a union of members has no name of its own.
+        # A union of members has no name of its own.
         return (lambda flag: flag.value), (lambda plain: cls[plain] if isinstance(plain, str) else cls(plain))
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), (lambda member_name: cls[member_name])
@@ -275,7 +275,7 @@ def _known_form(name: str, cls: type[Any]) -> tuple[Callable[[Any], Any], Callab
 
 
 def _dataclass_form(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the two functions for a dataclass: it is made with the fields that it takes, the others are set."""
+    """Return the two functions for a dataclass: it is made with the fields of its ``__init__``, the others are set."""
     fields = {field.name: field.init for field in dataclasses.fields(cls)}
 
     def make(plain: dict[str, Any]) -> Any:
@@ -289,7 +289,7 @@ def _dataclass_form(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any
 
 
 DEFAULT_CODECS = CodecRegistry()
-"""What `aiockpt.register_codec` fills; used wherever no other registry is given."""
+"""The registry of `aiockpt.register_codec`; used wherever no other registry is passed."""
 
 register_codec = DEFAULT_CODECS.register_codec
 
@@ -315,7 +315,7 @@ _HERE_ONLY_MODULES = {
     *("queue", "_queue", "asyncio", "_asyncio", "concurrent", "multiprocessing", "contextvars", "_contextvars"),
     *("mmap", "logging", "sqlite3", "signal"),
 }
-"""Modules of the standard library whose objects stand for something of this process, or of its machine."""
+"""Modules of the standard library whose objects stand for resources of this process, or of its machine."""
 _GENERATORS = {
     "torch._C.Generator": ("get_state()", "set_state()"),
     "numpy.random._generator.Generator": ("bit_generator.state", "bit_generator.state = …"),
@@ -325,7 +325,7 @@ _PLAIN_BASES = (dict, list, set, frozenset, tuple, deque, bytearray, str, bytes,
 
 
 def advise(value: Any) -> str:
-    """Return what to do about *value*, in a sentence."""
+    """Return advice on *value*, which cannot be saved, in a sentence."""
     cls = type(value)
     if (generator := _GENERATORS.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
         return _of_generator(*generator)
@@ -333,7 +333,7 @@ def advise(value: Any) -> str:
         return _of_generator("getstate()", "setstate()")
     if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
         return "Objects need state_dict() and load_state_dict(), and a place in a dict, list or tuple of the state."
-    if cls.__module__ == "_io" and hasattr(value, "getvalue"):  # BytesIO, StringIO: no file, but its content
+    if cls.__module__ == "_io" and hasattr(value, "getvalue"):  # BytesIO, StringIO: content without a file
         name = cls.__name__
         line = f"aiockpt.register_codec('{name}', io.{name}, to_plain=io.{name}.getvalue, from_plain=io.{name})"
         return f"Save its getvalue() in its place, or register the class before you save or load: {line}"
@@ -343,7 +343,7 @@ def advise(value: Any) -> str:
 
 
 def _lives_here_only(value: Any) -> bool:
-    """Return whether a value means something in this process only."""
+    """Return whether a value is meaningful in this process only."""
     if isinstance(value, _HERE_ONLY):
         return True
     if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
@@ -366,7 +366,7 @@ def _line(cls: type) -> str:
 
 
 def _functions(cls: type, name: str) -> list[str]:
-    """Return the functions that `register_codec` needs for a class, as they are written."""
+    """Return the arguments with the functions that `register_codec` needs for a class, as source text."""
     if is_known_form(cls):
         return []
     if callable(getattr(cls, "to_dict", None)) and callable(getattr(cls, "from_dict", None)):

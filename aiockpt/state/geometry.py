@@ -146,12 +146,12 @@ def _range_boxes(
 
 
 def chunk_runs(runs: Sequence[Run], count: int, index: int, pieces: int = 1) -> list[Run]:
-    """Return what chunk number *index* of *count* has of the indices in *runs*, in order.
+    """Return the indices of *runs* that are in chunk number *index* of *count*, in order.
 
-    ``torch.chunk`` decides: chunks of equal size, rounded up, so that the last may be smaller and some empty.
+    The rule is that of ``torch.chunk``: chunks of equal size, rounded up, so that the last may be smaller and some empty.
 
     Args:
-        pieces: first cut the indices into so many pieces, by the same rule, and take the chunk of each: a strided shard.
+        pieces: first cut the indices into so many pieces, by the same rule, and return the chunk of each: a strided shard.
     """
     total = sum(size for _, size in runs)
     taken: list[Run] = []
@@ -169,7 +169,7 @@ def _chunks(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_runs(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
-    """Yield places [*start*, *end*) of the list of indices that *runs* stand for."""
+    """Yield the runs of positions [*start*, *end*) in the list of indices that *runs* stand for."""
     place = 0
     for first, size in runs:
         low, high = max(start - place, 0), min(end - place, size)
@@ -209,7 +209,7 @@ def runs_to_boxes(axes: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
 def boxes_follow(axes: Sequence[Sequence[Run]]) -> bool:
     """Return whether the boxes of `runs_to_boxes` lie one after the other in the row-major memory of the part.
 
-    They do where no axis in front of one with several runs has a run longer than one index.
+    They do unless an axis before one with several runs has a run longer than one index.
     """
     several = max((axis for axis, runs in enumerate(axes) if len(runs) > 1), default=0)
     return all(size == 1 for runs in axes[:several] for _, size in runs)

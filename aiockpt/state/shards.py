@@ -1,4 +1,4 @@
-"""The neutral language between adapters and engine: all that the engine knows of a state.
+"""The neutral description of a state, between adapters and engine: all that the engine knows of it.
 
 An adapter turns a framework's state into a `ShardedState`; planning and pipeline know nothing else. No framework has a
 class here: sharding is boxes of a global shape, ties are aliases, everything that is not a tensor is a tree of values.
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 class TensorShard(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What this rank holds of one tensor.
+    """The part of one tensor that this rank holds.
 
     Attributes:
         name: of the leaf, as `aiockpt.format.names.join_name` writes it.
         dtype: its code (`aiockpt.format.dtypes`).
         shape: of the global tensor, in elements.
         boxes: the parts of it that *data* holds, in the order in which they lie in *data*.
-        data: the local tensor, opaque here. To save: what to copy (any strides, any device). To load: what to fill.
-        may_differ: whether ranks that hold the same part of it may hold other values: all that is neither a parameter nor
-            an optimizer's state of one, a buffer that forward updates for instance.
+        data: the local tensor, opaque here. A save copies it (any strides, any device); a load fills it.
+        may_differ: whether ranks that hold the same part may have different values: True for all but parameters and the
+            optimizer's state of parameters, for instance a buffer that forward updates.
         axes: of the global tensor, as they lie in memory, slowest first; None where that is their own order, or where it
-            cannot be told (`aiockpt.state.layout`). The same for all shards of one name.
-        outer: what *data* is the local part of, where changes are counted there and not at *data* (a DTensor); else None.
-        is_buffer: whether a module holds it as a buffer, of which the lowest rank's counts where ranks differ.
+            is unknown (`aiockpt.state.layout`). The same for all shards of one name.
+        outer: the tensor (a DTensor) that *data* is the local part of, where changes are counted there; else None.
+        is_buffer: whether a module holds it as a buffer; where ranks differ, the lowest rank's value counts.
     """
 
     name: str
@@ -53,18 +53,18 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class KnownState:
-    """What was derived of one structure, so that the next save of it need not: the one holder of all of that.
+    """A cache of all facts that were derived from one structure, for the next saves of it.
 
-    The walk that finds a structure makes it, each later walk of that structure returns it with the state, and `release`
-    ends it with the walk's own plan. A fact is found only for what it holds for: an equal digest of a structure, or the
-    very same shards in the same order, whose tensors are where they were. Any thread.
+    The walk that finds a structure creates the cache, each later walk of that structure returns it with the state, and
+    `release` ends it with the walk's own plan. A fact is found only for the key that it was stored for: an equal digest of
+    a structure, or the very same shards in the same order, whose tensors have not moved. Any thread.
     """
 
     def __init__(self) -> None:
         self._facts: dict[type, tuple[object, Any]] = {}
 
     def find(self, kind: type[T], holds_for: object) -> T | None:
-        """Return the fact of class *kind* that was kept for an equal digest, or for the very same tuple of shards."""
+        """Return the fact of class *kind* that was stored for an equal digest, or for the very same tuple of shards."""
         kept = self._facts.get(kind)  # read once: several saves may be planned on several threads
         if kept is None or (kept[0] is not holds_for and kept[0] != holds_for):
             return None
@@ -72,7 +72,7 @@ class KnownState:
         return fact
 
     def keep(self, fact: T, holds_for: object) -> T:
-        """Keep *fact* in place of the last one of its class, and return it."""
+        """Store *fact* in place of the last one of its class, and return it."""
         self._facts[type(fact)] = holds_for, fact
         return fact
 
@@ -81,23 +81,23 @@ class KnownState:
         self._facts.pop(kind, None)
 
     def release(self) -> None:
-        """Release all of it, and with it the tensors."""
+        """Release all facts, and with them the tensors."""
         self._facts.clear()
 
 
 class ShardedState(msgspec.Struct, frozen=True, eq=False):
-    """What this rank has to checkpoint.
+    """The state that this rank checkpoints.
 
     Attributes:
         tensors: each distinct memory once, in the order of the walk.
         alias: other names of the same memory → the name in *tensors*.
         values: the global tree of everything else, ready for JSON; ranks must agree on it.
-        per_rank: the same for what belongs to this rank alone, by leaf name.
-        left_out: what the caller chose not to save: names of tensors, with dtype code and global shape, and of other
+        per_rank: the same for values that belong to this rank alone, by leaf name.
+        left_out: names that the caller excluded from the save: of tensors, with dtype code and global shape, and of other
             things, with None.
-        structure: equal if and only if a plan made for one state serves the other; values do not change it.
-        replicas: of all tensors that this rank has, those that other ranks have, too; empty until ranks have planned.
-        known: what earlier saves have derived of it, or of parts of it.
+        structure: equal if and only if a plan made for one state is valid for the other; values do not change it.
+        replicas: those tensors of this rank that other ranks have, too; empty until ranks have planned.
+        known: facts that earlier saves have derived from it, or from parts of it.
     """
 
     tensors: tuple[TensorShard, ...]
@@ -110,12 +110,12 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
     known: KnownState = msgspec.field(default_factory=KnownState)
 
     def without_tensors(self) -> ShardedState:
-        """Return what is needed of it once its tensors are copied; it keeps none of them alive."""
+        """Return the state that is needed once the tensors are copied; it keeps none of them alive."""
         return msgspec.structs.replace(self, tensors=(), replicas=(), known=KnownState())
 
 
 def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool:
-    """Say whether two walks found the very same shards, in the same order: such tensors are where they were."""
+    """Return whether two walks found the very same shards, in the same order: then no tensor has moved."""
     return some is others or (len(some) == len(others) and all(map(is_, some, others)))
 
 

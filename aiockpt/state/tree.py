@@ -1,13 +1,13 @@
-"""Values written without pickle: as JSON, and as tagged objects for what JSON lacks (docs/format.md#values).
+"""The encoding of values without pickle: as JSON, and as tagged objects for types that JSON lacks (docs/format.md#values).
 
 `Encoder` turns a value into a tree of JSON values, `Decoder` turns it back; a tagged object is ``{"$": kind, …}``.
-What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `ValueReader`: nothing here imports one.
+Values of a framework (tensors, dtypes, arrays) are left to a `Writer` and a `ValueReader`: no framework is imported here.
 
 Guarantees:
 
-- What comes back equals what was given, type included; a subclass is refused rather than saved as its base.
-- What cannot be written raises `UnsupportedStateError` with its path, at encode time.
-- Decoding looks nothing up: no imports, no attributes, no classes outside the registry. Whatever the tree holds, only
+- A decoded value equals the encoded one, type included; a subclass is refused rather than saved as its base.
+- A value that cannot be written raises `UnsupportedStateError` with its path, at encode time.
+- Decoding uses no imports, no attributes and no classes outside the registry. Whatever the tree holds, only
   `ManifestError` (damaged or hostile) or `UsageError` (a codec that is not registered) is raised.
 - Sets are written in sorted order, so that equal values give equal bytes on every rank.
 """
@@ -34,15 +34,15 @@ Node = Any
 TAG = "$"
 MAX_DEPTH = 64
 METADATA = "metadata"
-"""Member of the node of a module, and of a ``state_dict()``: what a ``load_state_dict()`` gets of the versions that
-were saved, and of whatever else the ``_metadata`` of a dict has."""
+"""Member of the node of a module, and of a ``state_dict()``: the saved ``_metadata`` of the dict (versions and all else),
+for ``load_state_dict()``."""
 INLINE_BYTES = 64 << 10
 """Longer bytes are stored as a U8 tensor."""
 LONG_LIST = 1024
-"""Lists, tuples, deques and sets of so many numbers of one type are stored as a tensor."""
+"""Lists, tuples, deques and sets of at least so many numbers of one type are stored as a tensor."""
 
 _TEXT_CODES = "uw"
-"""Of arrays of characters, whose size is the platform's."""
+"""The type codes of arrays of characters, whose size depends on the platform."""
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
@@ -52,7 +52,7 @@ _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 
 
 class Writer(Protocol):
-    """How a framework's values are written."""
+    """The writer of a framework's values."""
 
     def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
         """Return the node of *value*, or None when it is not one of the framework's."""
@@ -61,7 +61,7 @@ class Writer(Protocol):
         """Store long bytes as a tensor and return their node."""
 
     def encode_numbers(self, values: Collection[Any], path: Path, *, in_order: bool) -> Node | None:
-        """Store many numbers of one type as a tensor and return their node; None when they are something else.
+        """Store many numbers of one type as a tensor and return their node; None when they are not numbers of one type.
 
         Args:
             in_order: False for a set; they are stored in ascending order then.
@@ -69,14 +69,14 @@ class Writer(Protocol):
 
 
 class ValueReader(Protocol):
-    """How a framework's values are read."""
+    """The reader of a framework's values."""
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
         """Return the value of a tagged object.
 
         Raises:
             KeyError: no such kind.
-            TypeError, ValueError, ArithmeticError: no such object was ever written.
+            TypeError, ValueError, ArithmeticError: no encoder writes such an object.
         """
 
 
@@ -87,7 +87,7 @@ class AnyEncoder(Protocol):
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False):
-    """What a codec wrote, for inspection only."""
+    """The plain values that a codec wrote, for inspection only."""
 
     codec: str
     value: Any
@@ -114,7 +114,7 @@ class Encoder:
         """Return the node of *value*, which is at *path* of the state.
 
         Raises:
-            UnsupportedStateError: names the path of what cannot be written.
+            UnsupportedStateError: a value in it cannot be written; names the path.
         """
         self.written += 1
         cls = type(value)
@@ -143,7 +143,7 @@ class Encoder:
         """Return the node of a key, or of a member of a set.
 
         Raises:
-            UnsupportedStateError: there is a tensor in it: it is found by its identity there, which no load brings back.
+            UnsupportedStateError: it contains a tensor, which is found there by its identity; no load restores that.
         """
         outer, self._fixed = self._fixed, True
         try:
@@ -240,12 +240,12 @@ def _write_named_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> No
 
 
 def metadata_of(value: object) -> Any:
-    """Return the ``_metadata`` that torch, and classes of its protocol, hang onto a ``state_dict()``; None without."""
+    """Return the ``_metadata`` that torch, and classes of its protocol, attach to a ``state_dict()``; None without."""
     return vars(value).get("_metadata") if type(value) is OrderedDict else None
 
 
 def set_metadata(value: OrderedDict[Any, Any], metadata: Any) -> None:
-    """Hang *metadata* onto a ``state_dict()``."""
+    """Attach *metadata* to a ``state_dict()``."""
     vars(value)["_metadata"] = metadata
 
 
@@ -271,9 +271,9 @@ def _write_pairs(encoder: Encoder, value: dict[Any, Any], path: Path) -> list[li
 
 
 def key_parts(keys: Collection[Any]) -> list[str | int]:
-    """Return the parts of paths that stand for the *keys* of one dict, each another one.
+    """Return distinct parts of paths for the *keys* of one dict.
 
-    Text and integers stand for themselves, any other key is ``#`` and its number, with more ``#`` where a text is that.
+    Text and integers stand for themselves; any other key is ``#`` and its number, with more ``#`` where a text is that.
     """
     taken = {key for key in keys if type(key) is str}
     parts: list[str | int] = []
@@ -309,9 +309,9 @@ class Decoder:
     """Nodes → values.
 
     Args:
-        codecs: the user's classes; None gives an `Opaque` for every one of them, for inspection only.
+        codecs: the user's classes; None returns an `Opaque` for every one of them, for inspection only.
         leaves: the framework's values.
-        dry: check that each codec is there but call none; gives an `Opaque` too.
+        dry: check that each codec is registered but call none; returns an `Opaque`, too.
     """
 
     def __init__(self, codecs: CodecRegistry | None, leaves: ValueReader, *, dry: bool = False) -> None:
@@ -321,12 +321,12 @@ class Decoder:
 
     @property
     def is_dry(self) -> bool:
-        """Whether nothing is made: what values are made of may not be there yet."""
+        """Whether no value is made: the tensors that values are made of may not be loaded yet."""
         return self._dry
 
     @property
     def describes_only(self) -> bool:
-        """Whether the values are only shown: what a codec wrote, or what is stored beside the tree, is a stand-in."""
+        """Whether values are only shown: a stand-in replaces what a codec wrote, or what is stored beside the tree."""
         return self._codecs is None
 
     def decode(self, node: Node, path: Path) -> Any:
@@ -372,7 +372,7 @@ class Decoder:
             raise damaged(path, f"is not a dict that was ever saved ({type(error).__name__}: {error})") from error
 
     def read_keys(self, node: Mapping[str, Any], path: Path) -> list[tuple[Any, str | int, Node]]:
-        """Return the same; an entry that was never written raises `KeyError`, `TypeError` or `ValueError`."""
+        """Return the same as `keys_of`; an entry that no encoder writes raises `KeyError`, `TypeError` or `ValueError`."""
         items = [(key, item) for key, item in field(node, "items", list)]
         keys = [self.decode(key, (*path, number)) for number, (key, _) in enumerate(items)]
         for key in keys:

@@ -1,13 +1,13 @@
-"""The meaning of a string that is given as a place: a path, a URL, or a slip that is refused with its likely spelling.
+"""The parser of a string that names a place: a path, a URL, or a typing error that is refused with the likely spelling.
 
 Guarantees:
 
-- One function decides it for every call and command that takes a place: `parse_address`. Nothing is opened for it.
-- A slip never becomes a folder in the working directory: a URL in quotes or with a slash too few, a variable, a template
-  or a pattern that was not expanded, a path of Windows, ``str(None)``.
-- ``./…``, ``file:///…`` and a `pathlib.Path` mean a folder of that very name. (A Path that was made of a URL lacks a slash,
-  and is refused.)
-- Credentials in a URL are shown in no message (`aiockpt.redaction`).
+- One function parses it for every call and command that accepts a place: `parse_address`. It opens nothing.
+- A typing error never becomes a folder in the working directory: a URL in quotes or with a slash too few, a variable, a
+  template or a pattern that was not expanded, a path of Windows, ``str(None)``.
+- ``./…``, ``file:///…`` and a `pathlib.Path` mean a folder of that very name. (A Path that was made from a URL lacks a
+  slash, and is refused.)
+- No message shows the credentials in a URL (`aiockpt.redaction`).
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """A URL that means the same in another process, which may be started in another folder."""
+        """A URL that means the same in another process, even in another working directory."""
         return file_url(os.path.abspath(self.text)) if self.scheme == "file" else self.text
 
 
 def hide_secrets(url: str) -> str:
-    """Return *url* redacted; from now on what is secret in it, and in the environment, is redacted by itself, too."""
+    """Return *url* redacted; from now on its secrets, and those of the environment, are redacted also when alone."""
     hide_environment(os.environ)
     return hide(url)
 
 
 def parse_address(where: str | os.PathLike[str]) -> Address:
-    """Return what *where* names.
+    """Return the address that *where* names.
 
     Raises:
-        UsageError: it names no place, or is a slip; the message shows what is likely to be meant.
+        UsageError: it names no place, or is a typing error; the message shows the likely spelling.
     """
     text = os.fspath(where)
     if not isinstance(text, str):
-        raise UsageError(f"{text!r}: a path of bytes; give a str or a pathlib.Path")
+        raise UsageError(f"{text!r}: a path of bytes; pass a str or a pathlib.Path")
     hide_secrets(text)  # before anything can fail: an error quotes what it found
     _check_characters(text)
     if isinstance(where, str) and not text.startswith("./"):
@@ -74,14 +74,14 @@ def parse_address(where: str | os.PathLike[str]) -> Address:
         raise _slip(text, "a URL that lost a slash on its way through a path (pass a str)", _last_url(lost))
     if (url := _URL.fullmatch(text)) is None:
         path = _at_home(text)
-        _check_characters(os.path.abspath(path))  # of a relative one the working directory counts, too
+        _check_characters(os.path.abspath(path))  # for a relative path the working directory is checked, too
         return Address("file", path)
     scheme = url[1].lower()
     return Address(scheme, _file_path(text, url[2]) if scheme == "file" else text)
 
 
 def _check_characters(text: str) -> None:
-    """Raise UsageError for what no place can have in its name."""
+    """Raise UsageError for characters that no place can have in its name."""
     if not text:
         raise UsageError("the empty string names no place; give a path or a URL")
     if "\0" in text:
@@ -93,7 +93,7 @@ def _check_characters(text: str) -> None:
 
 
 def _at_home(path: str) -> str:
-    """Return a path with ``~`` or ``~user`` at its start as a shell would have it: else a folder called ``~`` is made."""
+    """Expand ``~`` or ``~user`` at the start of a path like a shell: else a folder named ``~`` would be made."""
     found = os.path.expanduser(path)
     if path.startswith("~") and found == path:
         raise UsageError(f"{path!r}: there is no such user; write './{path}' for a folder of that name")
@@ -111,7 +111,7 @@ def _file_path(url: str, rest: str) -> str:
 
 
 def _slip(text: str, what: str, likely: str | None) -> UsageError:
-    """Return the error for a string that is no place: *what* it is, and what was likely meant."""
+    """Return the error for a string that is no place: *what* it is, and the likely spelling."""
     said = f"{text!r}: {what}"
     if likely:
         said += f"; write {likely}" if likely.isprintable() else f"; write {likely!r}"
@@ -153,7 +153,7 @@ _NO_SETTING = (
     r"|^(?i:none|true|false|null|n/a|-?inf)$"
 )
 _LOST_SLASH = r"\1://\2 (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
-# Whether it is looked for in URLs, too; pattern, what it is, what was likely meant. The first that fits counts.
+# Whether URLs are matched, too; the pattern; what it is; the likely spelling. The first match counts.
 _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] = (
     (True, rf"^[{_BLANKS}]|[{_BLANKS}]$", "a blank at its beginning or end", _stripped),
     (True, rf"^[{_QUOTES}]|^\w+://.*[{_QUOTES}]$", "quotes that are part of the string", _stripped),

@@ -1,7 +1,7 @@
-"""The backend contract: what a place for bytes must be able to do.
+"""The backend contract: the verbs that a place for bytes must have, and their guarantees.
 
 A backend is anything that has these verbs; it inherits nothing. It is *accepted* when the shipped conformance suite
-(`aiockpt.testing.backend_suite`) passes on it, plain and wrapped. Whatever is composed of the verbs is a free function
+(`aiockpt.testing.backend_suite`) passes on it, plain and wrapped. Operations composed of the verbs are free functions
 in `storage/`, so that wrappers (retry, faults, recording, throttling, tiers) cannot be bypassed.
 
 Guarantees every backend gives:
@@ -29,19 +29,19 @@ from aiockpt.errors import UsageError
 
 Scope = Literal["shared", "node", "process"]
 Seen = Callable[[memoryview], object]
-"""Called with each run of bytes as it arrives, in file order, on the thread that has it (checksums, while cached)."""
+"""Called with each run of bytes as it arrives, in file order, on the thread that moves it (checksums, while cached)."""
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend is, as far as callers may act on it.
+    """The properties of a backend that callers may rely on.
 
     Attributes:
-        scope: where an object is seen: on every host, on this host, or in this process.
+        scope: where an object is visible: on every host, on this host, or in this process.
         durable: whether objects outlive this process and a power cut.
-        flushes_names: False where the place was found unable to flush a folder: then what is there outlives the process,
-            and a power cut only by luck.
+        flushes_names: False where the place was found unable to flush a folder: then objects outlive the process, but a
+            power cut only by luck.
         alignment: bytes; ``Upload.write`` is fastest when offset, length and address are multiples of it.
-        block_writes: how many ``Upload.write`` calls the place likes to have under way at once.
+        block_writes: the best number of concurrent ``Upload.write`` calls.
         block_reads: the same for ``Reader.read``.
         read_buffer_bytes: the most memory that one read takes beside what it fills; None: as much as it fills.
     """
@@ -56,7 +56,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def survives_power_cuts(self) -> bool:
-        """Whether what is committed there does, as far as is known."""
+        """Whether committed objects survive power cuts, as far as is known."""
         return self.durable and self.flushes_names
 
 
@@ -72,10 +72,10 @@ class Listing(msgspec.Struct, frozen=True):
     """One level below a prefix.
 
     Attributes:
-        objects: what is there, sorted by key.
+        objects: sorted by key.
         folders: keys without a trailing slash, sorted.
-        others: keys at which something is that is neither, and that no verb but ``delete`` takes: links, pipes, devices,
-            and what its file system cannot describe. Most places have none.
+        others: keys of things that are neither, and that no verb but ``delete`` accepts: links, pipes, devices, and what
+            the file system cannot describe. Most places have none.
     """
 
     objects: tuple[Stat, ...]
@@ -95,7 +95,7 @@ class UnfinishedUpload(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """Bytes free and in all, and how many more files and folders there may be; None where the place does not say."""
+    """Bytes free and in all, and how many more files and folders can be made; None where the place does not report it."""
 
     free_bytes: int | None
     total_bytes: int | None
@@ -106,7 +106,7 @@ class Upload(Protocol):
     """A data file being written in blocks, in any order and several at once."""
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        """Write *runs*, one after the other, from *offset*; show each to *seen* first, in order, on the writing thread.
+        """Write *runs*, one after the other, from *offset*; pass each to *seen* first, in order, on the writing thread.
 
         Ranges are disjoint. *runs* must not change until this returns. (One hop to a thread for many runs, their checksums
         and their writes: each hop costs training a wait for the GIL.)
@@ -120,24 +120,24 @@ class Upload(Protocol):
         """
 
     async def abort(self) -> None:
-        """Give up: release what is held, remove what can be removed. Idempotent; never raises a StorageError."""
+        """Abort: release all resources, remove what can be removed. Idempotent; never raises a StorageError."""
 
 
 class Reader(Protocol):
-    """An object opened for ranged reads; ``size`` in bytes is what storage says now."""
+    """An object opened for ranged reads; ``size`` is its size in bytes by the storage."""
 
     @property
     def size(self) -> int: ...
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        """Fill the buffers of *into*, one after the other, from *offset*; show every byte to *seen*, in order.
+        """Fill the buffers of *into*, one after the other, from *offset*; pass every byte to *seen*, in order.
 
         Raises:
             StorageError: the object ends before the buffers are full, or cannot be read.
         """
 
     async def close(self) -> None:
-        """Release what is held. Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 class Backend(Protocol):
@@ -145,7 +145,7 @@ class Backend(Protocol):
 
     @property
     def url(self) -> str:
-        """What the place is called, without credentials: it is logged, reported and shown (`aiockpt.redaction.redact`)."""
+        """The name of the place, without credentials: it is logged, reported and shown (`aiockpt.redaction.redact`)."""
         ...
 
     @property
@@ -202,7 +202,7 @@ class Backend(Protocol):
         """Remove objects, in order, and folders that became empty. Absent ones are fine."""
 
     async def space(self) -> Space:
-        """Say how much room there is."""
+        """Return the free and total space."""
         ...
 
     async def close(self) -> None:
@@ -210,9 +210,9 @@ class Backend(Protocol):
 
 
 class KeepsUploads(Protocol):
-    """What an object store can do besides: show the uploads under way or left by dead writers, and abort them.
+    """Further verbs of an object store: list the uploads under way or left by dead writers, and abort them.
 
-    A backend whose unfinished files are files like others, which ``list`` shows, has neither verb.
+    A backend whose unfinished files are ordinary files, which ``list`` shows, has neither verb.
     """
 
     async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
@@ -220,18 +220,18 @@ class KeepsUploads(Protocol):
         ...
 
     async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        """Remove uploads; those that are gone meanwhile are fine."""
+        """Remove uploads; those that no longer exist are skipped."""
         ...
 
 
 class WorksWhenFull(Protocol):
-    """What a file system can do besides where nothing more fits into it: names and dates take no room."""
+    """Further verbs of a file system, which work also when it is full: names and dates take no space."""
 
     async def move(self, key: str, to: str, *, new: bool) -> None:
-        """Have the object *key* bear the name *to*, durably, in place of what has it; if *new*, only where that is free.
+        """Rename the object *key* to *to*, durably, and replace an object there; if *new*, only where that is free.
 
         Raises:
-            ObjectExistsError: it is not free.
+            ObjectExistsError: *new*, and *to* is not free.
             ObjectNotFoundError: there is no *key*.
         """
 
@@ -240,15 +240,15 @@ class WorksWhenFull(Protocol):
         ...
 
     async def folder_ns(self, key: str) -> int:
-        """Return when a name in the folder *key* was last made, by that clock; also where the folder cannot be listed."""
+        """Return when a name in the folder *key* was last made, by that clock; works also if it cannot be listed."""
         ...
 
     async def sync(self) -> None:
-        """Have `Backend.space` count what was deleted, which a file system may do with its next commit only (btrfs)."""
+        """Make `Backend.space` count deleted bytes as free, which a file system may do at its next commit only (btrfs)."""
 
 
 class GetsMany(Protocol):
-    """What a place can do besides where a hop to a thread costs more than a small read."""
+    """A further verb of a place where a hop to a thread costs more than a small read."""
 
     async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
         """Return each object as ``get`` does, all in one hop; None for one that is not there."""
@@ -256,12 +256,12 @@ class GetsMany(Protocol):
 
 
 def keeps_uploads(backend: Backend) -> KeepsUploads | None:
-    """Return *backend* as what can show and abort unfinished uploads; None where that means nothing."""
+    """Return *backend* with the verbs for unfinished uploads; None where it has none."""
     return cast("KeepsUploads", backend) if callable(getattr(backend, "leftover_uploads", None)) else None
 
 
 def works_when_full(backend: Backend) -> WorksWhenFull | None:
-    """Return *backend* as what can rename and date objects; None where it, or what it wraps, cannot."""
+    """Return *backend* with the verbs that rename and date objects; None where it, or what it wraps, has none."""
     inner = getattr(backend, "inner", None)
     if not callable(getattr(backend, "move", None)) or (inner is not None and works_when_full(inner) is None):
         return None
@@ -281,7 +281,7 @@ def file_url(path: str) -> str:
 
 
 def local_path(url: str) -> Path | None:
-    """Return the path that a backend's *url* names on this machine; None where it is no file system's."""
+    """Return the path on this machine that a backend's *url* names; None where it is not a file system's."""
     return Path(unquote(url.removeprefix("file://"))) if url.startswith("file://") else None
 
 
@@ -289,7 +289,7 @@ def check_key(key: str, *, portable: bool = True) -> str:
     """Return *key* when it is a relative path that stays below any root.
 
     Args:
-        portable: no ``a:`` at its beginning, which is a drive elsewhere. In front of a root that a user named it is fine.
+        portable: refuse ``a:`` at its beginning, a drive on other systems; it is fine in front of a root that a user named.
 
     Raises:
         UsageError: it is empty or too long, or has an empty, ``.`` or ``..`` part, a backslash, a control character,
@@ -326,7 +326,7 @@ def check_size(key: str, size: int) -> str:
 
 
 class Progress:
-    """What was written of the data file *key* of *size* bytes, and whether it accepts more.
+    """The progress of the data file *key* of *size* bytes: the bytes written, and whether it accepts more.
 
     Attributes:
         over: it was finished or aborted.

@@ -1,7 +1,7 @@
 """A wrapper around a backend, its readers and its uploads, whose every call goes through one method.
 
-A subclass says in `Forwarding.forward` what happens around a call: it is made again (`aiockpt.storage.retry`), written
-down or made to fail (`aiockpt.testing`). The contract's verbs stand here once, so no wrapper can omit one.
+A subclass defines in `Forwarding.forward` what happens around a call: it is retried (`aiockpt.storage.retry`), recorded
+or made to fail (`aiockpt.testing`). The contract's verbs are defined here once, so no wrapper can omit one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class BackendCall(msgspec.Struct):
         verb: the method: "put", …, and of readers and uploads "reader.read", "upload.write", ….
         key: the object; for "delete" the keys joined by a space, for "list" the prefix.
         make: the inner method.
-        arguments: what it is given.
+        arguments: those of the method.
         offset: bytes, for ranged verbs.
-        size: bytes that are handed over or asked for, or announced.
+        size: bytes that are written, requested or announced.
         upload: the wrapped upload whose call it is.
     """
 
@@ -46,7 +46,7 @@ class Forwarding:
         self.inner = inner
 
     async def forward(self, call: BackendCall) -> Any:
-        """Make *call* and return its answer; a subclass does what it is for, here."""
+        """Make *call* and return its result; a subclass overrides this."""
         return await call()
 
     @property
@@ -139,7 +139,7 @@ class ForwardingUpload:
 
     Attributes:
         size: the bytes that were announced.
-        finished: set by a wrapper that found the object whole where the inner upload does not know of it.
+        finished: set by a wrapper that found the object whole although the inner upload did not report success.
     """
 
     def __init__(self, inner: Upload, key: str, size: int, backend: Forwarding) -> None:

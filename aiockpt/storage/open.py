@@ -1,14 +1,14 @@
-"""The one place that turns ``where`` into a backend, by what `aiockpt.storage.address` reads in it.
+"""The factory of backends: turns ``where``, as parsed by `aiockpt.storage.address`, into a backend.
 
 Guarantees:
 
 - A backend is imported when its URL is opened, not before. Third parties register theirs by an entry point of the
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
-- A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it; but for ``http://``,
-  which shows no folder: a load would find nothing where there is a checkpoint.
+- A scheme that neither we nor an entry point know is opened with fsspec, where that is installed and knows it; except
+  ``http://``, which lists no folder: a load would find no checkpoint where there is one.
 - Credentials in a URL reach the backend alone: every message shows it redacted (`aiockpt.redaction`).
-- What is opened by its URL and lies beyond this machine's file system is `Retrying`; an instance is returned as it is, so
-  a wrapper or a backend of your own can stand wherever a URL can.
+- A place that is opened by its URL and lies beyond this machine's file system is wrapped in `Retrying`; an instance is
+  returned as it is, so a wrapper or a backend of your own can be passed wherever a URL can.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _OURS = {
     "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
 }
 
-# What a web server shows can be read file by file, and neither listed nor written.
+# The files of a web server can be read one by one, but neither listed nor written.
 _WEB = ("http", "https")
-# How object stores are called by web browsers, and here.
+# The web addresses of object stores, and their URLs here.
 _WEB_ADDRESSES = tuple(
     (re.compile(rf"https?://{web}"), place)
     for web, place in (
@@ -62,7 +62,7 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
     Args:
         where: ``/path`` or ``relative/path``, ``file:///path``, ``memory://name``, ``shm://name``, or a URL of an
             installed backend.
-        world: the seam to the outside that the backend is to use.
+        world: the seam to the outside for the backend.
 
     Raises:
         UsageError: it names no place (`parse_address`), or no installed backend has its scheme.
@@ -92,7 +92,7 @@ def _retrying(backend: Backend, world: World | None) -> Backend:
 
 
 def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
-    """Return what makes backends of *scheme*: a class of ours, what a package registered, or fsspec's for the rest."""
+    """Return the factory of *scheme*: a class of ours, the factory that a package registered, or fsspec's for the rest."""
     if scheme in _OURS:
         return _import_ours(scheme, url)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -122,7 +122,7 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
 
 
 def _fsspec_schemes() -> Collection[str]:
-    """Return the schemes that fsspec knows, some of which need a package more; none where it is not installed."""
+    """Return the schemes that fsspec knows, some of which need another package; none where it is not installed."""
     try:
         return cast("Collection[str]", import_module("fsspec").available_protocols())
     except ImportError:
@@ -130,7 +130,7 @@ def _fsspec_schemes() -> Collection[str]:
 
 
 def _unknown(scheme: str, url: str, registered: Collection[str], others: Collection[str]) -> UsageError:
-    """Say which schemes there are, and how to get more."""
+    """Return the error that lists the known schemes, and how to install more."""
     extras = {name: f" (extra {extra})" for name, (_, _, extra) in _OURS.items()}
     names = sorted({*_HERE, *_OURS, *registered})
     known = ", ".join(f"{name}://{extras.get(name, '')}" for name in names)

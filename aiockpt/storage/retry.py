@@ -1,16 +1,16 @@
-"""A wrapper that makes calls again which may succeed a moment later: the one place where anything is retried.
+"""A wrapper that retries calls which may succeed a moment later: the one place where anything is retried.
 
-Backends do not retry and switch off the retries of their client. `Retrying` around any backend keeps the contract of
+Backends do not retry and disable the retries of their client. `Retrying` around any backend keeps the contract of
 `aiockpt.storage.backend`, and:
 
 - A lost answer is neither a double commit nor a false conflict: after a failure that may have taken effect, a conflict is
-  decided by what is there. What cannot be decided is an error that says so, never a success
+  resolved by reading the object. A conflict that cannot be resolved is an error, never a success
   (docs/format.md#commit-on-object-stores).
-- What a caller wants to see of the bytes (`Seen`) it sees once, in order, however often they are sent or read. Bytes
-  that a read has shown are never written again, because no checksum would see the second ones.
-- A read that returns without having shown all that was asked for goes on: short answers are no errors everywhere.
+- The observer of the bytes (`Seen`) is passed each byte once, in order, however often it is sent or read. Bytes that a
+  read has passed to it are never written again, because no checksum would cover the second ones.
+- A read that returns before all requested bytes were passed is continued: not every place reports a short answer.
 
-The loop, its deadline and its events are `aiockpt.storage.retry_calls`; here is what each verb does in a further attempt.
+The loop, its deadline and its events are `aiockpt.storage.retry_calls`; the retry of each verb is here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["OnRetry", "RetryPolicy", "RetryStatistics", "Retrying"]
 
 
 class Retrying(Forwarding):
-    """*inner*, with calls made again where that may help. On one event loop.
+    """*inner*, with calls retried where that may help. On one event loop.
 
     Args:
         inner: a backend that retries nothing itself.
-        policy: how long to try.
-        world: its clock and random bytes.
-        on_retry: called with each further attempt before the wait for it; see also `add_listener`.
+        policy: the limits of the retries.
+        world: its clock and random bytes are used.
+        on_retry: called with each retry before the wait for it; see also `add_listener`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Retrying(Forwarding):
             self.add_listener(on_retry)
 
     def add_listener(self, on_retry: OnRetry) -> None:
-        """Call *on_retry* with each further attempt, too."""
+        """Also call *on_retry* with each retry."""
         self._caller.listeners.append(on_retry)
 
     @property
@@ -61,7 +61,7 @@ class Retrying(Forwarding):
         return redact(self.inner.url)
 
     async def forward(self, call: BackendCall) -> Any:
-        """Make *call*, and make it again where that may help."""
+        """Make *call*, and retry it where that may help."""
         if call.upload is not None and call.upload.finished:
             if call.verb == "upload.abort":
                 return None
@@ -90,19 +90,19 @@ class Retrying(Forwarding):
         return f"<Retrying {self.inner!r}, {seen.retries} retries of {seen.calls} calls, breaker {seen.breaker}>"
 
 
-# They do not fail in a way that another attempt would mend; of an abort the contract says that it raises nothing.
+# A retry cannot help these; by the contract an abort raises nothing.
 _MADE_ONCE = frozenset({"close", "reader.close", "upload.abort"})
-# Their size is a limit, or announced: no bytes that take their time.
+# Their size is a limit, or announced: it does not extend the deadline.
 _ANSWER_AT_ONCE = frozenset({"get", "create"})
 
 
 def _attempt(call: BackendCall, _: Backend) -> Attempt[Any]:
-    """Return an attempt that is as the first one."""
+    """Return an attempt that repeats the call unchanged."""
     return lambda _: call()
 
 
 def _attempt_put_new(call: BackendCall, inner: Backend) -> Attempt[None]:
-    """After a failure that may have taken effect, a key that holds the very data was created by an earlier attempt."""
+    """Treat a conflict after a failure as success where the key holds the very data: an earlier attempt created it."""
     key, data = call.arguments
 
     async def put_new(again: bool) -> None:
@@ -116,11 +116,11 @@ def _attempt_put_new(call: BackendCall, inner: Backend) -> Attempt[None]:
 
 
 async def _holds(inner: Backend, key: str, data: bytes) -> bool:
-    """Say whether an object that was there a moment ago is *data*."""
+    """Return whether the object *key*, which existed a moment ago, is *data*."""
     try:
         return await inner.get(key, len(data) + 1) == data
     except ObjectNotFoundError as error:
-        raise StorageError(f"{key!r} came and went while it was created", key=key, retryable=True) from error
+        raise StorageError(f"{key!r} appeared and vanished during the create", key=key, retryable=True) from error
 
 
 def _attempt_create(call: BackendCall, _: Backend) -> Attempt[Upload]:
@@ -132,8 +132,8 @@ def _attempt_create(call: BackendCall, _: Backend) -> Attempt[Upload]:
             if not again:
                 raise
             raise StorageError(
-                f"{call.key!r} is taken, by another writer or by a create whose answer was lost: nothing tells which, so"
-                " it is left alone. Save again: a new attempt has names of its own.",
+                f"{call.key!r} is taken, by another writer or by a create whose answer was lost: it is unknown which, so"
+                " the object is not touched. Save again: a new attempt has names of its own.",
                 key=call.key,
             ) from error
 
@@ -141,7 +141,7 @@ def _attempt_create(call: BackendCall, _: Backend) -> Attempt[Upload]:
 
 
 def _attempt_read(call: BackendCall, _: Backend) -> Attempt[None]:
-    """A read goes on after the last byte that was shown, whatever the failure: a checksum has what came before."""
+    """Continue a read after the last byte that was shown, whatever the failure: a checksum covers the bytes before."""
     offset, into, seen = call.arguments
     once = _Once(seen)
 
@@ -152,14 +152,14 @@ def _attempt_read(call: BackendCall, _: Backend) -> Attempt[None]:
         if once.shown_bytes != call.size:
             came, wanted = once.shown_bytes - start, call.size - start
             raise StorageTransferError(
-                f"reading {call.key!r}: {came} of {wanted} bytes came from {offset + start}", key=call.key
+                f"reading {call.key!r}: {came} of {wanted} bytes received from {offset + start}", key=call.key
             )
 
     return read
 
 
 def _attempt_write(call: BackendCall, _: Backend) -> Attempt[None]:
-    """A block is sent again, and shown once."""
+    """Send the block again, but show it only once."""
     offset, runs, seen = call.arguments
     once = None if seen is None else _Once(seen)
 
@@ -172,9 +172,9 @@ def _attempt_write(call: BackendCall, _: Backend) -> Attempt[None]:
 
 
 def _attempt_finish(call: BackendCall, inner: Backend) -> Attempt[None]:
-    """An answer lost after its effect shows in the object being there, of the announced size.
+    """Detect an effect whose answer was lost: the object exists, with the announced size.
 
-    (No other writer has that name: those of data files bear a nonce. And the size alone is not what readers believe.)
+    (No other writer has that name: names of data files have a nonce. And readers compare more than the size.)
     """
     upload = call.upload
     assert upload is not None
@@ -207,7 +207,7 @@ _ATTEMPTS: dict[str, Callable[[BackendCall, Backend], Attempt[Any]]] = {
 
 
 class _Once:
-    """Shows every byte of a call to *seen* once and in order, however often the call is made."""
+    """Passes every byte of a call to *seen* once and in order, however often the call is made."""
 
     def __init__(self, seen: Seen | None) -> None:
         self._seen = seen

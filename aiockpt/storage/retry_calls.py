@@ -2,10 +2,10 @@
 
 Guarantees:
 
-- A call that has not ended by its deadline is cut, and says that its outcome is unknown.
-- No attempt is made that would begin after the deadline, and none after an error that says it is final.
+- A call that has not ended by its deadline is cancelled, with an error that its outcome is unknown.
+- No attempt begins after the deadline, and none after an error that is marked as final.
 - While a place is down, calls fail at once (`Breaker`).
-- Time and jitter come from the world: a test that leaps through time waits for nothing.
+- Time and jitter come from the world: a test with a simulated clock does not wait.
 - A caller with an alternative gives up sooner (`QueryTimeout`).
 """
 
@@ -53,7 +53,7 @@ _CLASSES: dict[type[StorageError], ErrorClass] = {
 
 
 def classify(error: StorageError) -> ErrorClass:
-    """Return what an error calls for; only those of `RETRIED` that say they are retryable are worth another attempt."""
+    """Return the class of an error; only errors of a class in `RETRIED` that are marked retryable are retried."""
     for kind, name in _CLASSES.items():
         if isinstance(error, kind):
             return name
@@ -61,20 +61,20 @@ def classify(error: StorageError) -> ErrorClass:
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to try.
+    """The limits of retries.
 
     The jitter is "full" (Marc Brooker, *Exponential Backoff and Jitter*, AWS Architecture Blog): a wait drawn evenly from
-    zero to a limit that doubles. Of ranks that fail together few come back together.
+    zero to a limit that doubles. Of ranks that fail together few retry together.
 
     Attributes:
-        attempts: at most, the first included. Twelve take 40 s on average where the place answers at once that it cannot:
-            long enough for a server to start again.
-        deadline_s: seconds for a whole call, its waits included; a call that has not ended then is cut. Longer than a
-            store may take to join a large upload.
-        slowest_bytes_per_s: a call that moves bytes has so much longer: a slow transfer is not a stuck one.
+        attempts: at most, the first included. Twelve take 40 s on average where the place fails each call at once: long
+            enough for a server to restart.
+        deadline_s: seconds for a whole call, its waits included; a call that has not ended then is cancelled. Longer than
+            a store may take to join a large upload.
+        slowest_bytes_per_s: a call that moves bytes gets extra time at this rate: a slow transfer is not a stuck one.
         first_wait_s, longest_wait_s: limits of the first wait and of the longest; the limit doubles between them.
-        throttled_first_wait_s, throttled_longest_wait_s: the same where the place asks for fewer calls. (A time that it
-            names itself is kept.)
+        throttled_first_wait_s, throttled_longest_wait_s: the same where the place asks for fewer calls. (A wait that the
+            place requests is obeyed.)
         failures_to_open: calls in a row that give up before the breaker opens. Several, as parallel calls fail together.
         open_s: seconds that it stays open.
     """
@@ -99,7 +99,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.deadline_s + size_bytes / self.slowest_bytes_per_s
 
     def wait_s(self, error: StorageError, attempt: int, drawn: float) -> float:
-        """Return the seconds to wait after attempt number *attempt*, from 1, failed; *drawn* is at random from 0 to 1."""
+        """Return the seconds to wait after attempt number *attempt*, from 1, failed; *drawn* is random from 0 to 1."""
         throttled = classify(error) == "throttle"
         first_s = self.throttled_first_wait_s if throttled else self.first_wait_s
         longest_s = self.throttled_longest_wait_s if throttled else self.longest_wait_s
@@ -114,14 +114,14 @@ _OUTAGES = frozenset({"throttle", "transient"})
 class Breaker:
     """The circuit breaker of a place: while that is down, contacting it again only costs time. On one event loop.
 
-    It opens after ``policy.failures_to_open`` calls in a row that gave up for want of an answer, or of room for more calls.
-    An answer of any kind, a refusal too, shows that the place is there, and closes it. While it is open every call fails at
-    once. After ``policy.open_s`` one call, the probe, is let through alone; a probe that is cancelled decides nothing, and
-    the next call is the probe.
+    It opens after ``policy.failures_to_open`` calls in a row that gave up because the place did not answer, or throttled.
+    An answer of any kind, also a refusal, shows that the place is up, and closes it. While it is open every call fails at
+    once. After ``policy.open_s`` a single call, the probe, is made; a probe that is cancelled decides nothing, and the
+    next call is the probe.
 
     Args:
-        place: what messages call it: its URL.
-        clock: whose monotonic time counts.
+        place: its name in messages: the URL.
+        clock: its monotonic time is used.
     """
 
     def __init__(self, place: str, policy: RetryPolicy, clock: Clock) -> None:
@@ -143,7 +143,7 @@ class Breaker:
 
     @contextmanager
     def guard(self, key: str) -> Iterator[bool]:
-        """Make a call inside this block, which says whether it is the probe; its outcome counts.
+        """Guard a call that is made inside this block, and count its outcome; yield whether it is the probe.
 
         Raises:
             StorageError: the breaker is open; the call was not made.
@@ -170,7 +170,7 @@ class Breaker:
             raise StorageError(
                 f"{self._place} will not be contacted for another {max(left_ns, 0) / 1e9:.0f} s (circuit breaker open):"
                 f" {self._failures} calls in a row gave up, the last with {self._last!r}. Check that it can be reached;"
-                " then calls go there again.",
+                " calls are made again after that time.",
                 key=key,
                 retryable=True,
             ) from self._last
@@ -190,22 +190,22 @@ class Breaker:
 
 
 QUIET_NS = 1_000_000_000
-"""Between two lines in the log about one place: calls fail by the dozen when a server starts again. Events are for each."""
+"""The interval of log lines about one place: many calls fail at once when a server restarts. Each has its event."""
 
 T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
-"""One attempt; its argument is whether an earlier one failed, which may have taken effect all the same."""
+"""One attempt; its argument is whether an earlier one failed, which may have taken effect nevertheless."""
 OnRetry = Callable[[StorageRetried], object]
-# Called with each failure that is tried again, and with how many the call has had in a row.
+# Called with each failure that is retried, and with the number of failures of the call in a row.
 _on_failure: ContextVar[Callable[[StorageError, int], object] | None] = ContextVar("on_failure", default=None)
 
 
 class RetryStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `Retrying` has done so far.
+    """The counts of a `Retrying` so far.
 
     Attributes:
-        calls, attempts, retries: made; each call makes at least one attempt.
-        gave_up: calls that failed in the end, for whatever reason.
+        calls, attempts, retries: the numbers made; each call makes at least one attempt.
+        gave_up: calls that failed in the end, for any reason.
         failures: failed attempts by class of their error.
         longest_call_s: seconds.
         breaker: "closed" where calls go through.
@@ -237,15 +237,15 @@ class Caller:
         self._unlogged = 0
 
     async def call(self, verb: str, key: str, attempt: Attempt[T], size_bytes: int = 0) -> T:
-        """Make a call, again and again while that may help; return what it returns.
+        """Make a call, and retry it while that may help; return its result.
 
         Args:
-            verb, key: what events and messages call it.
+            verb, key: its name in events and messages.
             attempt: makes the call once.
-            size_bytes: what it moves; more takes longer.
+            size_bytes: the bytes that it moves; they extend the deadline.
 
         Raises:
-            StorageError: the last attempt's; or that the deadline passed, or that the place is down.
+            StorageError: that of the last attempt; or the deadline has passed, or the place is down.
         """
         began_ns = self._clock.monotonic_ns()
         self._counts["calls"] += 1
@@ -272,7 +272,7 @@ class Caller:
                 try:
                     return await attempt(last is not None)
                 except StorageError as error:
-                    redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
+                    redact_error(error)  # the library below a third-party backend may quote the URL
                     last, kind = error, classify(error)
                     self._failures[kind] += 1
                     # The client fetches new credentials where they have expired; those are refused for good.
@@ -291,7 +291,7 @@ class Caller:
         ) from last
 
     def _emit(self, verb: str, key: str, error: StorageError, failures: int, wait_s: float) -> None:
-        """Count, log and report that another attempt follows in *wait_s*."""
+        """Count, log and report the retry that follows in *wait_s*."""
         if (on_failure := _on_failure.get()) is not None:
             on_failure(error, failures)
         self._counts["retries"] += 1
@@ -302,10 +302,10 @@ class Caller:
             try:
                 listener(event)
             except Exception:
-                logger.exception("%r raised when it was called with a retry", listener)
+                logger.exception("%r raised an exception when it was called with a retry", listener)
 
     def _log(self, event: StorageRetried) -> None:
-        """Log a further attempt, at most one in a second; the next line counts those between."""
+        """Log a retry, at most one in a second; the next line has the count of those between."""
         if self._logged_ns is not None and event.at_ns - self._logged_ns < QUIET_NS:
             self._unlogged += 1
             return
@@ -313,7 +313,7 @@ class Caller:
         self._logged_ns, self._unlogged = event.at_ns, 0
         what = f"{event.verb} {event.key!r}"
         logger.info(
-            "%s: %s failed and is tried again in %.2f s: %s%s", self._url, what, event.wait_s, event.error, others
+            "%s: %s failed; it is tried again in %.2f s: %s%s", self._url, what, event.wait_s, event.error, others
         )
 
     def statistics(self) -> RetryStatistics:
@@ -330,18 +330,18 @@ class Caller:
 
 
 FAILURES, REFUSED_S = 4, 3.0
-"""Of one call, in a row, for so long: a server that starts again is there by then, and a dead port never answers."""
+"""Failures of one call in a row, over so many seconds: a restarting server is up by then; a dead port never answers."""
 
 
 class QueryTimeout:
-    """The wait of a caller that can go on without a place: shorter when that fails than when it is silent.
+    """The timeout of a caller that can proceed without a place: shorter when the place fails than when it is silent.
 
-    On one event loop. A place that refuses every call (no server at its port) is given up after `REFUSED_S`. One that fails
-    now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is there. Until
-    `limit` is called there is no limit at all.
+    On one event loop. A place that refuses every call (no server at its port) is abandoned after `REFUSED_S`. One that
+    fails now and then is not: only failures of one call in a row count. Nor is one that throttles: it is up. Until `limit`
+    is called there is no limit at all.
 
     Attributes:
-        refused: what it said when it was given up for refusing; None when it was not.
+        refused: the error for which the place was abandoned as refusing; None when it was not.
     """
 
     def __init__(self) -> None:
@@ -352,7 +352,7 @@ class QueryTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Make requests inside this block, and in tasks begun there; it is cancelled when the wait is over."""
+        """Apply the timeout to requests inside this block, and in tasks begun there; it is cancelled when time is up."""
         token = _on_failure.set(self._count)
         try:
             with self._scope:
@@ -361,13 +361,13 @@ class QueryTimeout:
             _on_failure.reset(token)
 
     def limit(self, seconds: float) -> None:
-        """Wait at most *seconds* from now, and no longer for a place that refuses."""
+        """Wait at most *seconds* from now, and less for a place that refuses."""
         if self._limit_s is None:
             self._limit_s = seconds
             self._scope.deadline = anyio.current_time() + seconds
 
     def reason(self) -> str | None:
-        """Say why the place was given up; None when it was not."""
+        """Return why the place was abandoned; None when it was not."""
         if not self._scope.cancelled_caught:
             return None
         if self.refused is not None:

@@ -24,11 +24,11 @@ def cut_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryv
     return cut
 
 
-# Reads of many small objects: in one hop to a thread where the place can do that, else several at once.
+# Reads of many small objects: in one hop to a thread where the backend supports it, else several at once.
 
 
 READS = 32
-"""Objects that are read at once."""
+"""The number of objects that are read at once."""
 
 
 async def get_many(backend: Backend, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
@@ -52,7 +52,7 @@ async def get_many(backend: Backend, keys: Sequence[str], max_bytes: int) -> tup
 
 
 RECORD_LIMIT_BYTES = 256 << 20
-"""No manifest or receipt is longer (docs/format.md#limits)."""
+"""The longest manifest or receipt (docs/format.md#limits)."""
 
 
 async def read_record(backend: Backend, key: str, limit_bytes: int = RECORD_LIMIT_BYTES) -> bytes:
@@ -60,8 +60,8 @@ async def read_record(backend: Backend, key: str, limit_bytes: int = RECORD_LIMI
 
     Raises:
         ObjectNotFoundError: there is none.
-        ManifestError: it is longer than any such document can be, its device cannot read it, or something else is there.
-        StorageError: the storage does not give it now, which says nothing of it.
+        ManifestError: it is longer than any such document can be, unreadable on its device, or not a file.
+        StorageError: it cannot be read now, which proves nothing about it.
     """
     data = await read_start(backend, key, limit_bytes + 1)
     if len(data) > limit_bytes:
@@ -80,12 +80,12 @@ async def read_start(backend: Backend, key: str, size_bytes: int) -> bytes:
 
 
 async def put_once(backend: Backend, key: str, data: bytes, limit_bytes: int = RECORD_LIMIT_BYTES) -> bool:
-    """Create *key* with *data*; return False when other bytes are there. Ours already there is a success.
+    """Create *key* with *data*; return False when it exists with other bytes. The same bytes are a success.
 
-    The answer to a create can be lost after its effect, so a conflict is decided by what is there.
+    The answer to a create can be lost after its effect, so a conflict is resolved by reading the object.
 
     Raises:
-        ManifestError: as `read_record`, of what is there.
+        ManifestError: as `read_record`, for the existing object.
     """
     try:
         await backend.put_new(key, data)
@@ -105,7 +105,7 @@ async def walk(backend: Backend, prefix: str) -> AsyncIterator[Stat]:
 
 
 async def delete_below(backend: Backend, prefix: str) -> None:
-    """Remove every object below the folder *prefix*, and what else lies there: a link (not what it leads to), a pipe."""
+    """Remove every object below the folder *prefix*, and all else there: a link (not its target), a pipe."""
     keys: list[str] = []
     folders = [prefix]
     while folders:
@@ -114,13 +114,13 @@ async def delete_below(backend: Backend, prefix: str) -> None:
         keys += [*(stat.key for stat in listing.objects), *listing.others]
         folders.extend(reversed(listing.folders))
         if folder != prefix and listing == Listing((), ()):
-            keys.append(folder)  # where folders are things of their own, an empty one would hold its parents
+            keys.append(folder)  # on a file system an empty folder would keep its parents
     if keys:
         await backend.delete(keys)
 
 
 async def space_for(backend: Backend, size: int) -> Space:
-    """Return the space of a place; where *size* bytes do not fit, once what was deleted counts as free."""
+    """Return the space of a place; where *size* bytes do not fit, deleted bytes are first made to count as free."""
     space = await backend.space()
     full = space.free_bytes is not None and space.free_bytes < size
     if full and (files := works_when_full(backend)) is not None:
@@ -132,8 +132,8 @@ async def space_for(backend: Backend, size: int) -> Space:
 async def storage_now_ns(backend: Backend, nonce: str) -> int:
     """Return the time by the storage's own clock: write a probe, read its date, remove it.
 
-    Where no probe fits, the root is dated instead. Local clocks are skewed, frozen or wrong; only the storage's decides
-    what is old enough to be garbage (docs/format.md#deletion).
+    Where no probe fits, the root is dated instead. Local clocks are skewed, frozen or wrong; only the storage's clock
+    decides what is old enough to be garbage (docs/format.md#deletion).
     """
     key = f".clock-{nonce}"
     try:

@@ -31,7 +31,7 @@ BAD_KEYS = ["", "/", "/abs", "a//b", "a/", ".", "..", "a/../b", "./a", "a\\b", "
 
 @pytest.mark.asyncio
 class BackendSuite(DataFileTests):
-    """The conformance suite. A subclass provides the fixture ``backend``: an empty one for each test."""
+    """The conformance suite. A subclass provides the fixture ``backend``: an empty backend for each test."""
 
     RACERS = 64
 

@@ -1,4 +1,4 @@
-"""Data files for tests: bytes that show where they belong, written and read the plain way."""
+"""Data files for tests: bytes that identify their place, written and read block by block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiockpt.storage.backend import Backend, Reader
 
 
 def patterned(size_bytes: int, seed: int = 0) -> memoryview:
-    """Return page-aligned memory whose bytes show where they belong: no two blocks are equal."""
+    """Return page-aligned memory whose bytes identify their place: no two blocks are equal."""
     memory = memoryview(mmap.mmap(-1, max(1, size_bytes)))[:size_bytes]
     memory[:] = random.Random(seed).randbytes(size_bytes)
     return memory
@@ -24,7 +24,7 @@ async def upload(backend: Backend, key: str, data: memoryview, block_bytes: int 
 
 
 async def download(reader: Reader, offset: int = 0, size_bytes: int | None = None) -> bytes:
-    """Return *size_bytes* from *offset*, by default all there is."""
+    """Return *size_bytes* from *offset*; by default the rest of the file."""
     data = bytearray(reader.size - offset if size_bytes is None else size_bytes)
     await reader.read(offset, [memoryview(data)])
     return bytes(data)

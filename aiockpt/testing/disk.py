@@ -1,8 +1,8 @@
 """Speed of the disk itself: plain writes and reads past the page cache, as a reference for the figures of a checkpoint.
 
-One thread moves blocks of 8 MiB with O_DIRECT, and flushes: what any program could reach so simply. Where the file
-system has no O_DIRECT it goes through the page cache and reports that; reads then start from dropped pages, which a kernel
-may or may not honour. The files have no name while they are used, so nothing is left behind whatever ends the program.
+One thread moves blocks of 8 MiB with O_DIRECT, and flushes: a speed that a simple program reaches. Where the file system
+has no O_DIRECT, I/O goes through the page cache, and the result reports that; reads then start from dropped pages, which a
+kernel may or may not honour. The files have no name while in use, so none is left behind however the program ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnMoved = Callable[[int], object]
 
 
 class DiskSpeed(msgspec.Struct, frozen=True):
-    """Bytes a second, one figure for each file that was moved, and whether they went past the page cache."""
+    """Bytes a second of each file, and whether they went past the page cache."""
 
     bytes_per_s: tuple[float, ...]
     direct: bool
@@ -43,7 +43,7 @@ def measure_disk(
     """Write, or read, *repeats* files of *size_bytes* (rounded up to whole blocks) in *folder*, one after the other.
 
     Args:
-        kind: what is timed; a file that is read is written first, untimed.
+        kind: the timed operation; a file to read is written first, untimed.
         on_moved: called with the bytes of each block that was timed.
 
     Raises:
@@ -70,12 +70,12 @@ def _can_go_past_the_cache(folder: Path, block: mmap.mmap) -> bool:
 
 @contextmanager
 def _nameless_file(folder: Path, direct: bool) -> Iterator[int]:
-    """Open a new file in *folder* whose name is gone at once: its room is free again when it is closed."""
+    """Open a new file in *folder* and unlink it at once: its space is freed when it is closed."""
     path = folder / f"{_NAME}-{os.getpid()}"
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o600)
     finally:
-        path.unlink(missing_ok=True)  # a file system without O_DIRECT may have made it before it refused
+        path.unlink(missing_ok=True)  # a file system without O_DIRECT may have created it before it refused
     try:
         yield handle
     finally:
@@ -83,7 +83,7 @@ def _nameless_file(folder: Path, direct: bool) -> Iterator[int]:
 
 
 def _time_writing(folder: Path, block: mmap.mmap, blocks: int, direct: bool, on_moved: OnMoved) -> float:
-    """Write a file, flush it, and return the bytes a second from making room to the flush."""
+    """Write a file, flush it, and return the bytes a second from allocation to the flush."""
     with _nameless_file(folder, direct) as handle:
         began = time.perf_counter()
         os.posix_fallocate(handle, 0, blocks * BLOCK_BYTES)

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- A `Fault` names the calls it is for and the number of the one at which it comes; without faults a wrapper changes
-  nothing, and the conformance suite passes on it.
-- `call_count` counts every call, so a test can first run through, then fail at each k up to that count.
+- A `Fault` names the calls that it affects and the number of the first; a wrapper without faults changes nothing and
+  passes the conformance suite.
+- `call_count` counts every call, so a test can run once without faults, then fail at each k up to that count.
 - A failed flush loses the bytes, as on Linux: on `SimulatedFiles` they are marked clean and never reach the disk.
 """
 
@@ -35,18 +35,18 @@ Action = Literal["fail", "lose_answer", "hang", "flip", "short", "kill"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that goes wrong.
+    """One planned failure.
 
     Attributes:
         do: "fail" without effect; "lose_answer": take effect, then fail; "hang" until cancelled (backends only);
             "flip" a bit of the bytes read or written; "short": transfer half of them (files only); "kill" this process
             with SIGKILL before the call.
-        verb: which calls, as a pattern: "put*", "upload.write", "fsync".
-        match: which keys or paths, as a pattern; a descriptor has the path it was opened by.
-        at: at which of these calls it comes, from 1.
-        times: at how many in a row; None for all from then on.
+        verb: pattern of the affected calls: "put*", "upload.write", "fsync".
+        match: pattern of keys or paths; a descriptor has the path it was opened by.
+        at: the first of these calls that fails, from 1.
+        times: how many calls in a row fail; None for all from then on.
         error: the errno, for "fail" and "lose_answer"; backends raise ours for it.
-        bit: which bit to flip, counted from the start of the transfer and wrapping around.
+        bit: the bit to flip, counted from the start of the transfer and wrapping around.
     """
 
     do: Action
@@ -64,7 +64,7 @@ class FaultSchedule:
     def __init__(self, faults: Sequence[Fault], allowed: frozenset[Action]) -> None:
         for fault in faults:
             if fault.do not in allowed:
-                raise UsageError(f"{fault.do!r} cannot be done here; choose of {', '.join(sorted(allowed))}")
+                raise UsageError(f"{fault.do!r} is not supported here; choose from {', '.join(sorted(allowed))}")
         self._calls = itertools.count(1)
         self._counted = [(fault, itertools.count(1)) for fault in faults]
         self.call_count = 0
@@ -122,7 +122,7 @@ class FaultyBackend(Forwarding):
         return self.schedule.call_count
 
     async def forward(self, call: BackendCall) -> Any:
-        """Make *call*, with what the fault that is due for it does to it."""
+        """Make *call*, with the effect of the fault that is due for it."""
         if call.verb == "upload.abort":  # "never raises a StorageError" is part of the contract
             return await call()
         fault = self.schedule.due(call.verb, call.key)
@@ -142,7 +142,7 @@ class FaultyBackend(Forwarding):
 
 
 async def _flipping(call: BackendCall, bit: int) -> Any:
-    """Make *call*, with a bit flipped of the bytes that it sends or brings, if any."""
+    """Make *call*, with one bit flipped in the bytes that it sends or returns, if any."""
     match call.verb, call.arguments:
         case "put" | "put_new", (key, data):
             return await call(key, bytes(_flipped(memoryview(data), bit)))
@@ -152,11 +152,11 @@ async def _flipping(call: BackendCall, bit: int) -> Any:
             await call(offset, into)
             flip_bit(next((view for view in into if view.nbytes), memoryview(b"")), bit)
             for view in into if seen else ():
-                seen(view)  # what is hashed is what was flipped, as with a bit that flipped on the disk
+                seen(view)  # the flipped bytes are hashed, as with a bit that flipped on the disk
             return None
         case "upload.write", (offset, [first, *others] as runs, seen):
             for run in runs if seen else ():
-                seen(run)  # flipped on the way to the storage: an observer sees what was meant
+                seen(run)  # flipped on the way to the storage: an observer sees the intended bytes
             return await call(offset, [_flipped(first, bit), *others])
         case _:
             return await call()
@@ -185,7 +185,7 @@ class FaultyFiles(ForwardingFiles):
         return self.schedule.call_count
 
     def forward(self, call: FilesCall) -> Any:
-        """Make *call*, with what the fault that is due for it does to it; link and rename are known by their target."""
+        """Make *call*, with the effect of the fault that is due for it; link and rename are matched by their target."""
         name = call.arguments[1] if call.verb in ("link", "rename") else call.path
         fault = self.schedule.due(call.verb, name)
         if fault is None:
@@ -202,7 +202,7 @@ class FaultyFiles(ForwardingFiles):
 
 
 def _transfer(call: FilesCall, fault: Fault) -> Any:
-    """Make *call* with half of its bytes, or with a bit of them flipped; one that moves none as it is."""
+    """Make *call* with half of its bytes, or with a bit flipped; a call that moves no bytes is unchanged."""
     match call.verb, call.arguments, fault.do:
         case "pwrite", (fd, data, offset), "short":
             return call(fd, data[: _half(data.nbytes)], offset)
@@ -219,7 +219,7 @@ def _transfer(call: FilesCall, fault: Fault) -> Any:
 
 
 def _half(size_bytes: int) -> int:
-    """Return about half, of pages whole ones: a transfer past the page cache is short by pages, never within one."""
+    """Return about half, in whole pages: a transfer past the page cache is short by pages, never within one."""
     half = size_bytes // 2
     if size_bytes % _PAGE_BYTES == 0:
         half = max(_PAGE_BYTES, half // _PAGE_BYTES * _PAGE_BYTES)

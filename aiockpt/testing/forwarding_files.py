@@ -14,7 +14,7 @@ class FilesCall:
 
     Attributes:
         verb: the method of `Files`.
-        path: what it is called on; for a descriptor, the path it was opened by.
+        path: the file or folder; for a descriptor, the path it was opened by.
         arguments: of the inner method.
     """
 

@@ -3,11 +3,11 @@
 Pass it to a checkpointer as ``World(…, make_loop=InlineLoop)``, inside a program that runs on one thread
 (`aiockpt.testing.simulation.run_inline`, `aiockpt.testing.virtual_time`). Guarantees:
 
-- What the checkpointer does in the background is tasks of the running loop. They run while the program awaits something,
-  in an order that depends on nothing but the program and its world.
-- A task that ends with what is no ``Exception`` (a simulated crash of the process) is noted: `InlineLoop.idle` raises it.
-- Nothing ends by itself: a simulated process ends as one does that is killed. Await `InlineLoop.idle` to have its
-  background work done first, and close the backend. ``close`` and ``aclose`` block a thread, and are refused: there is one.
+- Background work of the checkpointer runs as tasks of the running loop, while the program awaits, in an order that
+  depends only on the program and its world.
+- A task's error that is no ``Exception`` (a simulated crash of the process) is kept: `InlineLoop.idle` raises it.
+- The loop has no shutdown: a simulated process ends like a killed one. Await `InlineLoop.idle` to finish its background
+  work first, and close the backend. ``close`` and ``aclose`` would block the only thread, and are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InlineLoop:
         self._crash: BaseException | None = None
 
     def check(self) -> None:
-        """Do nothing: there is no other process that could use it, and no end."""
+        """Do nothing: the loop is used by one process and never ends."""
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the one thread."""
@@ -86,17 +86,17 @@ class InlineLoop:
         return future
 
     async def idle(self) -> None:
-        """Wait until nothing that was submitted runs any more; raise what the process died of."""
+        """Wait until all submitted work has ended; raise the error of a simulated crash."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         if self._crash is not None:
             raise self._crash
 
     def close(self, *, cancel: bool = False) -> None:
-        """End nothing: the program's event loop goes on."""
+        """Do nothing: the program's event loop goes on."""
 
     def discard(self) -> None:
-        """Cancel what runs."""
+        """Cancel the running tasks."""
         for task in self._tasks:
             task.cancel()
 
@@ -110,5 +110,5 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     except RuntimeError:
         raise BlockingCallError(
             "this checkpointer runs on an InlineLoop: call it inside the event loop, on its thread; close() and aclose() "
-            "need another thread, and there is none"
+            "need another thread, and are not supported"
         ) from None

@@ -1,7 +1,7 @@
-"""Failures of a request on its way to an object store and back: a list, and the sources that draw from it.
+"""Failures of a request on its way to an object store and back: their kinds, and the sources that produce them.
 
 A client queries its `Troubles` once for each request. `DrawnTroubles` draws at random with a seed, so a run is
-repeated by its seed; `PlannedTroubles` makes one thing happen at one request.
+repeated by its seed; `PlannedTroubles` causes chosen failures at chosen requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Trouble = Literal[
     "crash",
     "crash_after_effect",
 ]
-"""Kinds of failure; "…_after_effect" hits the answer only.
+"""Kinds of failure; "…_after_effect" affects the response only.
 
 - internal_error 500, slow_down 503, too_many_requests 429, expired, denied 403; other_writer 409: another client is writing
   that key; error_body: 200, and the error in the body; no_such_upload 404: the store has dropped the upload.
@@ -55,7 +55,7 @@ _ONLY: Mapping[Trouble, frozenset[RequestVerb]] = {
     "partial_body": frozenset({"GET"}),
     "wrong_body": frozenset({"GET", "PUT", "PUT-NEW", "PART"}),
     "other_writer": frozenset({"PUT-NEW", "COMPLETE"}),
-    "resent": frozenset({"PUT", "PUT-NEW", "GET", "HEAD", "DELETE"}),  # what aiohttp sends again by itself: no POST
+    "resent": frozenset({"PUT", "PUT-NEW", "GET", "HEAD", "DELETE"}),  # what aiohttp repeats by itself: no POST
     "error_body": frozenset({"COMPLETE"}),
     "error_body_after_effect": frozenset({"COMPLETE"}),
     "no_such_upload": frozenset({"PART", "COMPLETE"}),
@@ -79,14 +79,14 @@ TRANSIENT: frozenset[Trouble] = frozenset(
         "error_body_after_effect",
     }
 )
-"""Those after which the same request may succeed."""
+"""Failures after which the same request may succeed."""
 LASTING: frozenset[Trouble] = frozenset({"denied", "hang", "no_such_upload"})
-"""Those after which it will not: no client makes a success of them."""
+"""Failures after which the request never succeeds, for any client."""
 CRASHES: frozenset[Trouble] = frozenset({"crash", "crash_after_effect"})
 
 
 def applies_to(trouble: Trouble, verb: RequestVerb) -> bool:
-    """Return whether that trouble can happen to a request of that kind."""
+    """Return whether *trouble* can happen to a request of *verb*."""
     return verb in _ONLY.get(trouble, EVERYWHERE)
 
 
@@ -102,7 +102,7 @@ class Troubles(Protocol):
     """Decides what happens to requests."""
 
     def next_trouble(self, request: Request) -> Trouble | None:
-        """Return what happens to *request*; None: nothing. Called once for each, in order."""
+        """Return the trouble of *request*, None for none. Called once for each request, in order."""
         ...
 
 
@@ -148,7 +148,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedTroubles:
-    """Just these troubles.
+    """The troubles of *plan*, and no others.
 
     Attributes:
         met: what has happened so far.

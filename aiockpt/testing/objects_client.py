@@ -1,13 +1,13 @@
-"""The backend for `simulated_objects`, with every failure that a request to an object store can have.
+"""The backend for `simulated_objects`, with every kind of failure of a request to an object store.
 
 Guarantees:
 
-- Keeps the contract of `aiockpt.storage.backend`, and does not retry: troubles become the errors that a backend for a real
-  store raises for them.
+- It keeps the contract of `aiockpt.storage.backend`, and does not retry: troubles become the errors that a backend for a
+  real store raises for them.
 - The same troubles and the same calls give the same requests: a run is repeated by its seed.
-- A client that crashed makes no request any more; every verb raises `ClientCrashedError`, which is never caught.
-- As with S3, a wrong bit is detected in what is sent, and in an object that was put at once and is got whole; in a range
-  only the reader's own checksums show it.
+- A crashed client makes no more requests; every verb raises `ClientCrashedError`, which is never caught.
+- As with S3, a wrong bit is detected in sent data, and in an object that was put in one request and is read whole; in a
+  range only the reader's own checksums detect it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from aiockpt.testing.simulated_objects import ObjectStore, StoredObject, tag
 __all__ = ["ClientCrashedError", "ObjectReader", "ObjectUpload", "ObjectsBackend"]
 
 _OF_BODIES = frozenset({"partial_body", "wrong_body"})
-"""Troubles of a body that comes: the request itself is answered."""
+"""Troubles of a response body: the request itself succeeds."""
 _SENT = 3
-"""A body comes in about so many pieces."""
+"""Pieces of a response body, about."""
 
 
 class ObjectsBackend:
@@ -41,9 +41,9 @@ class ObjectsBackend:
 
     Args:
         store: may be shared with other clients.
-        troubles: what happens to requests.
+        troubles: the failures of its requests.
         timeout_s: how long it waits for an answer.
-        latency_s: called for each request; how long that takes to arrive.
+        latency_s: called for each request; returns the seconds until it arrives.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ObjectsBackend:
         _damage(trouble, memoryview(body))
         _check_cut(trouble, key)
         if len(body) == len(found.body) and "-" not in found.etag and tag(bytes(body)) != found.etag:
-            raise StorageTransferError(f"reading {key!r}: what came does not have the tag that was announced", key=key)
+            raise StorageTransferError(f"reading {key!r}: the body does not match the announced tag", key=key)
         return bytes(body)
 
     async def open(self, key: str) -> ObjectReader:
@@ -201,7 +201,7 @@ class ObjectUpload:
             try:
                 await self._wire.ask("ABORT", self._key, lambda: self._store.abort_upload(upload_id))
             except StorageError:
-                return  # left over and invisible, until old uploads are collected
+                return  # left behind, invisible, until old uploads are collected
 
     def _drop_if(self, trouble: Trouble | None) -> None:
         if trouble == "no_such_upload" and self._upload_id is not None and self._upload_id in self._store.uploads:
@@ -247,18 +247,18 @@ class ObjectReader:
 
 
 def _damage(trouble: Trouble | None, body: memoryview) -> None:
-    """Flip a bit of a body on its way, where that is the trouble."""
+    """Flip a bit of a body, where that is the trouble."""
     if trouble == "wrong_body" and len(body):
         body[len(body) // 2] ^= 0x10
 
 
 def _check_cut(trouble: Trouble | None, key: str) -> None:
     if trouble == "partial_body":
-        raise StorageTransferError(f"reading {key!r}: fewer bytes came than were announced", key=key)
+        raise StorageTransferError(f"reading {key!r}: fewer bytes arrived than were announced", key=key)
 
 
 def _arrive(body: bytearray, into: Sequence[memoryview], seen: Seen | None) -> None:
-    """Put a body into place, piece by piece, as it arrives."""
+    """Copy a body to its place, piece by piece, as it arrives."""
     piece = max(1, len(body) // _SENT)
     at = 0
     for view in into:

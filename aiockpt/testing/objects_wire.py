@@ -1,4 +1,4 @@
-"""The wire between a client and its object store: requests with injected failures, and answers that become our errors."""
+"""The wire between a client and its object store: injected failures of requests, and error responses as our errors."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Wire:
         self.request_count = 0
 
     async def ask(self, verb: RequestVerb, key: str, effect: Callable[[], T]) -> T:
-        """Make a request; return the answer to it."""
+        """Make a request; return its response."""
         return await self.act(self.next_trouble(verb, key), key, effect)
 
     def next_trouble(self, verb: RequestVerb, key: str) -> Trouble | None:
-        """Return what is going to happen to the request that is made now."""
+        """Return the trouble of the next request."""
         self._check_alive()
         self.request_count = next(self._numbers)
         return self._troubles.next_trouble(Request(verb, key, self.request_count))
 
     async def act(self, trouble: Trouble | None, key: str, effect: Callable[[], T]) -> T:
-        """Make a request with *trouble* injected; return the answer to it."""
+        """Make a request with *trouble* injected; return its response."""
         await anyio.sleep(self._latency_s())
         self._check_alive()
         try:
@@ -65,7 +65,7 @@ class Wire:
         return answer
 
     async def _before(self, trouble: Trouble | None, key: str) -> None:
-        """Raise what happens to a request on its way to the store."""
+        """Raise the failure of a request on its way to the store."""
         if trouble is None:
             return
         if trouble in _REFUSALS:
@@ -81,7 +81,7 @@ class Wire:
                 self._crash()
 
     async def _after(self, trouble: Trouble | None, key: str) -> None:
-        """Raise what happens to an answer on its way back."""
+        """Raise the failure of a response on its way back."""
         match trouble:
             case "answer_lost":
                 raise broken(key)
@@ -119,7 +119,7 @@ _REFUSALS: dict[Trouble, tuple[int, str]] = {
 
 
 def _ours(error: StoreError, key: str) -> StorageError:
-    """Return the error of the contract for an answer of the store."""
+    """Return the error of the contract for an error response of the store."""
     message = f"{key!r}: the store answered {error}"
     if error.status == 404:
         return ObjectNotFoundError(message, key=key)

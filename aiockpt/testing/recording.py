@@ -27,7 +27,7 @@ class Operation(msgspec.Struct, frozen=True):
         verb: the method: "put", "get", …, and "upload.write", "upload.finish", "reader.read", ….
         key: the object; for ``delete`` the keys joined by a space, for ``list`` the prefix.
         offset: bytes, for ranged verbs.
-        size: bytes that were handed over, or announced.
+        size: bytes passed, or announced.
         error: the name of the exception's class, "" for success.
     """
 
@@ -68,14 +68,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         verb: the method of `Files`.
-        path: what it was called on; for a descriptor, the path it was opened by.
+        path: the file or folder; for a descriptor, the path it was opened by.
         fd: the descriptor, -1 for calls by path.
         flags: of ``open``.
         offset: bytes, of ``pwrite`` and ``fallocate``.
         size: bytes, of ``fallocate``.
         data: the bytes that ``pwrite`` wrote.
         target: the second path of ``link`` and ``rename``.
-        error: the errno that it failed with, 0 for success.
+        error: the errno of a failure, 0 for success.
     """
 
     verb: str
@@ -94,7 +94,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> bool:
-        """Whether the call changed what a power cut would leave."""
+        """Whether the call changed the state after a power cut."""
         opens = self.verb == "open" and not self.flags & os.O_CREAT
         return not self.error and self.verb != "close" and not opens
 
@@ -113,7 +113,7 @@ class RecordingFiles(ForwardingFiles):
         self.calls: list[Call] = []
 
     def forward(self, call: FilesCall) -> Any:
-        """Make *call*, and record it when it has returned or raised, unless it only reads."""
+        """Make *call*, and unless it only reads, record it after it has returned or raised."""
         if call.verb in _READ_CALLS:
             return call()
         sent: Any = b""

@@ -1,4 +1,4 @@
-"""POSIX file system in memory, with a volatile and a durable part: what a power cut would leave on the disk.
+"""POSIX file system in memory, with a volatile part and a durable part, which survives a power cut.
 
 Guarantees:
 
@@ -9,7 +9,7 @@ Guarantees:
 - Each call is one step, from any thread. Without threads everything is deterministic: numbers, times and order.
 
 The model has regular files and directories, hard links, renames, O_EXCL, O_DIRECT with its rules,
-the page-cache probe (RWF_NOWAIT) and a full disk. Symbolic links (that lead nowhere) and pipes can be put there, to be
+the page-cache probe (RWF_NOWAIT) and a full disk. Dangling symbolic links and pipes can be placed in it, to be
 listed, refused and removed. It has no permissions or memory maps.
 """
 
@@ -35,7 +35,7 @@ _MODES: dict[Kind, int] = {"file": stat.S_IFREG | 0o644, "link": stat.S_IFLNK | 
 _FREE_BYTES = 1 << 40
 
 PageCache = Literal["warm", "cold", "unsupported"]
-"""Result of the page-cache probe (RWF_NOWAIT): everything, nothing, or that there is no such probe."""
+"""Result of the page-cache probe (RWF_NOWAIT): all cached, none cached, or the probe is unsupported."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,13 +74,13 @@ class SimulatedFiles:
     """A file system in memory; a twin of `OsFiles`.
 
     Args:
-        root: a tree to begin with, which becomes its own; empty by default.
-        capacity_bytes: more than this does not fit (ENOSPC); None for no limit.
+        root: the initial tree, which it owns from then on; empty by default.
+        capacity_bytes: limit of the contents (ENOSPC beyond it); None for no limit.
         direct_alignment: what O_DIRECT requires offset, length and address to be a multiple of; None for EINVAL at open.
         hard_links: False for EPERM from ``link``, as on FAT.
-        page_cache: what RWF_NOWAIT finds.
+        page_cache: result of RWF_NOWAIT.
         ignore: flushes to leave out, by their labels: "fsync:PATH", "fdatasync:PATH", "fsync_dir:PATH".
-        clock: dates the files; None dates them 0.
+        clock: for the dates of files; None: all dates are 0.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SimulatedFiles:
         return len(self._open)
 
     def with_root(self, root: Folder) -> SimulatedFiles:
-        """Return a file system with the same properties and the tree *root*, which becomes its own."""
+        """Return a file system with the same properties and the tree *root*, which it owns from then on."""
         return SimulatedFiles(
             root,
             capacity_bytes=self.capacity_bytes,
@@ -200,7 +200,7 @@ class SimulatedFiles:
 
     @_one_step
     def mark_clean(self, fd: int) -> None:
-        """Drop what was not flushed, as after a failed flush: processes still read it, the disk never gets it."""
+        """Mark unflushed data clean, as after a failed flush: processes still read it, it never reaches the disk."""
         self._opened(fd).node.unflushed.clear()
 
     @_one_step
@@ -222,7 +222,7 @@ class SimulatedFiles:
 
     @_one_step
     def put_special(self, kind: Kind, path: str) -> None:
-        """Put a symbolic link that leads nowhere, or a pipe, at *path*; not a call that programs make."""
+        """Place a dangling symbolic link or a pipe at *path*; for tests, not a call of programs."""
         folder, name = self._parent(path)
         if not name or name in folder.names:
             raise _error(errno.EEXIST, path)
@@ -382,7 +382,7 @@ def _error(number: int, path: str) -> OSError:
 
 
 def _refuse_special(kind: Kind, flags: int, path: str) -> None:
-    """Return when a pipe is opened as a reader may; links are never followed."""
+    """Raise unless *kind* is a pipe that is opened as a reader may; links are never followed."""
     if kind == "link":
         raise _error(errno.ELOOP if flags & os.O_NOFOLLOW else errno.ENOENT, path)
     if flags & os.O_ACCMODE != os.O_RDONLY or not flags & os.O_NONBLOCK:

@@ -1,7 +1,7 @@
 """The inodes of the simulated file system, as far as a power cut is concerned.
 
 A node has a durable part, the part that processes see, and the unflushed changes that lead from one to the other.
-Each change lists what a power cut may leave of it; `simulation.crash_states` picks.
+Each change lists what a power cut may leave of it; `simulation.crash_states` chooses among these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Write:
         ]
 
     def outcomes(self) -> list[tuple[Write, ...]]:
-        """Return what a power cut may leave of this, the plain cases: nothing, all, the first or the second half."""
+        """Return the plain outcomes of a power cut: nothing, all, the first or the second half."""
         whole: list[tuple[Write, ...]] = [(), (self,)]
         if len(sectors := self._sectors() if self.data else []) > 1:
             half = len(sectors) // 2
@@ -48,7 +48,7 @@ class Write:
         return whole
 
     def torn(self, dice: random.Random) -> tuple[Write, ...]:
-        """Return any of the sectors."""
+        """Return a random subset of the sectors."""
         return tuple(sector for sector in self._sectors() if dice.random() < 0.5)
 
 
@@ -69,7 +69,7 @@ class NameChange:
             names[self.name] = self.node
 
     def outcomes(self) -> list[tuple[NameChange, ...]]:
-        """Return what a power cut may leave of this: nothing, or all."""
+        """Return the outcomes of a power cut: nothing, or all."""
         return [(), (self,)]
 
     def torn(self, dice: random.Random) -> tuple[NameChange, ...]:
@@ -82,7 +82,7 @@ class SimulatedFile:
     """A regular file: its durable bytes, what processes see, and the unflushed changes between the two.
 
     Attributes:
-        kind: "link" and "fifo" are no regular files and have no bytes; a link leads nowhere.
+        kind: "link" and "fifo" are no regular files and have no bytes; a link is dangling.
     """
 
     number: int
@@ -128,7 +128,7 @@ Node = SimulatedFile | Folder
 
 
 def walk(root: Folder, *, every_future: bool = False) -> Iterator[Node]:
-    """Yield each node below and including *root* once; with *every_future*, those too that a power cut may bring."""
+    """Yield *root* and each node below it once; with *every_future*, also those that a power cut may restore."""
     seen: set[int] = set()
     todo: list[Node] = [root]
     while todo:

@@ -4,12 +4,12 @@ Guarantees (those of S3 since 2024):
 
 - Strongly consistent: a request that is made after another took effect sees its effect.
 - An object is absent or whole. A conditional create has one winner.
-- Parts of an upload come in any order and may be sent again; nothing of it is visible before it is completed, and then all
-  of it is, at once. What is never completed stays, invisible, in `ObjectStore.uploads`.
-- Listings come in pages, in order of the keys. Dates are those of the store's own clock.
+- Parts of an upload arrive in any order and may be sent again; an upload becomes visible as a whole, when it is completed.
+  An upload that is never completed stays, invisible, in `ObjectStore.uploads`.
+- Listings have pages, in order of the keys. Dates are those of the store's own clock.
 
-Simpler than S3: the number of a part need not be below 10,000 (the backend takes the part's offset), and the last request
-alone decides about a key (no versions).
+Simpler than S3: the number of a part need not be below 10,000 (the backend uses the part's offset), and a key has the
+object of its last request alone (no versions).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiockpt.runtime.world import Clock
 
 
 class StoreError(Exception):
-    """The store's answer was an error: *status* and *code*, as S3 gives them."""
+    """An error response of the store: *status* and *code*, as those of S3."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(f"{status} {code}")
@@ -34,7 +34,7 @@ class StoreError(Exception):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object: its bytes, its tag (the MD5 of what was put at once; of an upload something else), its date."""
+    """An object: its bytes, its tag (the MD5 if put in one request; else another value for an upload), its date."""
 
     body: bytes
     etag: str
@@ -56,7 +56,7 @@ class _Uploading(msgspec.Struct, frozen=True):
 
 
 def tag(body: bytes) -> str:
-    """Return the tag of an object that was put at once, or of a part."""
+    """Return the tag of an object that was put in one request, or of a part."""
     return hashlib.md5(body, usedforsecurity=False).hexdigest()
 
 
@@ -64,7 +64,7 @@ class ObjectStore:
     """The store itself: every request is a method, takes effect at once, and raises `StoreError` for a refusal.
 
     Args:
-        clock: dates the objects.
+        clock: for the dates of objects.
         page_keys: names on a page of a listing.
 
     Attributes:
@@ -93,18 +93,18 @@ class ObjectStore:
         self._insert(key, StoredObject(body, tag(body), self._clock.time_ns()), only_new)
 
     def get(self, key: str) -> StoredObject:
-        """Return an object; 404 when there is none."""
+        """Return an object; 404 when it does not exist."""
         try:
             return self.objects[key]
         except KeyError:
             raise StoreError(404, "NoSuchKey") from None
 
     def delete(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Remove an object, if it exists."""
         self.objects.pop(key, None)
 
     def list(self, prefix: str, after: str = "") -> Page:
-        """Return a page of what is directly below *prefix*, with ``/`` as the delimiter, past the name *after*."""
+        """Return a page of the names directly below *prefix*, with ``/`` as the delimiter, past the name *after*."""
         objects: list[tuple[str, StoredObject]] = []
         prefixes: list[str] = []
         last = ""
@@ -137,7 +137,7 @@ class ObjectStore:
         return tag(body)
 
     def complete_upload(self, upload_id: str, parts: Sequence[tuple[int, str]], *, only_new: bool = True) -> None:
-        """Make an object of *parts* (number and tag, by rising number); 412 when the key is taken and must not be."""
+        """Make an object of *parts* (number and tag, by rising number); 412 when the key is taken and *only_new*."""
         upload = self._upload(upload_id)
         held = upload.parts
         if not parts or any(number not in held or tag(held[number]) != etag for number, etag in parts):

@@ -1,10 +1,10 @@
-"""Simulated world for whole programs: power cuts, a clock that stands still, one thread.
+"""Simulated world for whole programs: power cuts, a manual clock, one thread.
 
 Guarantees:
 
 - `crash_states` and `power_cuts` do not change their arguments, and yield the same states for the same seed.
 - Where there are few states they yield all of them (with torn writes in halves); else nothing kept, all kept, each
-  change lost alone and kept alone, then a random draw. A missing flush shows among the first ones.
+  change lost alone and kept alone, then random ones. A missing flush shows among the first states.
 
 The recipe for a crash test: run the program on ``RecordingFiles(SimulatedFiles())``, then check every state that
 `power_cuts` makes of the recorded calls; once more for each flush, with that call in *skip*, to see the test fail.
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 Change = Write | NameChange
 Kept = dict[int, tuple[Change, ...]]
-"""By the id of each unflushed change: what the power cut leaves of it."""
+"""Id of each unflushed change → the part that the power cut leaves."""
 
 
 def crash_states(files: SimulatedFiles, *, seed: int = 0, limit: int = 64) -> Iterator[SimulatedFiles]:
-    """Yield what may be found after a power cut at this instant, *limit* states at most."""
+    """Yield possible states after a power cut at this instant, *limit* states at most."""
     changes: list[Change] = [change for node in walk(files.root, every_future=True) for change in _unflushed(node)]
     for kept in itertools.islice(_choices(changes, seed, limit), limit):
         memo: dict[int, Node] = {}
@@ -52,15 +52,15 @@ def snapshot(files: SimulatedFiles) -> SimulatedFiles:
 def replay(
     calls: Sequence[Call], *, start: SimulatedFiles | None = None, skip: Collection[int] = ()
 ) -> Iterator[tuple[int, SimulatedFiles]]:
-    """Do recorded calls again on a file system; yield it before the first and after each.
+    """Replay recorded calls on a file system; yield it before the first and after each.
 
     Args:
-        calls: from `RecordingFiles.calls`; those that failed are passed over.
-        start: where to begin (it is copied); an empty file system by default.
+        calls: from `RecordingFiles.calls`; failed calls are skipped.
+        start: the initial file system (it is copied); an empty one by default.
         skip: indices of calls to leave out: flushes, to test that each is needed.
 
     Yields:
-        How many calls were done, and the file system, which goes on to change: use `snapshot` to keep it.
+        The number of calls made, and the file system, which changes with later ones: use `snapshot` to keep it.
     """
     files = SimulatedFiles() if start is None else snapshot(start)
     fds: dict[int, int] = {}
@@ -79,10 +79,10 @@ def power_cuts(
     seed: int = 0,
     limit: int = 64,
 ) -> Iterator[tuple[int, SimulatedFiles]]:
-    """Yield (how many of *calls* were done, what may be found after a power cut then) for every prefix of *calls*.
+    """Yield (number of *calls* made, a possible state after a power cut then) for every prefix of *calls*.
 
     Accepts the arguments of `replay` and, for each prefix, of `crash_states`. Of prefixes that differ by calls without
-    effect (closing, opening to read) it uses the longest: what was acknowledged since must hold there already.
+    effect (closing, opening to read) it uses the longest: calls acknowledged since must be durable there already.
     """
     for done, files in replay(calls, start=start, skip=skip):
         if done == len(calls) or calls[done].changes:
@@ -95,7 +95,7 @@ def _unflushed(node: Node) -> Sequence[Change]:
 
 
 def _choices(changes: Sequence[Change], seed: int, limit: int) -> Iterator[Kept]:
-    """Yield what to keep of each change, the most revealing cases first."""
+    """Yield choices of what to keep of each change, the most revealing first."""
     outcomes: list[Sequence[tuple[Change, ...]]] = [change.outcomes() for change in changes]
     if math.prod(len(options) for options in outcomes) <= limit:
         for picks in itertools.product(*outcomes):
@@ -198,7 +198,7 @@ class SimulatedClock:
     """A clock that moves only when it is set.
 
     Attributes:
-        now_ns: what both clocks say; set it to anything to send the wall clock astray.
+        now_ns: the time of both clocks; set it to any value to make the wall clock wrong.
     """
 
     now_ns: int = 1_700_000_000 * 10**9
@@ -210,7 +210,7 @@ class SimulatedClock:
         return self.now_ns
 
     def advance(self, seconds: float) -> None:
-        """Let *seconds* pass."""
+        """Move the clock forward by *seconds*."""
         self.now_ns += round(seconds * 1e9)
 
 
@@ -223,18 +223,18 @@ class SimulatedWorld(World):
 
 
 def simulated_world(seed: int = 0, files: SimulatedFiles | None = None) -> SimulatedWorld:
-    """Return a world of its own: the same seed and the same calls give the same bytes.
+    """Return a separate world: the same seed and the same calls give the same bytes.
 
     Args:
         seed: of `World.token`.
-        files: the file system; by default an empty one, dated by the world's clock.
+        files: the file system; by default an empty one, with dates from the world's clock.
     """
     clock = SimulatedClock()
     return SimulatedWorld(files or SimulatedFiles(clock=clock), clock, random.Random(seed).randbytes)
 
 
 class InlineExecutor(ThreadPoolExecutor):
-    """An executor that does the work at once, on the calling thread, and never starts one of its own.
+    """An executor that runs work at once, on the calling thread, and never starts a thread.
 
     (A ThreadPoolExecutor by type only: asyncio accepts no other kind as a loop's default executor.)
     """

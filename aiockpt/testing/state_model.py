@@ -1,8 +1,8 @@
 """Model of what a load must restore: facts of a state, bit by bit and type by type, and how two states differ.
 
-Written from the guide to states alone; no code of a load is imported. `facts_of` describes an object as a
-value that two equal objects share and two different ones do not: NaN by its bits, a container with its class and order, a
-tensor with dtype, shape and bytes, a module, optimizer or scheduler with its whole ``state_dict()``.
+Written from the guide to states alone; no code of a load is imported. `facts_of` maps an object to a value that is the same
+for equal objects and differs for different ones: NaN by its bits, a container with its class and order, a tensor with dtype,
+shape and bytes, a module, optimizer or scheduler with its whole ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def first_difference(wanted: Any, found: Any, path: Path = ()) -> str | None:
-    """Return in words where two states differ first; None when they do not."""
+    """Return the first difference of two states in words; None for equal states."""
     if facts_of(wanted) == facts_of(found):
         return None
     if isinstance(wanted, Mapping) and isinstance(found, Mapping) and type(wanted) is type(found):
@@ -93,11 +93,11 @@ FILLED = (
     list, dict, collections.deque, set, bytearray, array.array, np.ndarray, torch.Tensor, torch.nn.Module,
     torch.optim.Optimizer,
 )  # fmt: skip
-"""Classes of objects that a load fills, so that the program's own object holds what was saved."""
+"""Classes of objects that a load fills in place."""
 
 
 def identities(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each object of a state that a load must fill and not replace, with its path.
+    """Yield each object of a state that a load must fill in place, with its path.
 
     It skips sequences of plain values: their length is data.
     """
@@ -112,7 +112,7 @@ def identities(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the axes of more than one element as they lie in memory, slowest first; None of a tensor with gaps."""
+    """Return the axes of more than one element in memory order, slowest first; None for a tensor with gaps."""
     strides = tensor.stride()
     axes = sorted((axis for axis, size in enumerate(tensor.shape) if size > 1), key=lambda axis: -strides[axis])
     elements = 1

@@ -1,10 +1,10 @@
 """Random states, as training programs hold them: trees of containers, values, tensors, modules, optimizers, schedulers.
 
-A state is drawn in two steps. A *blueprint* lists what there is (kinds, keys, dtypes, shapes, layouts, what is tied), and
-`build` makes objects of it: with the same seed equal ones, with another seed other values in the same structure. So the
-state to load into is as fresh as that of a program that has just been started.
+A state is drawn in two steps. A *blueprint* describes the structure (kinds, keys, dtypes, shapes, layouts, ties), and
+`build` makes objects of it: equal ones with the same seed, other values in the same structure with another seed. So the
+state to load into is as fresh as that of a program that has just started.
 
-Everything here is allowed by the guide to states; what `save` refuses of it is a bug. `blueprints` is a Hypothesis strategy,
+The guide to states allows all of these; a refusal by `save` is a bug. `blueprints` is a Hypothesis strategy,
 `draw_blueprint` accepts any source of random numbers.
 """
 
@@ -50,7 +50,7 @@ class Blueprint(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def plain(self) -> bool:
-        """Whether there is neither tensor nor object in it."""
+        """Whether it contains neither tensor nor object."""
         return (
             self.kind not in OBJECTS and self.kind not in ("tensor", "tied") and all(item.plain for item in self.items)
         )
@@ -210,7 +210,7 @@ class _Tensors:
 
 
 def _draw(dice: random.Random, depth: int, seen: _Tensors, objects: bool = True) -> Blueprint:
-    """Return what is at one place; modules and the like only where *objects* may be."""
+    """Return the blueprint of one place; modules and the like only with *objects*."""
     chance = dice.random()
     if depth and chance < 0.4:
         return _draw_container(dice, depth, seen, objects)

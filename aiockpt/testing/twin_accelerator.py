@@ -1,16 +1,16 @@
-"""A twin of `aiockpt.runtime.cuda` without a device: what a device would do at its worst, without luck.
+"""A twin of `aiockpt.runtime.cuda` without a device: the worst behavior of a device, without chance.
 
-Tensors in host memory are *placed* on devices. Their compute and side streams are queues of calls, which the twin carries
-out when it pleases, as long as each queue keeps its order and no wait passes an event too early: the freedom that a real
-device has. So a missing order is no race that is won most of the time; it is wrong bytes in every run.
+Tensors in host memory are *placed* on devices. The compute and side streams of a device are queues of calls. The twin may
+run them at any time, as long as each queue keeps its order and no wait passes an event too early: the freedom of a real
+device. So a missing order is not a race that is won most of the time; it yields wrong bytes in every run.
 
-- ``"late"``: side streams do only what is waited for, and compute streams all they can. Code that does not wait for
-  a copy, or does not make the optimizer wait for it, fails.
+- ``"late"``: side streams run only when a wait requires it, compute streams as far as they can. Code that does not wait
+  for a copy, or does not make the optimizer wait for it, fails.
 - ``"early"``: the reverse. Code that does not order a copy after the program's own work fails.
 - a `random.Random`: in between, another way with every seed.
 
-The program's own work is `TwinAccelerator.compute`, and queues up too. Or it is simply done, such as a real optimizer's
-step; then the twin is *immediate*: `DeviceEvent.order_before_compute` returns when that work may be done.
+The program's own work is queued by `TwinAccelerator.compute`. Or it runs directly, such as a real optimizer's step; then
+the twin is *immediate*: `DeviceEvent.order_before_compute` returns when that work may run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TwinEvent:
 
 
 class _Stream:
-    """Calls and events to come, in order; an event of another stream must be reached there first."""
+    """Queued calls and events, in order; an event of another stream must be reached there first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -62,7 +62,7 @@ class _Stream:
         return head if isinstance(head, TwinEvent) and head.stream is not self and not head.reached else None
 
     def step(self) -> None:
-        """Do one thing."""
+        """Run the next item."""
         head = self.queue.popleft()
         if not isinstance(head, TwinEvent):
             head()
@@ -82,7 +82,7 @@ class TwinStream:
         self._twin.enqueue(self._stream, event)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
+        memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a value unlike that of uninitialised memory
         self._twin.count_scratch(size_bytes)
         weakref.finalize(memory, self._twin.count_scratch, -size_bytes).atexit = False
         return memory
@@ -105,15 +105,15 @@ class TwinAccelerator:
     """Simulated devices; pass it as ``World(accelerator=…)``.
 
     Args:
-        pace: what happens by itself, and when.
-        immediate: whether the program's own work is simply done.
+        pace: what runs without a wait, and when.
+        immediate: whether the program's own work runs directly.
 
     Attributes:
-        pinned: what host memory is registered, by address; *pin_count*: how often some was.
+        pinned: registered host memory, by address; *pin_count*: number of registrations.
         refuses_pins: whether it refuses to pin, as a container with little locked memory does.
-        spare_bytes: what a device has room for beside training.
+        spare_bytes: free memory of a device beside training.
         work_count: pieces of work that side streams received; *host_wait_count*: how often a thread waited for an event.
-        scratch_bytes: what side streams have of their own; *peak_scratch_bytes*: the most they ever held.
+        scratch_bytes: memory of the side streams; *peak_scratch_bytes*: its maximum.
         clones: copies that were made on devices, as weak references.
     """
 
@@ -137,7 +137,7 @@ class TwinAccelerator:
     # what tests do
 
     def place(self, what: torch.Tensor | nn.Module | Iterable[torch.Tensor], device: str = "cuda:0") -> None:
-        """Place tensors on *device*, for ever."""
+        """Place tensors on *device*, permanently."""
         if isinstance(what, nn.Module):
             what = [*what.parameters(), *what.buffers()]
         for tensor in [what] if isinstance(what, torch.Tensor) else what:
@@ -162,7 +162,7 @@ class TwinAccelerator:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Do all that is to do, as a synchronisation of all devices would."""
+        """Run all queued work, like a synchronisation of all devices."""
         with self._changed:
             for stream in self._streams():
                 self._drain(stream)
@@ -236,7 +236,7 @@ class TwinAccelerator:
             return event
 
     def _play(self) -> None:
-        """Do what the pace lets happen by itself."""
+        """Run what the pace allows without a wait."""
         if isinstance(self._pace, random.Random):
             for _ in range(self._pace.randrange(6)):
                 able = [stream for stream in self._streams() if self._able(stream)]
@@ -256,7 +256,7 @@ class TwinAccelerator:
         return bool(stream.queue) and stream.blocked_by() is None and not (self._held and self._is_side_stream(stream))
 
     def _demand(self, event: TwinEvent) -> bool:
-        """Do what must be done to reach *event*; return whether that was possible."""
+        """Run the work needed to reach *event*; return whether that was possible."""
         while not event.reached:
             if self._held and self._is_side_stream(event.stream):
                 return False

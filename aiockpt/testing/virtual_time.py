@@ -1,9 +1,9 @@
-"""An event loop on a virtual clock: time moves to the next timer when nothing else is to do, and only then.
+"""An event loop on a virtual clock: time moves to the next timer only when no task can run.
 
 Guarantees:
 
-- Timers fire in order, at their times by the clock; between them no time passes but what the program lets pass. So
-  durations are those of the sleeps alone, and the same in every run.
+- Timers fire in order, at their times by the clock; between them only the program advances the clock. So durations are
+  those of the sleeps alone, and the same in every run.
 - Virtual hours take only as long as the work done in them.
 - A program in which every task waits and no timer is set can never go on: `run_virtually` raises instead of waiting.
 - One thread: worker threads are the calling thread, as in `aiockpt.testing.simulation.run_inline`.
@@ -25,14 +25,14 @@ Ts = TypeVarTuple("Ts")
 
 
 class NothingCanHappenError(AssertionError):
-    """Every task waits, for something that no timer and no other task can bring."""
+    """Every task waits, and no timer or other task can wake one."""
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, T]], clock: SimulatedClock | None = None) -> T:
     """Run ``main()`` on an event loop whose time begins at 0 and is that of *clock* (a new one when left out).
 
     Raises:
-        NothingCanHappenError: it hangs.
+        NothingCanHappenError: the program hangs.
     """
     ticking = SimulatedClock() if clock is None else clock
     selector = _VirtualSelector(ticking)
@@ -50,7 +50,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._began_ns = clock.monotonic_ns()
         super().__init__(selector)
         # asyncio's own name, unchanged from 3.4 to 3.14: a timer is due when its time is less than this away. The real
-        # clock's nanosecond is lost in a float of many seconds, and a timer would be waited for again and again.
+        # clock's nanosecond is lost in a float of many seconds, and the loop would wait for a timer again and again.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
@@ -63,7 +63,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Set a timer; one for the end of time (``anyio.sleep_forever``) does not count, or a hang would never show."""
+        """Set a timer; one for the end of time (``anyio.sleep_forever``) does not count, else no hang is detected."""
         if math.isinf(when):
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)

@@ -1,6 +1,6 @@
 """The trainer's side of saving through a writer process: it announces saves, fills slabs, and receives the outcomes.
 
-`WriterClient` replaces the places themselves, which saves go to when this process writes them
+`WriterClient` replaces the places themselves, to which saves go when this process writes them
 (`aiockpt.engine.destination`). Guarantees:
 
 - A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
@@ -71,10 +71,10 @@ _INSTEAD = "; use worker='thread'"
 
 
 def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> None:
-    """Return when a process of its own can write to these places.
+    """Check that a separate process can write to these places.
 
     Raises:
-        UsageError: it cannot; gives the reason.
+        UsageError: it cannot; the message gives the reason.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(f"worker='process' needs memory that two processes share (Linux: memfd_create){_INSTEAD}")
@@ -96,10 +96,10 @@ class WriterClient:
     """The places of one checkpointer, to which a writer process saves; see `aiockpt.engine.destination.Destination`.
 
     Args:
-        here: the same, as this process reads them.
-        coordinator: how this process agrees with those that save with it.
-        tiers: the options of each.
-        memory: in which the slabs are.
+        here: the same places, as this process reads them.
+        coordinator: coordinates this process with the ranks that save with it.
+        tiers: the options of each place.
+        memory: contains the slabs.
         ranks: this process among those that save together.
     """
 
@@ -107,7 +107,7 @@ class WriterClient:
         self, here: Destination, coordinator: Coordinator, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks
     ) -> None:
         self._here, self._coordinator = here, coordinator
-        # Which places there are, and what lies there, this process knows itself.
+        # The places, and what lies there, are known in this process.
         self.places, self.takes, self.places_for = here.places, here.takes, here.places_for
         self.prepare, self.stages = here.prepare, here.stages
         self.list_steps, self.notify_lost = here.list_steps, here.notify_lost
@@ -130,7 +130,7 @@ class WriterClient:
     # ------------------------------------------------------------------ saves
 
     def announce(self, job: SaveJob) -> None:
-        """Send the writer what is saved, and have the slabs go there. On the thread that copies.
+        """Send the save to the writer, and direct its slabs there. On the thread that copies.
 
         Raises:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
@@ -173,10 +173,10 @@ class WriterClient:
         )
 
     async def save(self, job: SaveJob) -> SaveResult:
-        """Wait until the writer has saved. A cancellation is sent to it, and may come too late there.
+        """Wait until the writer has saved. A cancellation is forwarded to it, and may arrive too late.
 
         Raises:
-            WriterLostError: it died.
+            WriterLostError: the writer died.
             CheckpointError: as `Destination.save`.
         """
         engine = self.engine
@@ -208,7 +208,7 @@ class WriterClient:
             promise.cancel()
 
     async def close(self, patience_s: float) -> None:
-        """Have the writer finish, wait for its end, and close what this process reads from."""
+        """Request the writer's end, wait for it, and close the places that this process reads from."""
         connection = self._connection
         for pending in list(self._pending.values()):
             pending.recheck()  # the writer does not ask any more
@@ -222,7 +222,7 @@ class WriterClient:
         await self._here.close(patience_s)
 
     async def _send(self, connection: Connection, order: Order) -> None:
-        """Send a writer something that may be lost if it is gone."""
+        """Send a message to a writer; it is lost without an error if the writer is gone."""
         with suppress(CheckpointError):
             await run_blocking(self._calls, connection.send, order)
 
@@ -251,11 +251,11 @@ class WriterClient:
             while (frame := await answers.receive()) is not None:
                 self._handle(connection, decode_answer(frame))
         except Exception:
-            logger.exception("%r: a message could not be read; the writer is given up", connection)
+            logger.exception("%r: a message could not be read; the writer is abandoned", connection)
         await self._bury(connection)
 
     async def _bury(self, connection: Connection) -> None:
-        """Reap a writer; then put back the slabs that it had, and end its saves."""
+        """Reap a writer; then return its slabs to the pool, and fail its saves."""
         process = connection.process
         process.hang_up()
         if connection.detached:
@@ -292,7 +292,7 @@ class WriterClient:
             case Written():
                 self.engine.loop.in_worker(self._confirm, connection, answer.number)
             case GaveUp():
-                self._report_given_up(answer)
+                self._report_abandoned(answer)
             case Asked():
                 self.engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
             case Seen():
@@ -301,7 +301,7 @@ class WriterClient:
                 connection.broken = unpack(answer.failure)
 
     def _reply(self, connection: Connection, asked: Asked) -> None:
-        """Ask the store for a writer: one question at a time, so one worker is enough."""
+        """Make a writer's call of the store. A writer has one under way at most, so one worker is enough."""
         reply = ask(self._ranks.store, asked.question)
         with suppress(CheckpointError):  # the writer is gone; the reply has no receiver
             connection.send(Replied(asked.number, reply))
@@ -313,21 +313,21 @@ class WriterClient:
             with suppress(CheckpointError):
                 connection.send(Confirmed(number))
 
-    def _report_given_up(self, gave_up: GaveUp) -> None:
+    def _report_abandoned(self, abandoned: GaveUp) -> None:
         """Apply the tier's ``on_error``."""
-        error = unpack(gave_up.failure)
-        on_error = None if gave_up.tier is None else self._tiers[gave_up.tier].on_error
+        error = unpack(abandoned.failure)
+        on_error = None if abandoned.tier is None else self._tiers[abandoned.tier].on_error
         if not callable(on_error):
-            self.engine.notify_given_up(gave_up.step, error)
+            self.engine.notify_abandoned(abandoned.step, error)
             return
         try:
             on_error(error)
         except Exception:
-            logger.exception("on_error of %s raised; the tier goes on", self.places[gave_up.tier or 0].backend.url)
+            logger.exception("on_error of %s raised; the tier goes on", self.places[abandoned.tier or 0].backend.url)
 
 
 def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setup:
-    """Return the first message for a writer of this one of the *ranks*."""
+    """Return the first message for the writer of this process, whose rank is that of *ranks*."""
     return Setup(
         tiers=tuple(map(_order, tiers)),
         io=options.io,

@@ -1,7 +1,7 @@
 """The trainer's record of one writer: the slabs that it writes from, and the saves that it has not finished.
 
-The thread that copies and the loop thread both use it. They change the two dicts by single operations only, which exclude
-each other, so that a slab is returned once, whatever dies when.
+The thread that copies and the loop thread both use it. They change its dict by single operations only, which are atomic, so
+that a slab is returned exactly once, even if the writer dies meanwhile.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Connection:
     Attributes:
         process: the writer.
         lent: slabs that it has, by number.
-        broken: why it reported that it cannot work.
+        broken: the error that it reported when it could not work.
         detached: whether it may go on although its messages are no longer received.
-        buried: resolved when it is gone and has nothing of ours.
+        buried: resolved when the writer has ended and its slabs are back in the pool.
     """
 
     def __init__(self, process: WriterProcess) -> None:
@@ -50,7 +50,7 @@ class Connection:
         self._plan = ""
 
     def send(self, *orders: Order) -> None:
-        """Send *orders*; when this returns they will arrive. Any thread but the loop's.
+        """Send *orders*; they are sure to arrive once this returns. Any thread but the loop's.
 
         Raises:
             WriterLostError: the writer is gone.
@@ -58,7 +58,7 @@ class Connection:
         self._send(lambda: map(encode, orders))
 
     def begin(self, save: Save, plan: SavePlan) -> None:
-        """Send a save, and its plan when the last one was another.
+        """Send a save, and its plan unless that is the plan sent last.
 
         Raises:
             WriterLostError: the writer is gone.
@@ -84,19 +84,19 @@ class Connection:
             raise self.death() from error
 
     def window_sender(self, job: SaveJob, pool: SlabPool) -> Callable[[Window, Slab], None]:
-        """Return what hands the windows of *job* to the writer, and their slabs with them; on the thread that copies."""
+        """Return a function that hands the windows of *job*, with their slabs, to the writer; for the thread that copies."""
         firsts, count = [], 0
         for file in job.plan.files:
             firsts.append(count)
             count += len(file.windows)
 
         def hand_over(window: Window, slab: Slab) -> None:
-            # Given up by the barrier, perhaps, and torn: without this window it is never committed.
+            # The barrier may have abandoned the save, and its copy be torn: without this window it is never committed.
             if job.stopped:
                 pool.release(slab)
                 return
             self.lent[slab.number] = slab
-            # `lose` came before, and may have missed this slab.
+            # `lose` was called before, and the reclaim that follows it may have missed this slab.
             if self._lost:
                 self.reclaim(slab.number, pool)
                 raise self.death()
@@ -112,14 +112,14 @@ class Connection:
             pool.release(slab)
 
     def lose(self) -> None:
-        """Note that the writer is gone; what it is handed from now on comes back at once."""
+        """Note that the writer is gone; slabs handed over from now on are returned at once."""
         self._lost = True
 
     def death(self) -> Exception:
-        """Return why no more messages come from it."""
+        """Return the error for a writer that sends no more messages."""
         return self.broken or WriterLostError(
-            f"{self!r} {self.process.fate}: whether what it was saving is committed, `aiockpt ls` shows; what it said is on "
-            "the standard error. The next save starts another one."
+            f"{self!r} {self.process.fate}: `aiockpt ls` shows whether its saves are committed, and its output is on the "
+            "standard error. The next save starts another writer."
         )
 
     def __repr__(self) -> str:
@@ -127,13 +127,13 @@ class Connection:
 
 
 class PendingSave:
-    """One save that a writer was given.
+    """One save that was sent to a writer.
 
     Attributes:
         step, nonce: which one.
-        stages: of the tiers, the nearest first; none where there is only one.
-        answer: the outcome; *tidied*: nothing follows but what farther tiers do.
-        recheck: compares the state with its copy, if that was not done; returns why the save ends when it was torn.
+        stages: of the tiers, the nearest first; empty if there is only one.
+        answer: the outcome; *tidied*: resolved when only messages about farther tiers may follow.
+        recheck: compares the state with its copy, if that was not done; returns the error that ends the save if it is torn.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class PendingSave:
         return self.tidied.is_settled and all(stage.is_settled for stage in self.stages)
 
     def death(self) -> Exception | None:
-        """Return how its writer died, if it did, and the save does not go on without it."""
+        """Return the error if its writer died, and the save does not go on in a detached writer; else None."""
         return self.connection.death() if self._orphaned else None
 
     def resolve(self, answer: Reached | Settled | Tidied) -> None:
-        """Resolve or fail what the writer reports."""
+        """Resolve or fail the promise of what the writer reports."""
         match answer:
             case Reached(stage="written"):
                 self._promise.reach(self._promise.written)
@@ -189,9 +189,9 @@ class PendingSave:
                 self.tidied.resolve(None)
 
     def fail(self, error: Exception) -> None:
-        """Fail the rest: the writer is gone.
+        """Fail what has no outcome yet: the writer is gone.
 
-        The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
+        The tiers of a save that has no outcome yet fail with it. (A save that was never sent goes to the next writer.)
         """
         self._orphaned = not self.connection.detached
         if self.answer.is_settled:

@@ -1,8 +1,8 @@
 """Messages between trainer and writer: frames of msgpack, each one struct; no pickle, no code, no tensor.
 
-Saves are named by their *number*, tiers by their place (0 is the nearest), windows by theirs in the plan, slabs by theirs
-in the pool. An error of aiockpt, or a builtin one, arrives as the same class with the same message and attributes, any other
-as a `CheckpointError` that names it; its traceback comes as a note.
+Saves are identified by their *number*, tiers by their index (0 is the nearest), windows by theirs in the plan, slabs by
+theirs in the pool. An error of aiockpt, or a builtin one, arrives as the same class with the same message and attributes,
+any other as a `CheckpointError` that names it; its traceback is attached as a note.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class TierSetup(msgspec.Struct, frozen=True):
-    """A `aiockpt.options.Tier` of a URL; *on_error* "call" has the trainer call what it was given."""
+    """A `aiockpt.options.Tier` of a URL; *on_error* "call" makes the trainer call the user's function."""
 
     url: str
     every: int | None
@@ -80,12 +80,12 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         begun_ns: when it was called; both processes have the same monotonic clock.
         values, per_rank, user, config: JSON.
-        position: where it stands among all saves.
+        position: its position among all saves.
         save_round: which save it is among those of all ranks.
         board: the name of the ranks' notes.
-        unsure: whether the trainer must confirm, before the vote, that the state did not change while it was copied.
+        needs_check: whether the trainer must confirm, before the vote, that the state did not change while it was copied.
         compares: whether `Sampled` follows.
-        hastened: of a save that must not wait, the seconds that others took, by place; None for all other saves.
+        expedited: of a save that must not wait, the seconds that others took, by place; None for all other saves.
     """
 
     number: int
@@ -119,7 +119,7 @@ class SlabFilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag=True):
-    """What the receipt of a save says of replicas."""
+    """The tables of replicas for the receipt of a save."""
 
     number: int
     tables: ReplicaTables
@@ -133,7 +133,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """The state did not change: what `Written` reports may be voted for."""
+    """The state did not change: the writer may vote for the save that `Written` reports."""
 
     number: int
 
@@ -146,7 +146,7 @@ class Replied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """No save will follow: end when all is done. What was asked is still replied to."""
+    """No save will follow: end when all is done. Calls of the store still get their replies."""
 
 
 Order = Setup | Plan | Save | SlabFilled | Sampled | Cancel | Confirmed | Replied | Close
@@ -175,11 +175,11 @@ AnyEvent = (
     | events.PromotionFailed
     | events.StorageRetried
 )
-"""What a writer tells of. The rest happens in the trainer, or is told by it when it hears of it."""
+"""The events that a writer emits. The others occur in the trainer, or are emitted there when a message arrives."""
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """Something for the observers."""
+    """An event for the observers."""
 
     event: AnyEvent
 
@@ -228,7 +228,7 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """All ranks see a tier; the next writer need not find out again."""
+    """All ranks see a tier; the next writer need not check again."""
 
     tier: int
 

@@ -1,6 +1,6 @@
 """Start and end of a writer process: executed, never forked; in a session of its own; always reaped.
 
-A fork would bring threads' locks, CUDA and the trainer's memory along. What is executed here is this interpreter with the
+A fork would copy threads' locks, CUDA and the trainer's memory. What is executed here is this interpreter with the
 trainer's module path, and it loads neither torch nor the training program.
 """
 
@@ -17,10 +17,10 @@ from aiockpt.runtime.channel import Receiver, Sender, close_in_forks
 
 MODULE = "aiockpt.worker"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What ends or warns all processes of a job: a writer ends with its trainer. It is born with them blocked, or one that comes
-while it starts would end it."""
+"""Signals that end or warn all processes of a job: a writer ends with its trainer. It starts with them blocked, or one that
+arrives meanwhile would end it."""
 _left: list[subprocess.Popen[bytes]] = []
-"""Writers that go on without this process; each that is left reaps those before it. A forgotten one Python would warn of."""
+"""Writers that go on without this process; each `detach` reaps those that have ended. Python warns of unreferenced ones."""
 
 
 class WriterProcess:
@@ -62,12 +62,12 @@ class WriterProcess:
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Send and receive nothing more: it finishes what it has, and ends. Idempotent, never waits."""
+        """Send and receive nothing more: the writer finishes its saves, and ends. Idempotent, never waits."""
         self.orders.hang_up()
         self.answers.hang_up()
 
     def end(self, timeout_s: float) -> None:
-        """Reap it when it has ended, by itself within *timeout_s* or by force: then it writes from no slab. Blocks."""
+        """Reap the writer when it has ended, by itself within *timeout_s* or by force; it then reads no slab. Blocks."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ class WriterProcess:
             self._process.wait()
 
     def detach(self) -> None:
-        """Let it go on although its outcome will not be asked for."""
+        """Let the writer go on although its exit status will not be read."""
         _left[:] = [process for process in (*_left, self._process) if process.poll() is None]
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class WriterProcess:
 
     @property
     def fate(self) -> str:
-        """What became of it, in words."""
+        """How the process ended, in words."""
         code = self._process.returncode
         if code is None:
             return "does not answer"
@@ -121,7 +121,7 @@ def _start(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
 
 
 def _find_stderr() -> int:
-    """Return where it may print: beside its log, for the trainer's output may be read by a program."""
+    """Return the descriptor for its output: that of its log, for a program may read the trainer's output."""
     try:
         os.fstat(2)
     except OSError:

@@ -1,7 +1,7 @@
 """Composition of a writer process from the trainer's first message: the engine that the trainer would have.
 
-Two things are absent: it copies nothing, and its slabs belong to the trainer. As `aiockpt.session.checkpointer` in the
-trainer, this chooses the coordinator and where saves go; nothing else of the writer knows them.
+It differs in two points: it copies nothing, and its slabs belong to the trainer. As `aiockpt.session.checkpointer` in the
+trainer, this module chooses the coordinator and the destination; no other module of the writer knows which they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from aiockpt.worker.server import LentSlabs, Post, Service, receive
 logger = logging.getLogger("aiockpt")
 
 LAST_WORDS_S = 60.0
-"""For the trainer to take what it was told; one that is gone takes nothing."""
+"""For the trainer to read the last messages; a trainer that is gone reads nothing."""
 
 
 def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
@@ -85,7 +85,7 @@ async def _serve(loop: LoopThread, orders: Receiver, answers: Poster, memory_fd:
 
 
 def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> Service:
-    """Return what does the work.
+    """Return the service of this writer.
 
     Args:
         setup: what to build.
@@ -107,7 +107,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
     engine.failures = Failures(limit=0)  # a save reports its own failure
-    engine.notify_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
+    engine.notify_abandoned = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
     return Service(_make_destination(engine, tiers, backends, coordinator), coordinator, store, slabs, post)
 

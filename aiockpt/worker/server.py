@@ -58,7 +58,7 @@ async def receive(orders: Receiver) -> Order | None:
 
 
 class Service:
-    """One writer at work. Used on its loop.
+    """The service of one writer. Use on its loop.
 
     Args:
         destination: where saves go.
@@ -80,7 +80,7 @@ class Service:
         self._saves: dict[int, Writing] = {}
 
     async def serve(self, orders: Receiver) -> None:
-        """Handle what arrives, and when nothing more will: finish what is complete, and give up the rest."""
+        """Handle messages to the last one; then finish the saves that are complete, and abandon the rest."""
         async with open_tasks() as receiving:
             async with open_tasks() as tasks:
                 await self._accept_all(orders, tasks)
@@ -92,7 +92,7 @@ class Service:
             receiving.cancel_scope.cancel()
 
     async def _accept_all(self, orders: Receiver, tasks: TaskGroup) -> None:
-        """Handle what arrives until nothing more will."""
+        """Handle messages until the trainer closes or ends."""
         try:
             while (order := await receive(orders)) is not None and not isinstance(order, Close):
                 self._accept(order, tasks)
@@ -102,7 +102,7 @@ class Service:
             raise
 
     async def _receive_replies(self, orders: Receiver) -> None:
-        """Receive the replies that are still to come, to the end of the trainer or of all work here."""
+        """Receive the remaining replies, until the trainer ends or all work here is done."""
         try:
             while (order := await receive(orders)) is not None:
                 if isinstance(order, Replied):
@@ -159,7 +159,7 @@ class Service:
             self._post(Tidied(job.number))
 
     def _report_stages(self, job: SaveJob) -> None:
-        """Have the trainer notified of what *job* reaches."""
+        """Notify the trainer of each stage that *job* reaches."""
         promise, number = job.promise, job.number
 
         def report_reached(point: Promise[None], name: Literal["written", "in_memory"]) -> None:
@@ -178,7 +178,7 @@ class Service:
 
 
 class Writing:
-    """One save, its windows on their way from the trainer.
+    """One save whose windows arrive from the trainer.
 
     Attributes:
         confirmed: resolved when the trainer has compared the state once more, after the copy; or has ended.
@@ -217,7 +217,7 @@ class Writing:
         self._resolve_if_complete()
 
     async def _ask(self) -> None:
-        """Wait for the trainer's confirmation. A torn snapshot comes as a `Cancel`."""
+        """Wait for the trainer's confirmation. A torn snapshot arrives as a `Cancel`."""
         if not self.confirmed.is_settled:
             self._post(Written(self.job.number))
             await self.confirmed.settled()
@@ -245,18 +245,18 @@ class Writing:
             self.job.copied.resolve(None)
 
     def go_on_if_complete(self) -> None:
-        """Stop when windows are missing: the trainer has ended, and they will not come, nor will its confirmation.
+        """Stop the save if windows are missing: the trainer has ended, and sends neither these nor its confirmation.
 
-        When it sent the last window nothing had changed. Its second comparison could have found only an operation that was
+        Nothing had changed when it sent the last window. Its second comparison could only have found an operation that was
         under way then, on a tensor that it changed without permission.
         """
         step = self.job.step
         self.confirmed.resolve(None)
         if self._missing:
-            logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
+            logger.warning("step %d: the trainer ended before the snapshot was complete; nothing of it is kept", step)
             self.job.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
         else:
-            logger.info("the trainer has ended; step %d is written all the same", step)
+            logger.info("step %d: the trainer has ended; the save goes on without it", step)
 
 
 class LentSlabs:

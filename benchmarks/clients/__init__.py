@@ -1,10 +1,10 @@
-"""Who moves bytes to a server: one small class for each storage client, all behind one contract.
+"""Storage clients that move bytes to a server: one small class for each, all behind one contract.
 
 Guarantees:
 
-- Everybody gets the same bytes, parts of the same size, and as many of them under way at once; everything else is the
-  library's default, and a contender with other settings says so in its name.
-- A large object goes out of memory that is the caller's, and comes into memory that is the caller's: a tensor's.
+- All clients get the same bytes, parts of the same size, and the same concurrency; other settings are the library's
+  defaults, and the name of a contender states any deviation.
+- A large object is sent from, and received into, memory of the caller: a tensor's.
 - A library is imported only in the process that measures it.
 """
 
@@ -20,11 +20,11 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where objects go, and how.
+    """The target of objects, and the transfer settings.
 
     Attributes:
         url: ``s3://bucket/prefix`` or ``hdfs://host:port/folder``; keys are below it.
-        endpoint_url: of an S3 that is not AWS; None: as the environment says.
+        endpoint_url: of an S3 that is not AWS; None: from the environment.
         part_bytes: of one part of a large object, and of one ranged read.
         in_flight: parts, and small objects, under way at once.
     """
@@ -40,7 +40,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return self.url.removeprefix("s3://").partition("/")[0]
 
     def path(self, key: str) -> str:
-        """Return what *key* is called within the bucket."""
+        """Return the full name of *key* within the bucket."""
         prefix = self.url.removeprefix("s3://").partition("/")[2]
         return f"{prefix}/{key}" if prefix else key
 
@@ -52,10 +52,10 @@ class Client(Protocol):
         """Connect."""
 
     async def put(self, key: str, data: bytes) -> None:
-        """Store a large object, durable by the store's word when this returns."""
+        """Store a large object; the store has acknowledged it when this returns."""
 
     async def get(self, key: str, into: memoryview) -> None:
-        """Fill *into* with a large object of just that size."""
+        """Fill *into* with a large object of exactly that size."""
 
     async def put_small(self, key: str, data: bytes) -> None:
         """Store an object of a few KiB. Several are under way at once."""
@@ -86,7 +86,7 @@ async def _move_some(place: Place, size: int, starts: Iterator[tuple[int, int]],
 
 
 class Threaded:
-    """A client that blocks: each call on one of as many threads as may be under way."""
+    """A blocking client: each call runs on a thread; there is one for each concurrent call."""
 
     def connect(self) -> None:
         """Make the library's client for ``self.place``."""

@@ -1,4 +1,4 @@
-"""aiobotocore as it comes: signed payloads, its default checksums, ``bytes`` as bodies, ``read()`` of answers."""
+"""aiobotocore with its defaults: signed payloads, its checksums, ``bytes`` as bodies, ``read()`` of responses."""
 
 from __future__ import annotations
 

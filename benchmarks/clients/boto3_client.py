@@ -12,7 +12,7 @@ from benchmarks.clients import Threaded
 
 
 class Memory(io.RawIOBase):
-    """The caller's memory as a file that can be written anywhere, as a download in ranges does."""
+    """The caller's memory as a file with random-access writes, for a download in ranges."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view

@@ -1,6 +1,6 @@
-"""hdfs-native as it comes: one stream that grows, and ranged reads on its own threads.
+"""hdfs-native with its defaults: one growing stream, and ranged reads on its own threads.
 
-Its last block is flushed before the file is closed; earlier blocks are not, which our own backend does.
+Its last block is flushed before the file is closed; unlike in our own backend, earlier blocks are not.
 """
 
 from __future__ import annotations
@@ -44,4 +44,4 @@ class HdfsNative:
         return await (await self._client.read(f"{self._folder}/{key}")).readall()
 
     async def close(self) -> None:
-        """Have nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""The floor: the standard library's http.client in threads, on URLs that were signed beforehand. It checks nothing."""
+"""The floor: the standard library's http.client in threads, on presigned URLs, without checks of the data."""
 
 from __future__ import annotations
 

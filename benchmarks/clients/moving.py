@@ -15,14 +15,14 @@ WINDOW_BYTES = IO().slab_bytes
 READ_BYTES = IO().read_bytes
 
 SeenFrom = Callable[[int], Seen]
-"""Returns what is to see the bytes that begin at an offset of the file."""
+"""Offset in the file → the callback for the bytes that begin there."""
 
 
 async def write_file(backend: Backend, key: str, data: memoryview, seen_from: SeenFrom | None = None) -> None:
     """Make the data file *key* of *data*: create, write, finish, as `aiockpt.pipeline.upload` does with full slabs.
 
-    Each write brings up to four windows of 16 MiB, and one more write is under way than the backend prefers. The file is
-    durable when this returns; when it fails the upload is aborted.
+    Each write has up to four windows of 16 MiB; one more write is under way than the backend prefers. The file is durable
+    when this returns; when it fails the upload is aborted.
     """
     upload = await backend.create(key, data.nbytes)
     offsets = iter(range(0, data.nbytes, WINDOW_BYTES * WINDOWS_PER_WRITE))

@@ -20,7 +20,7 @@ class Obstore:
     """Its own threads move the bytes.
 
     Args:
-        unsigned: without a SHA-256 of what is sent, as our own backend; and without the checksum that ours sends instead.
+        unsigned: without a SHA-256 of the payload, like our own backend; and without the checksum that ours sends instead.
     """
 
     def __init__(self, *, unsigned: bool = False) -> None:
@@ -61,4 +61,4 @@ class Obstore:
         return bytes(await answer.bytes_async())
 
     async def close(self) -> None:
-        """Have nothing to release."""
+        """Do nothing: there is nothing to release."""

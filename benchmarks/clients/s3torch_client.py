@@ -12,7 +12,7 @@ _connector: Any = import_module("s3torchconnector")  # in no extra of ours: it i
 
 
 class S3Torch(Threaded):
-    """Its own threads move the bytes; it chooses itself how many parts are under way."""
+    """Its own threads move the bytes; it chooses the number of concurrent parts itself."""
 
     def connect(self) -> None:
         config = _connector.S3ClientConfig(

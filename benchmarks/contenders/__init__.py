@@ -1,13 +1,13 @@
-"""Who is measured: one small class for each way to save and load, all behind one contract.
+"""The contenders: one small class for each way to save and load, all behind one contract.
 
 Guarantees:
 
-- Everybody gets the same state, saves it to files that survive a power cut when ``Pending.wait`` returns (what a
-  library does not flush itself, its class here flushes, on the clock), and loads it into the job's own tensors.
-- Defaults are the library's own; a contender with other settings says so in its name.
+- All contenders get the same state, save it to files that survive a power cut when ``Pending.wait`` returns (files that a
+  library does not flush are flushed by its class here, on the clock), and load it into the job's own tensors.
+- Defaults are the library's own; the name of a contender states any deviation.
 - A library is imported only in the process that measures it.
 
-Which of them takes part in what, and with which options, is data: `benchmarks.scenarios`. ``torch_checkpointing``,
+`benchmarks.scenarios` has, as data, the scenarios and options of each. ``torch_checkpointing``,
 ``torchsnapshot`` and the others of the field are not here: they need another torch, or a GPU.
 """
 
@@ -41,22 +41,22 @@ class Pending:
 class Contender:
     """One way to checkpoint. Used by one thread, in a process of its own: open, saves and loads, close.
 
-    What a library has nothing to say to is answered here.
+    This class has the defaults for what a library does not support.
     """
 
     checks = True
     """Whether it can load what it saved; a floor cannot."""
     folder: Path
     read_bytes = 0
-    """Of the last load, by its own word."""
+    """Bytes read by the last load, as the library reports them."""
 
     def open(self, folder: Path, state: State) -> None:
-        """Get ready to save *state* below *folder*, an empty folder."""
+        """Prepare to save *state* below *folder*, an empty folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
 
     def warm_up(self, state: State) -> None:
-        """Allocate ahead what the first save needs, where the library knows how to."""
+        """Allocate the memory of the first save in advance, where the library supports it."""
         raise NotImplementedError("only aiockpt has a warm-up")
 
     def save(self, step: int, state: State) -> Pending:
@@ -68,11 +68,11 @@ class Contender:
         raise NotImplementedError("a floor is no checkpoint")
 
     def location(self, step: int) -> Path:
-        """Return the file or folder that holds *step*, for the page cache's sake."""
+        """Return the file or folder that holds *step*, for control of the page cache."""
         return self.folder / f"step-{step}"
 
     def budget_bytes(self) -> int | None:
-        """Return the memory beyond the state that the library says it takes; None when it says nothing."""
+        """Return the memory beyond the state that the library states; None when it states none."""
         return None
 
     def loop_cpu_s(self) -> float | None:
@@ -80,18 +80,18 @@ class Contender:
         return None
 
     def take_waits(self) -> list[float]:
-        """Return how long optimizers were held since the last call."""
+        """Return the seconds that optimizers were held since the last call."""
         return []
 
     def settle(self) -> None:
-        """Return when nothing of earlier saves is under way, what they delete included."""
+        """Wait until earlier saves have ended, including their deletions."""
 
     def close(self) -> None:
         """Release everything."""
 
 
 def make(spec: tuple[str, dict[str, Any]]) -> Any:
-    """Import what a contender needs, and return a new one.
+    """Import the library of a contender, and return a new one.
 
     Args:
         spec: ``module:class`` below `benchmarks`, and the arguments.
@@ -106,7 +106,7 @@ def make(spec: tuple[str, dict[str, Any]]) -> Any:
 
 
 def try_make(turn: Turn, name: str, outcome: Outcome) -> Any:
-    """Return contender *name* of *turn*'s scenario; None, and say why in *outcome*, where its library is not here."""
+    """Return contender *name* of *turn*'s scenario; where its library is missing, None, with the reason in *outcome*."""
     from benchmarks.scenarios import SCENARIOS
 
     try:

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`, the incumbent: by its defaults, and at the best that was found on a CPU."""
+"""`torch.distributed.checkpoint`, the incumbent: with its defaults, and with the best settings found on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.state import State
 
 
 class _Dcp(Contender):
-    """Its files are flushed by itself, its folders by us. It joins the process group, or makes one of one."""
+    """DCP flushes its files, this class its folders. It joins the process group, or makes one of a single process."""
 
     def open(self, folder: Path, state: State) -> None:
         super().open(folder, state)
@@ -38,7 +38,7 @@ class _Dcp(Contender):
 
 
 class Save(_Dcp):
-    """``dcp.save``: by its defaults, or with so many writer *threads*."""
+    """``dcp.save``: with its defaults, or with a number of writer *threads*."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
@@ -52,12 +52,12 @@ class Save(_Dcp):
 
 
 class AsyncSave(_Dcp):
-    """``dcp.async_save``: by its defaults it copies into new memory, and a thread writes.
+    """``dcp.async_save``: with its defaults it copies into new memory, and a thread writes.
 
     Args:
         process: with the process executor.
-        keep_stager: at its best here: a stager that is kept, so that its memory is warm from the second save on. For a
-            thread it copies on the calling thread; for a process into shared memory, on a thread of its own.
+        keep_stager: the best setting here: the stager is kept, so that its memory is warm from the second save on. For a
+            thread it copies on the calling thread; for a process into shared memory, on a separate thread.
     """
 
     def __init__(self, *, process: bool = False, keep_stager: bool = False) -> None:

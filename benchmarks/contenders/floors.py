@@ -29,7 +29,7 @@ def memcpy(state: State, folder: Path, repetitions: int) -> Samples:
 
 
 def direct_write(state: State, folder: Path, repetitions: int) -> Samples:
-    """Write as many bytes past the page cache."""
+    """Write the same number of bytes past the page cache."""
     source = floors.aligned_buffer(states.size_bytes(state))
     with ThreadPoolExecutor(floors.DIRECT_THREADS) as pool:
         list(pool.map(abs, range(floors.DIRECT_THREADS)))
@@ -38,7 +38,7 @@ def direct_write(state: State, folder: Path, repetitions: int) -> Samples:
 
 
 def direct_read(state: State, folder: Path, repetitions: int) -> Samples:
-    """Read as many bytes past the page cache."""
+    """Read the same number of bytes past the page cache."""
     target, file = floors.aligned_buffer(states.size_bytes(state)), folder / "raw"
     with ThreadPoolExecutor(floors.DIRECT_THREADS) as pool:
         floors.write_direct(pool, file, target)
@@ -50,7 +50,7 @@ def direct_read(state: State, folder: Path, repetitions: int) -> Samples:
 
 
 def warm_read(state: State, folder: Path, repetitions: int) -> Samples:
-    """Read as many bytes from the page cache, in chunks of several sizes; and into the tensors themselves, hashed."""
+    """Read the same number of bytes from the page cache, in chunks of several sizes; and into the tensors, hashed."""
     target, file = floors.aligned_buffer(states.size_bytes(state)), folder / "raw"
     runs = floors.cut_runs(state, HASHED_RUN_BYTES)
     samples: Samples = {}

@@ -1,4 +1,4 @@
-"""Libraries that write one file: ``torch.save`` and safetensors. They flush nothing, so it is flushed here."""
+"""Libraries that write one file: ``torch.save`` and safetensors. They do not flush, so this module does."""
 
 from __future__ import annotations
 

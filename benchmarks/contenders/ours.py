@@ -1,4 +1,4 @@
-"""aiockpt as its users have it: the public names, all defaults but those that the contender's name says."""
+"""aiockpt through its public names, with all defaults but those that the contender's name states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Aiockpt(Contender):
 
     Args:
         newest: keep the newest checkpoint only.
-        immutable: say of the state that nothing changes it but what an optimizer's step is a barrier for.
+        immutable: declare that the state only changes where an optimizer's step is a barrier.
         options: of the checkpointer.
     """
 
@@ -37,7 +37,7 @@ class Aiockpt(Contender):
         self.checkpointer.__enter__()
 
     def place(self, folder: Path) -> Any:
-        """Return where the checkpoints go."""
+        """Return the place of the checkpoints."""
         return str(folder)
 
     def on_event(self, event: Event) -> None:

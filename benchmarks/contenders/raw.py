@@ -1,4 +1,4 @@
-"""What is no checkpoint: nothing at all, and threads that only write. They show what the bytes alone cost training."""
+"""Controls without a checkpoint: no saving at all, and threads that only write; they show the cost of the bytes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.state import State
 
 
 class Nothing(Contender):
-    """Saves nothing: shows how far two quiet runs differ by chance."""
+    """Saves nothing: shows the difference of two quiet runs by chance."""
 
     checks = False
 
@@ -25,7 +25,7 @@ class Nothing(Contender):
 
 
 class RawWriter(Contender):
-    """One plain thread writes as many bytes past the page cache, from warm memory.
+    """One plain thread writes the same number of bytes past the page cache, from warm memory.
 
     Args:
         copies: whether the state is copied into that memory first, by the calling thread.
@@ -50,7 +50,7 @@ class RawWriter(Contender):
 
 
 class CopyingWriter(Contender):
-    """What a lazy save cannot do without, in one thread: copy, hash and write, in pieces of 16 MiB; it commits nothing."""
+    """The necessary work of a lazy save in one thread: copy, hash and write, in pieces of 16 MiB; without a commit."""
 
     checks = False
 

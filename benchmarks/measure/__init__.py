@@ -1,1 +1,1 @@
-"""What is done and timed: a module for each kind of question, a function ``(turn, outcome)`` for each scenario."""
+"""The measurements: a module for each kind of question, a function ``(turn, outcome)`` for each scenario."""

@@ -1,9 +1,9 @@
-"""What a lazy save takes from forward and backward: steps beside it, and steps beside a thread that only writes.
+"""The cost of a lazy save to forward and backward: steps beside it, and steps beside a thread that only writes.
 
-Steps of half a millisecond on one thread (`benchmarks.steps`, the kind that suffers most) run for an *interval* between two
+Steps of half a millisecond on one thread (`benchmarks.steps`, the most sensitive kind) run for an *interval* between two
 optimizer steps that is more than twice as long as writing takes, so no optimizer ever waits for a copy. A save begins with
-the interval; the rest of it is quiet. *Time lost* is what the steps from the call until the bytes are durable, and the 300
-after them (old checkpoints are deleted then), took longer than as many quiet ones of the same interval and of the one
+the interval; the rest of it is quiet. *Time lost* is the extra time of the steps from the call until the bytes are durable,
+and of the 300 after them (old checkpoints are deleted then), over as many quiet steps of the same interval and the one
 before. Ways take turns, in another order each time.
 """
 
@@ -27,9 +27,9 @@ from benchmarks.steps import percentile, run_steps, seconds, small_step
 from benchmarks.visit import Outcome, Turn
 
 AFTER = 300
-"""Steps counted behind a durable save."""
+"""Steps counted after a durable save."""
 ROOM = 2.2
-"""The interval, of the time that the raw writer needs."""
+"""Length of the interval, as a multiple of the raw writer's time."""
 WARM = 2
 """Rounds that are not counted."""
 SMOKE_STEPS = 20
@@ -84,7 +84,7 @@ class _Loop:
         }
 
     def check(self, way: Contender) -> None:
-        """Fail unless what the way saves now loads as it is."""
+        """Fail unless a save by *way* loads as the current state."""
         self._saved += 1
         way.save(self._saved, self._state).wait()
         check(way, self._saved, self._state)

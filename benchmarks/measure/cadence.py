@@ -1,10 +1,10 @@
-"""Whether `aiockpt.Cadence` saves at the right moments: days of training in a minute, simulated.
+"""Test of whether `aiockpt.Cadence` saves at the right moments: days of training, simulated in a minute.
 
 Runs with failures (a seed; the same failure times for all contenders) show the *goodput*: training that lasted, as a share
-of the time. The cadence, which is told nothing but the mean time to failure and measures the rest, is compared with the best
-of many fixed intervals, found by trying all of them on the same failures, and with habits. After a failure the process
-starts again and the cadence has forgotten everything, as in a real run. Saves share the storage, or not, as the kind of run
-says; steps, pauses and writes are noisy.
+of the time. The cadence, whose only input is the mean time to failure and which measures the rest, is compared with the best
+of many fixed intervals, found by trying all of them on the same failures, and with common habits. After a failure the
+process starts again and the cadence has no memory, as in a real run. Whether saves share the storage depends on the kind of
+run; steps, pauses and writes are noisy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of run; seconds.
 
     Attributes:
-        pause_s: how long a save holds the training; *write_s*: until it is committed, with the storage to itself.
+        pause_s: how long a save holds the training; *write_s*: until it is committed, with exclusive use of the storage.
         drag: how much longer a step takes beside a write; a fraction.
         noise: standard deviation of the logarithm of pauses and writes; a tenth of it for steps.
         shared: whether two writes at once take twice as long.
@@ -65,14 +65,14 @@ KINDS = {
 
 
 class Policy(Protocol):
-    """Whoever decides when to save."""
+    """A policy that decides when to save."""
 
     def due(self, step: int, /) -> bool: ...
     def on_event(self, event: Event, /) -> None: ...
 
 
 class Every:
-    """A save each so many steps."""
+    """A save every *steps* steps."""
 
     def __init__(self, steps: int, clock: SimulatedClock | None = None) -> None:
         self._steps = steps
@@ -85,7 +85,7 @@ class Every:
 
 
 class Write(msgspec.Struct):
-    """A save on its way: *left_s* of writing, with the storage to itself."""
+    """An unfinished save: *left_s* of writing, with exclusive use of the storage."""
 
     step: int
     begun_ns: int
@@ -96,7 +96,7 @@ class Run:
     """One simulated run.
 
     Args:
-        start: makes the policy of a process that begins; called again after each failure.
+        start: makes the policy of a new process; called again after each failure.
     """
 
     def __init__(self, kind: Kind, start: Callable[[SimulatedClock], Policy], seed: int) -> None:
@@ -125,7 +125,7 @@ class Run:
         return self.clock.now_ns / 1e9
 
     def go(self) -> None:
-        """Train until the hours are over."""
+        """Train until the end of the run."""
         ends_s = self.kind.hours * 3600
         while self.now_s < ends_s:
             self.train()
@@ -161,7 +161,7 @@ class Run:
         return self._chance.lognormvariate(0.0, self.kind.noise * share)
 
     def _speed(self) -> float:
-        """Return how much of a save is written in a second, of each that is."""
+        """Return the seconds of writing that each unfinished save gains in a second."""
         begins_s, ends_s, factor = self.kind.slow
         slow = factor if begins_s <= self.now_s < ends_s else 1.0
         return 1 / slow / (len(self._writing) if self.kind.shared else 1)
@@ -170,7 +170,7 @@ class Run:
         return min(under_way.left_s for under_way in self._writing) / self._speed()
 
     def _pass(self, seconds: float) -> None:
-        """Let time go by, and writes go on."""
+        """Advance the time and the writes."""
         while self._writing and (next_s := self._until_next_commit()) <= seconds:
             self._write(next_s)
             seconds -= next_s
@@ -188,7 +188,7 @@ class Run:
         self.clock.advance(seconds)
 
     def _fail(self) -> None:
-        """Lose all that is not committed, and begin again."""
+        """Lose all uncommitted work, and begin again."""
         self.failures += 1
         self._writing.clear()
         self.step = self.committed
@@ -203,7 +203,7 @@ class Run:
 
 
 def runs_of(kind: Kind, start: Callable[[SimulatedClock], Policy], seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of a policy, one for each seed, when they are over."""
+    """Return the finished runs of a policy, one for each seed."""
     runs = [Run(kind, start, seed) for seed in seeds]
     for run in runs:
         run.go()
@@ -211,7 +211,7 @@ def runs_of(kind: Kind, start: Callable[[SimulatedClock], Policy], seeds: Sequen
 
 
 def summarize(name: str, runs: Sequence[Run]) -> dict[str, float]:
-    """Return what a policy came to, the mean of *runs*; the interval in steps."""
+    """Return the results of a policy, the mean of *runs*; the interval in steps."""
     saves = sum(len(run.saved) for run in runs)
     trained_s = sum(run.trained_s for run in runs)
     return {
@@ -223,7 +223,7 @@ def summarize(name: str, runs: Sequence[Run]) -> dict[str, float]:
 
 
 def measure(kind: Kind, seeds: Sequence[int]) -> tuple[dict[str, float], str]:
-    """Let the cadence and every fixed interval run the same failures; return all figures, and what the cadence says."""
+    """Run the cadence and every fixed interval on the same failures; return all figures, and the cadence's explanation."""
     runs = runs_of(kind, partial(make_cadence, kind), seeds)
     found = summarize("cadence", runs)
     for steps in FIXED:
@@ -248,12 +248,12 @@ def measure(kind: Kind, seeds: Sequence[int]) -> tuple[dict[str, float], str]:
 
 
 def make_cadence(kind: Kind, clock: SimulatedClock) -> Cadence:
-    """Return the cadence of a process that begins."""
+    """Return the cadence of a new process."""
     return Cadence(MAX_OVERHEAD, mttf=kind.mttf_s, clock=clock)
 
 
 def cadence(turn: Turn, outcome: Outcome) -> None:
-    """Simulate every kind of run that is chosen, for so many hours where the settings say so."""
+    """Simulate every chosen kind of run, for the hours of the settings if given."""
     for name in turn.settings["kinds"] or KINDS:
         kind = KINDS[name]
         if turn.settings["hours"]:

@@ -1,8 +1,8 @@
-"""How long the call of a lazy save holds training, by the number of tensors; and what it costs to see changes.
+"""The time that the call of a lazy save holds training, by the number of tensors; and the cost of detecting changes.
 
 A state of many small tensors (parameters, both Adam moments and step counts), saved lazily again and again; three optimizer
 steps between two saves leave the caches as training leaves them. The next save is called when the last one is durable, so
-nothing waits for anything, and what is timed is Python and memory alone. The last save is loaded and compared.
+no work waits for other work, and only Python and memory are timed. The last save is loaded and compared.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.steps import seconds
 from benchmarks.visit import Outcome, Turn
 
 ELEMENTS = 1024
-"""Of a parameter: enough to be a tensor like others, too few for its copy to matter."""
+"""Elements of a parameter: enough for an ordinary tensor, too few for its copy to matter."""
 TENSORS_OF_A_PARAMETER = 4
 
 
 class Training:
-    """A model of *tensors* small tensors with its optimizer's."""
+    """A model whose state, with its optimizer's, has *tensors* small tensors."""
 
     def __init__(self, tensors: int) -> None:
         count = max(1, tensors // TENSORS_OF_A_PARAMETER)
@@ -41,14 +41,14 @@ class Training:
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
 
     def train(self) -> None:
-        """Leave the caches as training leaves them."""
+        """Bring the caches into the state after training."""
         for _ in range(3):
             self.optimizer.step()
 
 
 @contextmanager
 def _saving(work: Path) -> Iterator[tuple[aiockpt.Checkpointer, Callable[[int, Training], float]]]:
-    """Yield a checkpointer, and what trains, saves, waits, and returns how long the call was."""
+    """Yield a checkpointer, and a function that trains, saves, waits, and returns the seconds of the call."""
     with aiockpt.Checkpointer(work, retention=aiockpt.Retention(last=1), snapshot="lazy") as ckpt:
 
         def save(step: int, training: Training) -> float:
@@ -72,7 +72,7 @@ def _check(ckpt: aiockpt.Checkpointer, training: Training) -> None:
 
 
 def calls(turn: Turn, outcome: Outcome) -> None:
-    """The call: of a structure never seen, then of a known one; the look at whether anything has moved; the loop thread."""
+    """Time the call: of a new structure, then of a known one; the check for moved tensors; the loop thread."""
     for tensors in turn.settings["tensors"]:
         training = Training(tensors)
         samples: Samples = {"first_call_s": [], "call_s": [], "walk_s": [], "loop_s": []}
@@ -92,7 +92,7 @@ def calls(turn: Turn, outcome: Outcome) -> None:
 
 
 class _TimedNotes:
-    """Notes of version counters, timed; or nothing at all, where *on* is False."""
+    """Timed notes of version counters; disabled where *on* is False."""
 
     def __init__(self, note: Callable[[], VersionCheck | None]) -> None:
         self.on = True
@@ -107,7 +107,7 @@ class _TimedNotes:
 
 
 def watching(turn: Turn, outcome: Outcome) -> None:
-    """The call, watched and not, in turn; the note alone; the second comparison, from memory and from the caches."""
+    """Time the call, watched and not, in turn; the note alone; the second comparison, from memory and from the caches."""
     for tensors in turn.settings["tensors"]:
         training = Training(tensors)
         samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
@@ -133,13 +133,13 @@ def watching(turn: Turn, outcome: Outcome) -> None:
 
 
 def _split_of(ckpt: aiockpt.Checkpointer) -> Any:
-    """Return what the last lazy save knows of its state; it stays the same while the structure does."""
+    """Return the last lazy save's description of its state; it is the same object while the structure is unchanged."""
     beside: Any = ckpt._submitter._beside
     return beside._mutability._known.find(SplitState, (False, frozenset()))
 
 
 def _time_hooks(ckpt: aiockpt.Checkpointer, training: Training) -> list[float]:
-    """Return how long the second comparison takes after a pass over all parameters, and again with warm caches."""
+    """Return the seconds of the second comparison after a pass over all parameters, and again with warm caches."""
     check = _split_of(ckpt).note_versions()
     assert check is not None
     torch.autograd.backward([parameter.square().sum() for parameter in training.model])

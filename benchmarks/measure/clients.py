@@ -1,4 +1,4 @@
-"""What a storage client costs: aiockpt's backends beside the clients one could use instead, on the same server.
+"""The cost of a storage client: aiockpt's backends beside alternative clients, on the same server.
 
 Large objects: wall time from the call until the object is stored, or is in the caller's memory. Small objects: many of
 them, some under way at once. Processor time is that of the client's process alone. Guarantees:
@@ -6,7 +6,7 @@ them, some under way at once. Processor time is that of the client's process alo
 - Every visit has a fresh server, in a process of its own: one that only drains (`benchmarks.drain`: what is measured is the
   client), the same over TLS with an authority that all contenders trust and check, a real one, or the one of a URL.
 - Everything is done once untimed, so that connections and memory are warm.
-- What comes back is compared with what was stored, off the clock, after every read.
+- Read bytes are compared with the stored ones, off the clock, after every read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POISON = 0xA5
 
 @contextmanager
 def serving(server: str) -> Iterator[tuple[str, str | None]]:
-    """Run *server* for the length of the block; yield its URL and endpoint, the environment telling what else it takes."""
+    """Run *server* for the length of the block; yield its URL and endpoint; further settings are in the environment."""
     from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
     if server in ("drain", "tls", "seaweed"):
@@ -80,10 +80,10 @@ def clients(turn: Turn, outcome: Outcome) -> None:
 
 
 class Moves:
-    """What one client does.
+    """The transfers of one client.
 
     Args:
-        zeros: the server keeps nothing large, and sends zeros.
+        zeros: the server keeps no large objects, and sends zeros.
     """
 
     def __init__(self, turn: Turn, name: str, client: Client, place: Place, zeros: bool) -> None:
@@ -129,7 +129,7 @@ class Moves:
 
     async def _small(self) -> None:
         data = np.random.default_rng(self._turn.number + 1).bytes(self._turn.settings["small"])
-        meant = (data, bytes(len(data))) if self._zeros else (data,)  # it keeps what came to it plain
+        meant = (data, bytes(len(data))) if self._zeros else (data,)  # it keeps bodies that arrive unencoded
 
         async def put(key: str) -> None:
             await self._client.put_small(key, data)
@@ -146,7 +146,7 @@ class Moves:
                     await self._each(keys, move)
 
     async def _each(self, keys: list[str], move: Callable[[str], Awaitable[None]]) -> None:
-        """Move all *keys*, as many at once as the place says."""
+        """Move all *keys*, with the concurrency of the place."""
         left = iter(keys)
 
         async def some() -> None:

@@ -1,8 +1,8 @@
-"""What it costs that ranks compare what they have alike: the pause of real ranks, and the merge of many simulated ones.
+"""The cost of comparing replicas between ranks: the pause of real ranks, and the merge of many simulated ones.
 
-Real ranks (torchrun, gloo) have a list of parameters alike, and save it eagerly by two checkpointers, one that compares and
-one that does not, in turns. A pause is from a barrier to the return of ``save()`` on the slowest rank. What is read for it
-is timed alone, too: pauses on few processors vary by more than it takes.
+Real ranks (torchrun, gloo) have equal lists of parameters, and save them eagerly by two checkpointers, one that compares
+and one that does not, in turns. A pause is from a barrier to the return of ``save()`` on the slowest rank. The reading for
+the comparison is also timed alone: pauses on few processors vary by more than its time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPE = (1024, 64)
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks of one torchrun do: *repetitions* saves of each kind, of *tensors* of *size_bytes* together."""
+    """The task of all ranks of one torchrun: *repetitions* saves of each kind, of *tensors* of *size_bytes* together."""
 
     folder: str
     answer: str
@@ -60,7 +60,7 @@ def comparing(turn: Turn, outcome: Outcome) -> None:
 def _pauses(turn: Turn, ranks: int) -> dict[str, list[float]]:
     folder = Path(turn.folder) / f"{ranks}-ranks"
     answer, paper = folder.with_suffix(".answer"), folder.with_suffix(".order")
-    size_bytes = turn.size_bytes * 2 // max(ranks, 2)  # each rank has all of it
+    size_bytes = turn.size_bytes * 2 // max(ranks, 2)  # each rank holds the whole
     order = Order(
         folder=str(folder),
         answer=str(answer),
@@ -77,7 +77,7 @@ def _pauses(turn: Turn, ranks: int) -> dict[str, list[float]]:
 
 
 def simulate(name: str, ranks: int, tensors: int) -> dict[str, float]:
-    """Return what the merge of *ranks* receipts takes whose ranks have all *tensors* alike, and the bytes of one."""
+    """Return the time to merge the receipts of *ranks* with equal *tensors*, and the bytes of one receipt."""
     held = [LocalBoxes(f"layers.{n}.weight", "F32", SHAPE, (Box.whole(SHAPE),)) for n in range(tensors)]
     parts = spread([held] * ranks)
     rows = np.array([row_of(one.name, one.boxes[0].offsets, one.boxes[0].sizes) for one in held], ROW)
@@ -90,12 +90,12 @@ def simulate(name: str, ranks: int, tensors: int) -> dict[str, float]:
     merges_s = [
         timed(lambda: merge_receipts(votes, writer="benchmark", write_id="w", created_ns=0))[1] for _ in range(2)
     ]
-    # Later merges of a run remember the tensors of the one before.
+    # Later merges of a run reuse the tensors of the one before.
     return {"merge_s": merges_s[-1], "receipt_bytes": float(len(encode_receipt(votes[-1])))}
 
 
 def run_rank(order: Order) -> None:
-    """Do what one rank does, and have rank 0 leave the answer."""
+    """Carry out the task of one rank; rank 0 writes the answer."""
     import torch
     from torch import distributed, nn
 
@@ -128,7 +128,7 @@ def run_rank(order: Order) -> None:
         samples = ReplicaSamples(known.replicas, check._engine.accelerator, whole=False)
         evict = torch.ones(64 << 20, dtype=torch.uint8)
         for _ in range(order.repetitions):
-            evict.sum()  # what a step of training leaves in the caches is not these tensors
+            evict.sum()  # after a training step the caches hold other tensors than these
             distributed.barrier()
             begun_s = time.perf_counter()
             samples.begin((), 1.0)

@@ -1,15 +1,15 @@
-"""What saving from a GPU takes from training: pauses beside one pinned copy of the same bytes, and steps beside a copy.
+"""The cost of saving from a GPU: pauses beside one pinned copy of the same bytes, and steps beside a copy.
 
 Each round, in one process, warm (the staging pool holds the state, and is pinned):
 
 - *pinned copy*: one copy of as many bytes from one tensor on the device into one pinned buffer, waited for. The floor.
-- *eager*: how long ``save()`` holds the caller, the device idle at the call.
-- *lazy*: how long the call is, and what the steps beside the copy cost: steps run from the call until the snapshot is
-  taken; *slowed* is their mean over that of the same steps in quiet, right before and after, less one.
-- *device*: how long the call is, and until the device has made its copy (`torch.cuda.synchronize` after the call).
+- *eager*: the time that ``save()`` holds the caller, with an idle device at the call.
+- *lazy*: the time of the call, and the slowdown of the steps beside the copy: steps run from the call until the snapshot
+  is taken; *slowed* is their mean over that of the same steps in quiet, right before and after, less one.
+- *device*: the time of the call, and until the device has made its copy (`torch.cuda.synchronize` after the call).
 
 The next save begins when the last one is committed; the last one is loaded and compared. The twin shows without a device
-that all of it runs (`aiockpt.testing.twin_accelerator`).
+that the measurement runs (`aiockpt.testing.twin_accelerator`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH, TWIN_BATCH = 4096, 8
 
 
 class Device:
-    """What is measured: the current CUDA device, or with *twin* no device at all."""
+    """The measured device: the current CUDA device, or with *twin* the twin without a device."""
 
     def __init__(self, twin: bool) -> None:
         self.twin = TwinAccelerator("late", immediate=True) if twin else None
@@ -60,7 +60,7 @@ class Device:
         return torch.randn(TWIN_BATCH, width) if self.twin else torch.randn(BATCH, width, device="cuda")
 
     def pinned_copy(self, size_bytes: int) -> Callable[[], None]:
-        """Return what makes one pinned copy of *size_bytes*, and waits for it."""
+        """Return a function that makes one pinned copy of *size_bytes*, and waits for it."""
         source = next(self.place(nn.ParameterList([nn.Parameter(torch.zeros(size_bytes // 4))])).parameters()).detach()
         target = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=self.twin is None).view(torch.float32)
 
@@ -99,7 +99,7 @@ class Run:
         self.ckpt.warm_up(self.state).result(DEADLINE_S)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all that is saved of the model and its optimizer."""
+        """Return all saved tensors of the model and its optimizer."""
         moments = (held for entry in self.optimizer.state.values() for held in entry.values())
         return [*(parameter.detach() for parameter in self.model.parameters()), *moments]
 
@@ -115,7 +115,7 @@ class Run:
         self.device.synchronize()
 
     def save(self, snapshot: Snapshot) -> tuple[aiockpt.SaveFuture, float]:
-        """Save, and return how long the call took."""
+        """Save, and return the future and the seconds of the call."""
         self._count += 1
         begun_s = time.perf_counter()
         future = self.ckpt.save(self._count, self.state, snapshot=snapshot)
@@ -127,7 +127,7 @@ class Run:
         return self._snapshots[-1]
 
     def check(self) -> None:
-        """Fail unless what was saved last loads as what the state is, no step taken since."""
+        """Fail unless the last save loads as the current state; no step has been taken since."""
         expected = [tensor.cpu().clone() for tensor in self.tensors()]
         for tensor in self.tensors():
             tensor.zero_()
@@ -159,7 +159,7 @@ def device(turn: Turn, outcome: Outcome) -> None:
 
 
 def measure(run: Run) -> tuple[dict[str, float], str]:
-    """Carry out one round; return its figures, and how its last snapshot was really taken: "device" where there was room."""
+    """Carry out one round; return its figures, and how its last snapshot was taken: "device" where memory sufficed."""
     state_bytes = sum(tensor.nbytes for tensor in run.tensors())
     copy = run.device.pinned_copy(state_bytes)
     copy()

@@ -23,7 +23,7 @@ WARM_STEPS = 2
 
 
 class Training:
-    """A network of *size_bytes* with its optimizer; *batch* samples a step set how long one takes."""
+    """A network of *size_bytes* with its optimizer; the *batch* size sets the time of a step."""
 
     def __init__(self, size_bytes: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ def _block(training: Training, saver: Contender, first: int, steps: int) -> tupl
 
 
 def _check(saver: Contender, training: Training, step: int) -> None:
-    """Fail unless a save, with a step right behind it, loads as what the state was at the call."""
+    """Fail unless a save, with a step right after it, loads as the state at the call."""
     expected = [tensor.detach().clone() for tensor in training.model.parameters()]
     pending = saver.save(step, training.state)
     training.step()

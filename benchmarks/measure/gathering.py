@@ -1,9 +1,9 @@
-"""How long ten thousand ranks take from the last vote to the commit; simulated.
+"""Simulation of the time that ten thousand ranks take from the last vote to the commit.
 
-The code that runs is the engine's own: votes are cast, counted and gathered, rank 0 waits for them and commits. Simulated
-is what it waits for, a storage and a store a network away (`benchmarks.measure.network`), in time that jumps. Every rank
-ends its data at a random instant of a few seconds. Before that, once for each structure, the ranks tell each other what they
-hold (`exchanges`). One rank plans for all, so its calls grow with the ranks, and nobody else's do.
+The engine's own code runs: votes are cast, counted and gathered; rank 0 waits for them and commits. Only the storage and the
+store behind a network (`benchmarks.measure.network`) are simulated, in virtual time. Every rank finishes its data at a
+random instant within a few seconds. Before that, once for each structure, the ranks exchange their holdings (`exchanges`).
+One rank plans for all, so its calls grow with the number of ranks, and those of other ranks do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.visit import Outcome, Turn
 
 FLAT, TREE, DYING = "flat", "tree", "tree, 1 % of the gatherers die"
 """Rank 0 reads every receipt, 32 at once; groups gather their receipts (`aiockpt.planning.groups`), rank 0 reads one object
-for each; rank 0 loses patience with groups whose gatherer died, and reads their receipts."""
+for each; rank 0 times out on groups whose gatherer died, and reads their receipts."""
 WRITING_S = 5.0
 DEADLINE_S = 600.0
 COLUMNS = 64
@@ -67,7 +67,7 @@ class _Job:
         self.voted_s = self.committed_s = 0.0
 
     async def run(self) -> None:
-        """Let every rank write, vote and count its vote, and rank 0 commit."""
+        """Simulate every rank's write and vote, and the commit of rank 0."""
         dice = random.Random(self.ranks)
         async with anyio.create_task_group() as tasks:
             for rank in range(self.ranks):
@@ -97,7 +97,7 @@ class _Job:
 
 
 def simulate(ranks: int, way: str, latency_s: float) -> dict[str, float]:
-    """Run one save of a world and tell what was waited for, and by whom most: reads of the storage, calls of the store."""
+    """Run one save of a world; return its times, and the counts of the busiest rank: storage reads, store calls."""
     above = ranks if way == FLAT else groups.GATHER_ABOVE
     with mock.patch.object(groups, "GATHER_ABOVE", above), mock.patch.object(receipts.logger, "disabled", True):
         job = _Job(ranks, latency_s, _doomed(ranks) if way == DYING else set())
@@ -112,7 +112,7 @@ def simulate(ranks: int, way: str, latency_s: float) -> dict[str, float]:
 
 
 def _doomed(ranks: int) -> set[int]:
-    """Return all ranks of one group in a hundred, at least of one, but not of rank 0's: whoever gathers it dies."""
+    """Return all ranks of one group in a hundred (at least one, not rank 0's): its gatherer dies."""
     return {rank for group in groups.groups_of(ranks)[1::100] for rank in group}
 
 
@@ -126,13 +126,13 @@ def gathering(turn: Turn, outcome: Outcome) -> None:
 
 
 def exchanges(turn: Turn, outcome: Outcome) -> None:
-    """Let the ranks of every world plan their first save."""
+    """Simulate the ranks of every world as they plan their first save."""
     for ranks in turn.settings["ranks"]:
         outcome.add(turn, f"{ranks:,} ranks", _once(exchange(ranks)))
 
 
 def exchange(ranks: int) -> dict[str, float]:
-    """Let all ranks of a world plan their first save: a row of each tensor a rank, until the last one knows its part."""
+    """Simulate a world that plans its first save, one row of each tensor a rank, until the last rank has its part."""
     store = CountingStore()
     meetings = [SlowMeeting(store, rank, ranks) for rank in range(ranks)]
     sharings = [Rounds(board, DEADLINE_S, ATTEMPT) for board in meetings]

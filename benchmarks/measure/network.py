@@ -1,7 +1,7 @@
-"""A storage and a store that are a network away: simulated, in the time of a virtual loop.
+"""A simulated storage and store behind a network, in the time of a virtual loop.
 
-Every request of the storage takes its latency and its bytes' share of one process's bandwidth, a listing a request for
-each 1,000 names. Every call of the store takes a round trip, and the store serves one call after the other.
+A storage request takes its latency and the time of its bytes at one process's bandwidth; a listing is a request for each
+1,000 names. Every call of the store takes a round trip, and the store serves one call after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORE_CALL_S = 0.00001
 
 
 class SlowStorage:
-    """A storage as one process sees it: every verb takes its time. What a commit needs of a backend."""
+    """A storage as seen by one process: every verb takes time. It has the verbs that a commit needs."""
 
     def __init__(self, inner: Backend, latency_s: float) -> None:
         self.inner = inner
@@ -60,7 +60,7 @@ class SlowStorage:
 
 
 class DeadError(Exception):
-    """The process is no more."""
+    """The process has died."""
 
 
 class DyingStorage(SlowStorage):
@@ -71,7 +71,7 @@ class DyingStorage(SlowStorage):
 
 
 class CountingStore:
-    """The notes of all ranks in a dictionary, and how often it was asked."""
+    """The notes of all ranks in a dictionary, and the number of calls."""
 
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}

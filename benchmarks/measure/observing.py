@@ -1,13 +1,13 @@
-"""What does it cost to watch a run, and to look at it? Of a save, of a report, and of the live view of a running job.
+"""The cost of observing a run: of a save with observers, of a report, and of the live view of a running job.
 
 *A save*: two checkpointers save one small state in turns, and one of them has the observers of the guide (`TraceFile`,
-`Heartbeat`, `Metrics`). What the process takes of the processors from the call until all is written, of all threads
-together, is compared pair by pair; a small state, so that copying and hashing the bytes, which vary by more, do not hide it.
-It is shown beside what a save of the given size takes until it is durable.
+`Heartbeat`, `Metrics`). The processor time of all threads from the call until all is written is compared pair by
+pair. The state is small, so that the larger variation of copying and hashing does not hide the difference. It is shown
+beside the time until a save of the given size is durable.
 
-*A report*: the command, from its start to the page, over the trace of a run that never was (`tests.monitor.synthetic_run`),
+*A report*: the command, from its start to the page, over the trace of a synthetic run (`tests.monitor.synthetic_run`),
 and the page in a real browser, from the start of the navigation until all is drawn. *Top*: the command in a terminal of its
-own, while a fifth of all ranks say something new each second; what its process takes of one core, and how often it draws.
+own, while a fifth of all ranks write a new beat each second; its share of one core, and its drawing rate.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from tests.servers.chromium import open_browser, why_not
 
 SMALL_BYTES = 1 << 20
 SETTLE_S = 0.01
-"""After a save, for what is written of it."""
+"""Seconds after a save for its records to be written."""
 WARM_UP = 3
 OPENINGS = 5
 BEAT_EVERY_S = 5.0
 DRAWN = b"\x1b[H"
-"""What a terminal is told before each picture: to go to its upper left corner."""
+"""Escape sequence before each picture: cursor to the upper left corner."""
 BEGIN_S = 3.0
-"""For ``top`` to be started and to have read all once."""
+"""Seconds for ``top`` to start and to read all beats once."""
 
 
 def observing(turn: Turn, outcome: Outcome) -> None:
@@ -91,7 +91,7 @@ def _state(size_bytes: int) -> dict[str, Any]:
 
 
 def _save_once(ckpt: aiockpt.Checkpointer, step: int, state: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds of the call, and of all processors until all is written."""
+    """Return the seconds of the call, and the processor seconds until all is written."""
     state["weight"][:8] = step
     busy_s, begun_s = time.process_time(), time.perf_counter()
     save = ckpt.save(step, state)
@@ -167,7 +167,7 @@ def _write_beat(job: Path, rank: int, ranks: int, number: int) -> None:
 
 @contextmanager
 def _beating(job: Path, ranks: int) -> Iterator[None]:
-    """Have every rank say something each five seconds, evenly."""
+    """Write a beat of every rank each five seconds, spread evenly."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -190,7 +190,7 @@ def _beating(job: Path, ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _in_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[float]]]:
-    """Run the command at a terminal that is read by somebody; the list grows by a second for each picture that it draws."""
+    """Run the command in a terminal that is being read; the list gets the second of each picture that it draws."""
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "aiockpt.tools.cli.main", *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
@@ -219,6 +219,6 @@ def _read_all(terminal: int, drawn: list[float]) -> None:
 
 
 def _busy_s(pid: int) -> float:
-    """Return what a process has taken of the processors."""
+    """Return the processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

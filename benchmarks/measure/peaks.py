@@ -1,9 +1,9 @@
-"""How much memory do a save and a load take at their peak, beside the state, and was that said before?
+"""Peak memory of a save and of a load beside the state, compared with the estimate.
 
-Each way runs in a process forked for it, so that no memory which another one left is used again. What the libraries need is
-taken by a small save and a small load first; then the kernel's high-water mark of the process begins anew (``clear_refs``),
-and is read at the end, with what a writer process has of its own. The state is a model of fp32 matrices with AdamW. Beside
-it stands what `Checkpointer.estimate` said of the same state.
+Each way runs in a process forked for it, so that it reuses no memory of another way. A small save and a small load first
+allocate the memory of the libraries; then the kernel's high-water mark of the process is reset (``clear_refs``), and read at
+the end, with the memory of a writer process. The state is a model of fp32 matrices with AdamW. The result is shown beside
+the estimate of `Checkpointer.estimate` for the same state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def peaks(turn: Turn, outcome: Outcome) -> None:
 
 
 def _import_all() -> None:
-    """Import once what each process would import by itself; starts no thread, which a fork would lose."""
+    """Import once the modules that each process needs; this starts no thread, which a fork would lose."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     import_module("aiockpt.session.checkpointer")
 
@@ -69,7 +69,7 @@ def _in_fork(work: Callable[[], object]) -> None:
         try:
             work()
             status = 0
-        except BaseException:  # noqa: BLE001  nothing of the parent may be run by its fork
+        except BaseException:  # noqa: BLE001  the fork must run no code of the parent
             traceback.print_exc()
         os._exit(status)
     if os.waitpid(pid, 0)[1]:
@@ -77,7 +77,7 @@ def _in_fork(work: Callable[[], object]) -> None:
 
 
 def _build(size_bytes: int, of_ranks: int = 1) -> State:
-    """Return a model and its AdamW of about *size_bytes*, with moments; or what one of some ranks has of them."""
+    """Return a model and its AdamW of about *size_bytes*, with moments; or one rank's part of them."""
     count = max(1, size_bytes // (3 * 4 * WIDTH * WIDTH))
     mesh = init_device_mesh("cpu", (of_ranks,)) if of_ranks > 1 else None
 
@@ -111,7 +111,7 @@ def _save(size_bytes: int, folder: Path, **options: Any) -> dict[str, float]:
 
 
 def _load(size_bytes: int, folder: Path, of_ranks: int = 1, **options: Any) -> Figures:
-    """Measure the peak of a load into a state that is there, of a step that another process saved."""
+    """Measure the peak of a load into an existing state, from a step that another process saved."""
     _in_fork(lambda: _save_once(size_bytes, folder / "run", **options))
     _load_libraries(folder)
     if of_ranks > 1:
@@ -133,7 +133,7 @@ def _save_once(size_bytes: int, folder: Path, **options: Any) -> None:
 
 
 def _load_libraries(folder: Path, **options: Any) -> None:
-    """Save and load something small: what libraries need is no memory of a save."""
+    """Save and load a small state first: memory of libraries does not count as memory of a save."""
     small = _build(1)
     with _open(folder / "first", **options) as ckpt:
         ckpt.save(1, small).result(DEADLINE_S)
@@ -153,7 +153,7 @@ def _figures(held: int, beyond: int, said: int) -> Figures:
 
 
 def _begin() -> int:
-    """Let the high-water mark begin anew; return the memory of this process now."""
+    """Reset the high-water mark; return the current memory of this process."""
     gc.collect()
     _CLEAR_REFS.write_text("5")
     return _status_bytes("self", "VmRSS")

@@ -1,14 +1,14 @@
-"""What planning costs when there are many ranks; no process is started for a rank.
+"""The cost of planning for many ranks; no process is started for a rank.
 
-For each world: who writes what (once per structure, on one rank), one rank's own plan, its receipt, the merge of all
+For each world: the division of writes (once per structure, on one rank), one rank's own plan, its receipt, the merge of all
 receipts, the manifest, and the load plan of one rank of a job with half the ranks. Two ways to shard are shown:
 
 - *FSDP*: every tensor by rows over all ranks. Pieces grow with ranks × tensors, and so does the manifest; beyond 2 million
   they are in columns (`aiockpt.format.parts`).
 - *HSDP*: by rows over at most 100 ranks, replicas on the rest. Pieces do not grow any more; replicas are spread.
 
-Seconds are CPU seconds of this process: all of it is one thread that waits for nothing, so on a machine of its own they
-are the wall time, and what else runs meanwhile disturbs them least.
+Seconds are CPU seconds of this process: it is one thread that never waits, so on an idle machine they equal the wall
+time, and other programs disturb them least.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return what *work* returns and the least CPU seconds it took: of five runs where it is quick, of one where not."""
+    """Return the result of *work* and its least CPU seconds: of five runs if it is quick, else of one."""
     best = float("inf")
     for left in range(4, -1, -1):
         begun = time.process_time()
@@ -62,7 +62,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def planning(turn: Turn, outcome: Outcome) -> None:
-    """Measure all worlds; where pieces would be too many for one checkpoint, with fewer tensors."""
+    """Measure all worlds; with fewer tensors where one checkpoint could not hold the pieces."""
     tensors = turn.settings["tensors"]
     for ranks in turn.settings["ranks"]:
         for sharding in turn.contenders:
@@ -95,7 +95,7 @@ def measure(sharding: str, ranks: int, tensors: int) -> dict[str, float]:
     receipts = []
     for rank in range(ranks):
         receipts.append(planned_receipt(plan_state(take_share(holdings[rank], parts[rank])), rank, ranks))
-        parts[rank] = ()  # ten million of them: what is done with makes room
+        parts[rank] = ()  # ten million of them: used ones are freed
     holdings.clear()
     lists.clear()
     manifest, merge_s = timed(lambda: merge_receipts(receipts, writer="benchmark", write_id="w", created_ns=0))
@@ -140,7 +140,7 @@ def _rows(shards: int, place: int, of: int | None = None) -> Box:
 
 
 def take_share(holdings: Sequence[LocalBoxes], parts: Sequence[Part]) -> ShardedState:
-    """Return the state of a rank, with what it writes only."""
+    """Return the state of a rank, reduced to the parts that it writes."""
     shards = tuple(
         TensorShard(name=one.name, dtype=one.dtype, shape=one.shape, boxes=(part.box,), data=None)
         for part in parts
@@ -154,7 +154,7 @@ def plan_state(state: ShardedState) -> SavePlan:
 
 
 def planned_receipt(plan: SavePlan, rank: int, world_size: int, block_bytes: int = BLOCK_BYTES) -> Receipt:
-    """Return the vote of a rank that wrote what *plan* says; the checksums are zeros."""
+    """Return the vote of a rank that carried out *plan*; the checksums are zeros."""
     sizes = [file.size for file in plan.files]
     return vote(rank, world_size, sizes, plan.tensors, {"step": 1}, plan.digest, block_bytes)
 

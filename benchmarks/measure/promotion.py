@@ -1,11 +1,11 @@
-"""What copying a checkpoint to a farther tier takes from training: steps beside it, and steps without.
+"""The cost to training of copying a checkpoint to a farther tier: steps beside the copy, and steps without.
 
-A save is committed on the nearest tier, and all that follows a save has ended; then it is copied to the next tier, at that
-tier's bandwidth, while a loop of small training steps runs (`benchmarks.steps`, the kind that suffers most). Right before
+A save is committed on the nearest tier, and all its follow-up work has ended; then it is copied to the next tier, at that
+tier's bandwidth, while a loop of small training steps runs (`benchmarks.steps`, the most sensitive kind). Right before
 and after the same loop runs in quiet: *slowed* is the mean step beside the copy over the mean of both quiet runs, less one.
-The first copy to each place, which allocates what the later ones use again, is not counted. The servers: one that throws
-away what it gets (`benchmarks.drain`; a real one is elsewhere and takes nothing of the trainer's processors), and a real one
-on the same processors, at the lowest priority.
+The first copy to each place, which allocates memory that later ones reuse, is not counted. The servers: one that discards
+its uploads (`benchmarks.drain`; a remote server would use none of the trainer's processors), and a real one on the same
+processors, at the lowest priority.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Server = tuple[str, int]
 
 
 def cpu_s(pid: int | None = None) -> float:
-    """Return the processor's time so far of this process, or of another one."""
+    """Return the processor seconds so far of this process, or of another one."""
     if pid is None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
@@ -57,7 +57,7 @@ def cpu_s(pid: int | None = None) -> float:
 
 
 class _Gated:
-    """A backend that makes no data file until *gate* is set: so a copy begins when it is to be measured."""
+    """A backend that creates no data file until *gate* is set, so that a copy begins when it is measured."""
 
     def __init__(self, inner: Backend, gate: threading.Event) -> None:
         self._inner = inner
@@ -150,7 +150,7 @@ class _Bench:
         }
 
     def check(self, way: _Way) -> None:
-        """Fail unless the last copy to a far folder, alone, loads as what the state is."""
+        """Fail unless the last copy to a far folder, by itself, loads as the current state."""
         expected = [tensor.clone() for tensor in self._tensors()]
         for tensor in self._tensors():
             tensor.zero_()
@@ -169,14 +169,14 @@ class _Bench:
         return self._run(self._quiet_s)
 
     def _run(self, for_s: float = 0.0, until: Callable[[], bool] | None = None) -> tuple[list[float], float]:
-        """Run steps for so long, or until that; return the seconds of each, and the processor's time of this process."""
+        """Run steps for *for_s* seconds or until *until*; return the seconds of each, and this process's processor time."""
         used_s, ends_s = cpu_s(), time.perf_counter() + for_s
         took = run_steps(self._step, lambda _: until() if until else time.perf_counter() >= ends_s)
         return took, cpu_s() - used_s
 
 
 def _as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Return a module with these parameters, so that there are weights."""
+    """Return a module with these parameters, so that the state has weights."""
     module = torch.nn.Module()
     for name, tensor in tensors.items():
         module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor, requires_grad=False))

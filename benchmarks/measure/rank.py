@@ -1,7 +1,7 @@
-"""What one rank does in the benchmark of many: save and load the same FSDP2 state by one contender, all ranks at once.
+"""One rank of the benchmark of many ranks: it saves and loads the same FSDP2 state by one contender, with all other ranks.
 
-Started by torchrun, once for each rank. A time is from a barrier before the call to the moment when the slowest rank is
-done and all is durable. What was loaded is compared with what was saved, off the clock.
+Started by torchrun, once for each rank. A time is from a barrier before the call until the slowest rank is done and all is
+durable. The loaded state is compared with the saved one, off the clock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ours(ours.Aiockpt):
     """aiockpt by its defaults, with a load_group or without, from the disk or from a storage that is slow."""
 
     def order(self, order: Order) -> None:
-        """Learn what is asked."""
+        """Accept the order."""
         self._storage_bytes_s = order.storage_bytes_s
         if order.load_group:
             self._options["load_group"] = distributed.new_group(backend="gloo")
@@ -118,10 +118,10 @@ class DcpAsyncSave(_FsdpDcp, dcp.AsyncSave):
 
 
 class Floor(Contender):
-    """Each rank moves its even share of the bytes past the page cache, and no more: how fast ranks on one disk could be.
+    """Each rank only moves its even share of the bytes past the page cache: the limit for ranks on one disk.
 
-    Memory is warm and in huge pages, threads are started before the clock. Nothing is hashed, named or committed, so it is
-    no checkpoint. Readers are as many as writers were, or a multiple of them.
+    Memory is warm and in huge pages; threads are started before the clock. The bytes are not hashed, named or committed, so
+    they are no checkpoint. The number of readers is that of the writers, or a multiple of it.
     """
 
     checks = False
@@ -147,7 +147,7 @@ class Floor(Contender):
 
 
 def build(layers: int, *, replicated: bool) -> State:
-    """Return a sharded or replicated model and an optimizer that has its moments."""
+    """Return a sharded or replicated model and an optimizer with its moments."""
     torch.manual_seed(0)
     empty: Callable[..., nn.Module] = nn.utils.skip_init
     model = nn.Sequential(*(empty(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -165,7 +165,7 @@ def build(layers: int, *, replicated: bool) -> State:
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest of what all ranks measured."""
+    """Return the maximum over all ranks."""
     found = torch.tensor(seconds, dtype=torch.float64)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return found.item()
@@ -179,7 +179,7 @@ def total(count: int) -> int:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read so far, from wherever (``/proc/self/io``)."""
+    """Return the bytes that this process has read so far, from any source (``/proc/self/io``)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.partition(":")[2]) for line in lines if line.startswith("rchar:"))
 
@@ -192,7 +192,7 @@ def locals_of(state: State) -> list[torch.Tensor]:
 
 
 def value_of(step: int, number: int) -> float:
-    """Return what tensor *number* is full of when *step* is saved."""
+    """Return the value that fills tensor *number* when *step* is saved."""
     return float(step * 1000 + number)
 
 

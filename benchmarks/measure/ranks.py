@@ -1,8 +1,8 @@
-"""Saves and loads of several ranks together: what each contender does on how many ranks, by torchrun and gloo.
+"""Joint saves and loads of several ranks: each contender on several numbers of ranks, by torchrun and gloo.
 
 Each saves on 2 ranks (and aiockpt on one, the same bytes, to see what sharing a disk costs), then loads on 2 ranks and on 4,
 from the disk and not from the page cache. Four replicas of the state (DDP) load it too, each alone and with a ``load_group``
-that reads once and sends: from the disk, from the page cache, and from a slow storage. What one rank does is in
+that reads once and sends: from the disk, from the page cache, and from a slow storage. The code of one rank is in
 `benchmarks.measure.rank`.
 """
 
@@ -24,7 +24,7 @@ REPLICAS = 4
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks of one torchrun do.
+    """The task of all ranks of one torchrun.
 
     Attributes:
         action: "save" or "load".
@@ -32,7 +32,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         step: the last one saved, or the one to load.
         replicated: every rank holds the whole state, as with DDP, instead of its shards.
         load_group: ranks read once and send to each other (aiockpt only).
-        warm: the page cache keeps what it has between the loads.
+        warm: the page cache is kept between the loads.
         storage_bytes_s: the rate at which all ranks together may read (aiockpt only); None: that of the disk.
     """
 
@@ -50,10 +50,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples: seconds of each operation, and of the caller's being held; bytes read over bytes needed, all ranks.
+    """Samples: seconds of each operation, and of the pause of the caller; bytes read over bytes needed, all ranks.
 
     Attributes:
-        read_once: bytes read by all ranks over the bytes of the tensors that they want, each counted once; of replicas.
+        read_once: for replicas, bytes read by all ranks over the bytes of the requested tensors, each counted once.
     """
 
     seconds: list[float] = []
@@ -106,7 +106,7 @@ def ranks(turn: Turn, outcome: Outcome) -> None:
 
 
 def replicas(turn: Turn, outcome: Outcome) -> None:
-    """Load on four ranks a state that each of them wants whole, alone and with a group."""
+    """Load a whole state on each of four ranks, alone and with a group."""
     save = _order(turn, "aiockpt", action="save", repetitions=0, step=0, replicated=True)
     _torchrun(save, REPLICAS)
     load = msgspec.structs.replace(save, action="load", repetitions=turn.repetitions)

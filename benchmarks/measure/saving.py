@@ -2,8 +2,8 @@
 
 Guarantees:
 
-- What was saved is loaded again and compared by digest, outside the clock; a difference fails the visit.
-- A load is "cold" or "warm" only when the page cache was probed and says so.
+- The saved state is loaded again and compared by digest, outside the clock; a difference fails the visit.
+- A load is "cold" or "warm" only when a probe of the page cache has confirmed it.
 - Durations start right before the call and end when the checkpoint is durable, or the tensors are filled.
 """
 
@@ -33,7 +33,7 @@ MeasureOne = Callable[[Contender, State, Path, Turn], Samples]
 
 
 def _of_each(measure: MeasureOne) -> Measure:
-    """Return what measures each contender of a turn, its library imported before there is a state; floors too."""
+    """Return a function that measures each contender and floor of a turn, and imports its library before making a state."""
 
     @wraps(measure)
     def of_each(turn: Turn, outcome: Outcome) -> None:
@@ -68,7 +68,7 @@ def save_once(contender: Contender, step: int, state: State) -> tuple[float, flo
 
 
 def check(contender: Contender, step: int, state: State) -> None:
-    """Fail unless *step* loads as what *state* is now."""
+    """Fail unless *step* loads as the current *state*."""
     expected = states.digests(state)
     states.clear(state)
     contender.load(step, state)
@@ -124,7 +124,7 @@ def load(contender: Contender, state: State, folder: Path, turn: Turn) -> Sample
 
 @_of_each
 def train(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
-    """What saves take from a training loop; the first save, which warms the contender up, is not counted."""
+    """The cost of saves to a training loop; the first save, which warms the contender up, is not counted."""
     step = small_step()
     contender.open(folder, state)
     save_once(contender, 1, state)
@@ -149,7 +149,7 @@ def slow_down(
     quiet = run_steps(step, lambda count: count >= quiet_steps, clock)
     start = clock()
     pending = save()
-    if pending.done():  # a blocking save: what is left to be durable is the training thread's own work
+    if pending.done():  # a blocking save: the rest of its work is the training thread's own
         pending.wait()
     saving = run_steps(step, lambda count: count >= SAVING_STEPS and pending.done(), clock)
     pending.wait()
@@ -165,7 +165,7 @@ def slow_down(
 
 @_of_each
 def memory(contender: Contender, state: State, folder: Path, turn: Turn) -> Samples:
-    """What this process takes before its first save; the parent watches the peak from outside (`benchmarks.runner`)."""
+    """Memory of this process before its first save; the parent samples the peak from outside (`benchmarks.runner`)."""
     gc.collect()
     before_bytes = machine.memory_bytes(os.getpid())
     contender.open(folder, state)

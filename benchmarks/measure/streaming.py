@@ -1,8 +1,8 @@
-"""Whether a checkpoint is streamed to S3 and back, and in how much memory.
+"""Test of whether a checkpoint is streamed to S3 and back, and of its memory.
 
-One process saves a state that is many times the staging pool, loads it, and compares. Measured is what the process needs
-beyond its state, by the kernel's own high-water mark; that the upload began while the snapshot was being taken; which
-files were opened for writing; and how long training was held. With a pool smaller than the state that is about as long as
+One process saves a state that is many times the staging pool, loads it, and compares. It measures the memory beyond the
+state, by the kernel's own high-water mark; whether the upload began while the snapshot was being taken; which files
+were opened for writing; and how long training was held. With a pool smaller than the state that is about as long as
 the upload: the copy waits for slabs. A store of its own is started, SeaweedFS on this machine, unless ``url`` names one.
 """
 
@@ -26,12 +26,12 @@ from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 DEADLINE_S = 1800.0
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-"""Written by this benchmark itself, to let the high-water mark begin anew."""
+"""Written by this benchmark itself, to reset the high-water mark."""
 E = TypeVar("E", bound=Event)
 
 
 class _Watch:
-    """Remembers when things happened, and which files were opened for writing; the hook lasts as long as the process."""
+    """Records the times of events, and the files opened for writing; the hook lasts as long as the process."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -91,7 +91,7 @@ def streaming(turn: Turn, outcome: Outcome) -> None:
 
 
 def _load_libraries(url: str, io: aiockpt.IO) -> None:
-    """Save and load something small: what libraries need is no memory of a save."""
+    """Save and load a small state first: memory of libraries does not count as memory of a save."""
     with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=io)) as ckpt:
         small = {"x": torch.zeros(1024)}
         ckpt.save(1, small).result(DEADLINE_S)
@@ -99,7 +99,7 @@ def _load_libraries(url: str, io: aiockpt.IO) -> None:
 
 
 def _begin() -> int:
-    """Let the high-water mark begin anew; return the memory of this process now."""
+    """Reset the high-water mark; return the current memory of this process."""
     _CLEAR_REFS.write_text("5")
     return _status_bytes("VmRSS")
 
@@ -111,7 +111,7 @@ def _status_bytes(name: str) -> int:
 
 @contextlib.contextmanager
 def _store(url: str, folder: Path) -> Iterator[str]:
-    """Yield a place below *url*, or one of a store of our own, found as the AWS tools find one."""
+    """Yield a place below *url*, or in a store started here and configured like for the AWS tools."""
     if url:
         yield f"{url}/{uuid.uuid4().hex}"
         return

@@ -1,1 +1,1 @@
-"""One training script, written once for each way to checkpoint it: how much code is it, and what does it survive?"""
+"""One training script, written once for each way to checkpoint it: its lines of code, and the failures that it survives."""

@@ -1,4 +1,4 @@
-"""Run the job in every way, and make the table of what was observed.
+"""The command that runs the job in every way, and makes the table of the observations.
 
 python -m benchmarks.same_job run --out benchmarks/results/same_job/2-ranks.json    about half an hour
 python -m benchmarks.same_job run --smoke --contender aiockpt                       shows that it runs
@@ -33,7 +33,7 @@ VALUES_PER_PARAMETER = 3
 
 
 def observe_all(contender: Contender, work: Path, size: Size, rounds: int, tries: int) -> dict[str, Any]:
-    """Return everything that is observed of one contender."""
+    """Return all observations of one contender."""
     timed: dict[str, list[float]] = {}
     for _ in range(rounds):
         baseline_s = observe.measure_baseline(contender, work, size)
@@ -58,9 +58,9 @@ def observe_all(contender: Contender, work: Path, size: Size, rounds: int, tries
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Observe the contenders; keep what was found after each."""
+    """Observe the contenders; keep the results after each."""
     size, rounds, tries = (SMOKE, 1, 1) if arguments.smoke else (FULL, arguments.rounds, arguments.tries)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended at exit
     report: dict[str, Any] = {
         "smoke": arguments.smoke,
         "load_before": os.getloadavg()[0],
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")

@@ -1,4 +1,4 @@
-"""Who takes part: which script, in which environment, and how its folder shows that a checkpoint is whole?"""
+"""The contenders: the script of each, its environment, and the mark of a complete checkpoint in its folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Contender:
     Attributes:
         script: its name below ``scripts``.
         baseline: the script that it is compared with, line by line and second by second.
-        environment: what its requirements file is called; empty: the interpreter that runs the benchmark.
-        mark: a pattern, in the folder of the checkpoints, of what appears last of each.
+        environment: name of its requirements file; empty: the interpreter that runs the benchmark.
+        mark: a pattern, in the folder of the checkpoints, of the file that appears last in each.
         offset: it saves after step ``EVERY × n + offset``, counted from 0.
-        note: what a reader must know.
+        note: for readers.
     """
 
     name: str

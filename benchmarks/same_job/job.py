@@ -1,8 +1,8 @@
 """The job that every script of `benchmarks.same_job.scripts` trains: FSDP2 over gloo, AdamW, a schedule, no random numbers.
 
-Batch *n* is made from *n*, and each rank takes its rows of it, so the position in the data is the step. `train` notes what
-is needed to judge a run, one JSON line a step: when the step began and ended (the clock is one for all processes of a
-machine) and what the whole state was before the first step and after each. Torch alone is imported.
+Batch *n* is made from *n*, and each rank takes its rows of it, so the position in the data is the step. `train` records
+the data to judge a run, one JSON line a step: when the step began and ended (all processes of a machine share the clock)
+and the digest of the whole state before the first step and after each. The job imports torch alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _noted: list[dict[str, Any]] = []
 
 
 def join() -> int:
-    """Join the process group, where there is none yet; return of how many ranks it is."""
+    """Create the process group unless it exists; return its number of ranks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_world_size()
@@ -66,7 +66,7 @@ def loss_of(model: Any, step: int) -> Any:
 
 
 def train(step: int, model: Any, optimizer: Any, scheduler: Any, lock: Any = None) -> None:
-    """Take one step and note it; what waits for *lock*, if the way to save has one, is noted as part of the save's pause."""
+    """Take one step and record it; waiting for *lock*, if the way to save has one, counts as part of the save's pause."""
     begin(step, model, optimizer, scheduler)
     loss_of(model, step).backward()
     asked_s = time.monotonic()
@@ -79,14 +79,14 @@ def train(step: int, model: Any, optimizer: Any, scheduler: Any, lock: Any = Non
 
 
 def begin(step: int, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Note that *step* begins; before the first of a process, also in which state."""
+    """Record the begin of *step*; before the first of a process, also the state."""
     start_s = time.monotonic()
     before = "" if _noted else digest(model, optimizer, scheduler)
     _noted.append({"step": step, "start_s": start_s, "before": before, "waited_s": 0.0})
 
 
 def end(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Note the end of the step, and the state after it."""
+    """Record the end of the step, and the state after it."""
     _noted[-1]["after"] = digest(model, optimizer, scheduler)
     _noted[-1]["end_s"] = time.monotonic()
     if NOTES and dist.get_rank() == 0:
@@ -95,7 +95,7 @@ def end(model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def digest(model: Any, optimizer: Any, scheduler: Any) -> str:
-    """Return a digest of all values of the state, equal on any number of ranks; empty where it is not asked for."""
+    """Return a digest of all values of the state, equal on any number of ranks; empty where not requested."""
     if not DIGESTS:
         return ""
     found = hashlib.sha256(repr(scheduler.state_dict()["last_epoch"]).encode())

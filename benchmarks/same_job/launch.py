@@ -21,12 +21,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 WATCH_S = 0.002
 GRACE_S = 3.0
-"""For the other ranks to say what they think of one that failed."""
+"""Seconds for the other ranks to report their errors after one has failed."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the job trains, and how often it saves."""
+    """Size of the job's model, and the interval of its saves."""
 
     width: int
     layers: int
@@ -74,7 +74,7 @@ class Job:
             ]
 
     def notes(self) -> list[dict[str, Any]]:
-        """Return what rank 0 noted so far, a step each."""
+        """Return the records of rank 0 so far, one for each step."""
         lines = self._notes.read_text().splitlines(keepends=True) if self._notes.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -83,7 +83,7 @@ class Job:
         return all(rank.poll() is None for rank in self._ranks)
 
     def wait(self) -> str:
-        """Return when all ranks have ended: nothing, or the line that says why one failed."""
+        """Wait until all ranks have ended; return an empty text, or the line that explains a failure."""
         until = time.monotonic() + DEADLINE_S
         try:
             while any(rank.poll() is None for rank in self._ranks):
@@ -96,7 +96,7 @@ class Job:
         return (self.error() or "a rank failed") if any(rank.returncode for rank in self._ranks) else ""
 
     def kill(self) -> None:
-        """End all ranks and what they started, with SIGKILL."""
+        """End all ranks and their child processes with SIGKILL."""
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -109,24 +109,24 @@ class Job:
         return next((line.strip() for line in reversed(lines) if "Error:" in line or "Exception:" in line), "")[:300]
 
     def log(self) -> str:
-        """Return what all ranks printed."""
+        """Return the output of all ranks."""
         return self._log.read_text(errors="replace")
 
 
 def run(python: Path, script: str, folder: Path, size: Size, ranks: int = 2) -> tuple[list[dict[str, Any]], str, str]:
-    """Run a job to its end; return its notes, why it failed (empty: it did not), and what it printed."""
+    """Run a job to its end; return its notes, the reason of a failure (empty: none), and its output."""
     job = Job(python, script, folder, size, ranks)
     failure = job.wait()
     return job.notes(), failure, job.log()
 
 
 def marks(folder: Path, contender: Contender) -> set[Path]:
-    """Return what shows that a checkpoint is whole, one for each that is there."""
+    """Return the marks of the complete checkpoints in *folder*."""
     return set(folder.glob(contender.mark))
 
 
 def flush(mark: Path, folder: Path) -> None:
-    """Flush the files and the names of the checkpoint of *mark*: what its library flushed itself costs nothing here."""
+    """Flush the files and the names of the checkpoint of *mark*; files that its library flushed cost nothing here."""
     step = folder / mark.relative_to(folder).parts[0]
     with suppress(FileNotFoundError):  # an older one that is being deleted
         for path in pages.files(step):
@@ -135,7 +135,7 @@ def flush(mark: Path, folder: Path) -> None:
 
 
 def watch(job: Job, contender: Contender) -> list[float]:
-    """Wait for the job's end; return when each of its checkpoints was whole and flushed, by the clock of its notes."""
+    """Wait for the job's end; return the times when its checkpoints were complete and flushed, by the clock of its notes."""
     seen: set[Path] = set()
     durable = []
     while job.runs():
@@ -151,7 +151,7 @@ def watch(job: Job, contender: Contender) -> list[float]:
 
 
 def interpreter(contender: Contender) -> Path:
-    """Return the interpreter of a contender; its environment is built when it is not there."""
+    """Return the interpreter of a contender; build its environment if it does not exist."""
     if not contender.environment:
         return Path(sys.executable)
     from tests.environments import build

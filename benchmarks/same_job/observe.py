@@ -1,4 +1,4 @@
-"""What each script is observed to do. Nothing here is said about a contender by hand; it is run, and its notes are read."""
+"""Observations of each script. No statement about a contender is made by hand; it is run, and its notes are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def code_lines(source: str) -> list[str]:
 
 
 def count_lines(contender: Contender) -> int:
-    """Return how many lines of code a script has that its baseline has not: those a diff of the two adds."""
+    """Return the number of code lines that a diff adds to the baseline of a script."""
     before, after = (
         code_lines((SCRIPTS / f"{name}.py").read_text()) for name in (contender.baseline, contender.script)
     )
@@ -41,7 +41,7 @@ def count_lines(contender: Contender) -> int:
 
 
 def saved_at(contender: Contender, size: Size) -> list[int]:
-    """Return the steps after which the script saves, the first left out: memory is allocated there."""
+    """Return the steps after which the script saves, without the first, which allocates memory."""
     return list(range(size.every + contender.offset, size.steps, size.every))
 
 
@@ -71,7 +71,7 @@ def measure(contender: Contender, work: Path, size: Size, baseline_s: float) -> 
 
 
 def measure_baseline(contender: Contender, work: Path, size: Size) -> float:
-    """Return how long the script without checkpoints trains."""
+    """Return the seconds that the script without checkpoints trains."""
     job = Job(interpreter(contender), contender.baseline, work / "baseline", size, digests=False)
     failure = job.wait()
     if failure:
@@ -81,7 +81,7 @@ def measure_baseline(contender: Contender, work: Path, size: Size) -> float:
 
 
 def straight(contender: Contender, work: Path, size: Size) -> Notes:
-    """Run the script without any trouble; its checkpoints stay in ``straight``."""
+    """Run the script without failures; its checkpoints stay in ``straight``."""
     notes, failure, _ = run(interpreter(contender), contender.script, work / "straight", size)
     if failure or len(notes) != size.steps:
         raise RuntimeError(f"{contender.name}: {failure}")
@@ -89,7 +89,7 @@ def straight(contender: Contender, work: Path, size: Size) -> Notes:
 
 
 def compare(notes: Notes, truth: Notes, failure: str) -> dict[str, Any]:
-    """Say of a run that was started again: from which step, and whether it began and ended as *truth* has it."""
+    """Return of a restarted run: its first step, and whether it began and ended in the states of *truth*."""
     if failure or not notes:
         return {"failed": failure or "no step was trained"}
     first, last = notes[0], notes[-1]
@@ -122,7 +122,7 @@ def kill_in_save(contender: Contender, work: Path, size: Size, truth: Notes, del
 
 
 def flip(contender: Contender, work: Path, size: Size, truth: Notes, chance: random.Random) -> dict[str, Any]:
-    """Flip one bit of the newest checkpoint's files, start the script again for one step, and look at its state."""
+    """Flip one bit of the newest checkpoint's files, start the script again for one step, and compare its state."""
     folder = work / "flipped"
     shutil.copytree(work / "straight", folder, symlinks=True)
     newest = max(marks(folder, contender), key=lambda mark: mark.stat().st_mtime_ns).relative_to(folder).parts[0]
@@ -141,7 +141,7 @@ def flip(contender: Contender, work: Path, size: Size, truth: Notes, chance: ran
 
 
 def restart_on(ranks: int, contender: Contender, work: Path, size: Size, truth: Notes) -> dict[str, Any]:
-    """Start the script again on another number of ranks, and look at the state that it begins with."""
+    """Start the script again on another number of ranks, and compare its initial state."""
     folder = work / f"on-{ranks}"
     shutil.copytree(work / "straight", folder, symlinks=True)
     notes, failure, _ = run(interpreter(contender), contender.script, folder, size, ranks)

@@ -1,4 +1,4 @@
-"""What was observed, as a table: a row each for what a reader asks, a column for each way to checkpoint."""
+"""The table of observations: a row for each question of a reader, a column for each way to checkpoint."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ def test_misuse_is_refused() -> None:
     loader.trained(number=1)
     give = "give the batch, or number="
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: loader.trained(one), "a list is no batch that waits to be trained: it was trained before"),
+        (lambda: loader.trained(one), "a list is not a batch in training: it was trained before"),
         (lambda: loader.trained(list(two)), "not the very object"),
         (loader.trained, give),
         (lambda: loader.trained(two, number=1), give),
@@ -391,7 +391,7 @@ def test_a_loop_that_was_overtaken_by_a_load_says_so() -> None:
     world, batches = saved(loader), iter(loader)
     next(batches)
     resume(world, loader)
-    with pytest.raises(UsageError, match="leave this one, and start a new one"):
+    with pytest.raises(UsageError, match="end this loop, and start a new one"):
         next(batches)
     assert samples_of(loader) == samples_of([range(LENGTH)])
 

@@ -165,7 +165,7 @@ def test_a_split_group_keeps_what_the_program_gave_it_and_its_schedule_goes_on(t
     assert (
         "optimizer.groups[1].weight_decay: 0.0 here, 0.2 in the checkpoint; what is here is taken" in result.differences
     )
-    assert any(line.startswith("schedule: _last_lr, base_lrs stay as they are") for line in result.differences)
+    assert any(line.startswith("schedule: _last_lr, base_lrs keep their present values") for line in result.differences)
     for one, other, optimizer in ((model, schedule, before), (found, here, after)):
         train(one, optimizer)
         other.step()

@@ -35,7 +35,7 @@ def test_a_mapping_renames_by_its_longest_prefix_at_a_boundary() -> None:
         ({"nett": "model"}, r"{'nett': 'model'} 'nett' is no name in the state \(near it: 'net'\)$"),
         ({"net": "modle"}, r"'modle' is no name in the checkpoint \(near it: 'model'\)$"),
         ({"net.waight": "model.weight"}, r"'net.waight' is no name in the state \(near it: 'net.weight'"),
-        ({"model": "net"}, r"turn it round: {'net': 'model'}$"),
+        ({"model": "net"}, r"swap its sides: {'net': 'model'}$"),
         ({"net": "model", "step.x": "step"}, r"in {'step.x': 'step'} 'step.x' is no name in the state"),
     ],
 )

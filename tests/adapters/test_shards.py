@@ -103,7 +103,7 @@ def test_a_walk_is_remembered() -> None:
     [
         (lambda: aiockpt.Shards((4,), {(2,): torch.ones(3)}), "outside of (4,)"),
         (lambda: aiockpt.Shards((4,), {(0, 0): torch.ones(1, 1)}), "outside of (4,)"),
-        (lambda: aiockpt.Shards((4,), [((0,), torch.ones(2)), ((1,), torch.ones(2))]), "lie over each other"),
+        (lambda: aiockpt.Shards((4,), [((0,), torch.ones(2)), ((1,), torch.ones(2))]), "overlap"),
         (lambda: aiockpt.Shards((4,), {(0,): torch.ones(2)}, dtype=torch.int8), "float32, torch.int8"),
         (lambda: aiockpt.Shards((4,), {}), "give dtype="),
         (lambda: aiockpt.Shards.flat((4,), 3, torch.ones(2)), "[3, 5) are not inside"),

@@ -68,5 +68,5 @@ def test_an_entry_that_names_nothing_is_refused_with_what_is_near_it(save: Any) 
 
 @pytest.mark.parametrize("strict", [None, 1, "model", ["model"], {"model": "no"}, {1: False}])
 def test_what_says_neither_is_refused(save: Any, strict: Any) -> None:
-    with pytest.raises(UsageError, match="strict= takes True, False, or which for parts"):
+    with pytest.raises(UsageError, match="strict= takes True, False, or a dict for parts"):
         save({"a": 1}).open({"a": 1}, strict=strict)

@@ -33,7 +33,7 @@ _BLOCK_BYTES = 1 << 20
 async def test_a_namenode_that_does_not_run_is_an_error_that_may_pass(free_port: int) -> None:
     backend = HdfsBackend(f"hdfs://127.0.0.1:{free_port}/x")
     for call in (lambda: backend.get("a", 1), lambda: backend.put("a", b""), lambda: backend.create("a", 1)):
-        await fails(call(), StorageError, "Look whether the NameNode", retryable=True)
+        await fails(call(), StorageError, "Check that the NameNode", retryable=True)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def test_safe_mode_is_an_error_that_may_pass(parts: HdfsBackend, hdfs: Hdf
 
 async def test_names_that_hdfs_does_not_take_are_refused(parts: HdfsBackend) -> None:
     for key in ("with:colon", "n" * 300):
-        await fails(parts.create(key, 1), UsageError, "HDFS takes no such name")
+        await fails(parts.create(key, 1), UsageError, "HDFS does not accept this name")
 
 
 async def test_an_object_below_an_object_is_an_error_and_no_absent_folder(parts: HdfsBackend) -> None:

@@ -184,7 +184,7 @@ async def test_a_failed_block_ends_the_stream_for_those_that_wait(stream: HdfsBa
     waiting = asyncio.ensure_future(file.write(5, [memoryview(b"56789")]))
     with pytest.raises(ArithmeticError):
         await file.write(0, [memoryview(b"01234")], refuse)
-    await fails(waiting, StorageError, r"takes no more.*bad block")
+    await fails(waiting, StorageError, r"accepts no more.*bad block")
     await file.abort()
     await fails(stream.stat("file"), ObjectNotFoundError)
 

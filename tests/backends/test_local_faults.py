@@ -172,7 +172,7 @@ class _TakesNothing(SimulatedFiles):
 @pytest.mark.parametrize("program", [put, put_new, write_file])
 async def test_a_file_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(program: Program) -> None:
     files = _TakesNothing()
-    await fails(program(on(files)), StorageError, "took none")
+    await fails(program(on(files)), StorageError, "accepted none")
     assert files.open_count == 0
 
 

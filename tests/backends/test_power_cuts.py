@@ -310,7 +310,7 @@ class Pruned(RecordingFiles):
     def fsync(self, fd: int) -> None:
         super().fsync(fd)
         if self.calls[-1].path == ROOT and self.backend is not None:
-            self.backend._tree.forget()
+            self.backend._tree.invalidate()
 
 
 def test_a_name_that_is_flushed_while_a_folder_is_removed_is_flushed_again() -> None:
@@ -328,6 +328,6 @@ def test_the_names_above_an_existing_root_are_flushed_once() -> None:
     backend = backend_on(files)
     run_inline(functools.partial(backend.put, "a", OLD))
     assert [call.path for call in files.calls if call.verb == "fsync"] == ["/data", "/", ROOT]
-    backend._tree.forget()
+    backend._tree.invalidate()
     run_inline(functools.partial(backend.put, "b", OLD))
     assert [call.path for call in files.calls if call.verb == "fsync"] == ["/data", "/", ROOT, ROOT]

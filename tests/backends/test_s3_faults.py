@@ -409,7 +409,7 @@ async def test_what_another_host_says_is_not_asked_for(s3: S3Backend, proxy: Pro
             Fault(do="answer", status=status, code="TemporaryRedirect", times=None, to=f"{server.make_url('/')}")
         )
         for call in (s3.get("key", 10), s3.put("key", b"x"), s3.stat("key"), s3.list(""), s3.create("new", 3)):
-            error = await fails(call, StorageError, "only the store that was named is believed", retryable=False)
+            error = await fails(call, StorageError, "only answers of the named store are accepted", retryable=False)
             assert f"127.0.0.1:{server.port}" in str(error)
     assert seen == []
     proxy.misbehave()

@@ -54,7 +54,7 @@ async def test_a_store_that_knows_no_checksum_gets_none(
     await write_all(s3)
     assert len(proxy.met) == (2 if code == "BadDigest" else 1)
     (told,) = [record.getMessage() for record in caplog.records if record.name == "aiockpt"]
-    assert f"the store knows no checksum of S3's ({code})" in told
+    assert f"the store supports no checksum of S3's ({code})" in told
 
 
 @pytest.mark.parametrize("match", ["uploads", "partNumber=2", "uploadId="])

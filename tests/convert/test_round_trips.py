@@ -249,7 +249,7 @@ def test_names_that_collide_and_dtypes_that_nobody_reads_are_refused(tmp_path: P
         ckpt.save(1, {"w": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}}).result(DEADLINE_S)
         ckpt.save(2, {"w": {"x": torch.ones(2, dtype=torch.complex128)}}).result(DEADLINE_S)
         ckpt.save(3, {"w": {"x": torch.ones(2), "y": (tied := torch.ones(2)), "format": tied}}).result(DEADLINE_S)
-    with pytest.raises(UsageError, match=r"w\.a\\\.b and w\.a\.b would both be called 'a\.b'"):
+    with pytest.raises(UsageError, match=r"w\.a\\\.b and w\.a\.b would both be named 'a\.b'"):
         export(tmp_path / "run", tmp_path / "out", step=1, prefix="w")
     with pytest.raises(UnsupportedStateError, match=r"w\.x: .*C128"):
         export(tmp_path / "run", tmp_path / "out", step=2, prefix="w")
@@ -298,10 +298,10 @@ def test_names_change_on_the_way_out_and_back(root: Path, tmp_path: Path) -> Non
 
 def test_rules_that_make_one_name_of_two_are_refused_both_ways(root: Path, tmp_path: Path) -> None:
     one_name = [(r".*\.(weight|bias)$", "x")]
-    with pytest.raises(UsageError, match="would both be called 'x': give a longer prefix, or other rules"):
+    with pytest.raises(UsageError, match="would both be named 'x': give a longer prefix, or other rules"):
         export(root, tmp_path / "out", rename=one_name)
     export(root, tmp_path / "out")
-    with pytest.raises(UsageError, match="would both be called 'x'"):
+    with pytest.raises(UsageError, match="would both be named 'x'"):
         take_in(tmp_path / "back", tmp_path / "out", rename=one_name)
-    with pytest.raises(UsageError, match=r"would both be called 'embed\.weight'"):  # what is tied, too
+    with pytest.raises(UsageError, match=r"would both be named 'embed\.weight'"):  # what is tied, too
         take_in(tmp_path / "back", tmp_path / "out", rename=[("^head", "embed")])

@@ -79,6 +79,7 @@ def measure_source(root: Path = ROOT) -> dict[str, float]:
         "files with one user in their folder": len(source.single_users),
         "modules that open with a question": len(source.questions()),
         "persons per 1,000 words of docstrings": round(source.persons_per_1000_words(), 2),
+        "names for what persons do": len(source.persons_in_names()),
         "minus per cent of lines that are comments": -round(100 * source.comment_fraction(), 2),
     }
     return figures

@@ -21,6 +21,24 @@ APART = ("integrations", "testing")
 """Folders of the package that the product's lines do not count."""
 PERSONS = re.compile(r"\b([Ww]ho|[Ww]hom|[Ww]hoever|[Nn]obody|[Ss]omebody|none)\b")
 
+VERBS = {
+    "tell",
+    "told",
+    "telling",
+    "hear",
+    "heard",
+    "look",
+    "meet",
+    "met",
+    "forget",
+    "gave",
+    "give",
+    "given",
+    "hurry",
+    "hasten",
+}
+"""What parts of the program do not do: they emit, receive, list, match, release, return and expedite."""
+
 
 class Source:
     """The Python files below *root* that ship, by their path: ``aiockpt/…`` and ``backends/…``."""
@@ -112,10 +130,24 @@ class Source:
         words = sum(len(text.split()) for text in self.docstrings)
         return 1000 * sum(len(PERSONS.findall(text)) for text in self.docstrings) / words
 
+    def persons_in_names(self) -> list[str]:
+        """Return the functions, classes, arguments and attributes that are named for what persons do."""
+        return sorted({name for tree in self.trees.values() for name in _names(tree) if VERBS & set(name.split("_"))})
+
     def comment_fraction(self) -> float:
         """Return the share of all lines that are comments of their own."""
         lines = [line.strip() for text in self.texts.values() for line in text.splitlines()]
         return sum(line.startswith("# ") and not line.startswith("# ---") for line in lines) / len(lines)
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def _components(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:

@@ -28,10 +28,12 @@ def test_what_is_measured_is_seen(tmp_path: Path) -> None:
     (package / "one.py").write_text('"""Who saves? Nobody."""\n\nfrom aiockpt.engine.two import a\n# because\n')
     (package / "two.py").write_text(
         '"""A table."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from aiockpt.engine import one\n'
+        "def tell_all(told, self):\n    self._heard = told\n"
     )
     source = Source(tmp_path)
     assert source.circles == [["aiockpt/engine/one.py", "aiockpt/engine/two.py"]]
     assert source.questions() == ["aiockpt/engine/one.py"]
     assert source.single_users == ["aiockpt/engine/one.py", "aiockpt/engine/two.py"]
     assert source.persons_per_1000_words() == 1000 * 2 / 5
-    assert source.comment_fraction() == 1 / 8
+    assert source.persons_in_names() == ["_heard", "tell_all", "told"]
+    assert source.comment_fraction() == 1 / 10

@@ -80,7 +80,7 @@ def test_data_of_another_place_is_told_with_that_place() -> None:
 def test_another_place_is_told_with_both() -> None:
     found = certify(partial(scripts.train, "another place"))
     assert found.first is not None
-    assert "it looked in another place" in found.first.note
+    assert "its load used another place" in found.first.note
 
 
 def test_equal_seeds_kill_at_equal_places_and_others_elsewhere() -> None:

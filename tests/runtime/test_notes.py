@@ -112,7 +112,7 @@ async def test_a_store_that_is_lost_when_a_rank_comes_to_it_is_told_by_every_lat
     board = NoteBoard(store, "a place", 1, 2)
     board.begin()
     for _ in range(2):
-        with pytest.raises(StoreLostError, match="did not answer when this rank came to it"):
+        with pytest.raises(StoreLostError, match="did not answer this rank's first call"):
             await board.post("key", Note("never read"))
 
 

@@ -14,7 +14,7 @@ def test_a_process_that_is_silent_is_not_waited_for_without_end(monkeypatch: pyt
     monkeypatch.setattr(relay, "DEADLINE_S", 0.05)
     asked: list[int] = []
     store = RelayedStore(lambda number, question: asked.append(number))
-    with pytest.raises(ConnectionError, match=r"said nothing for 0\.05 s"):
+    with pytest.raises(ConnectionError, match=r"sent no reply for 0\.05 s"):
         store.get("key")
     store.receive(asked[0], Reply(b"late"))  # harms nobody
 

@@ -604,7 +604,7 @@ def test_a_place_that_cannot_be_listed_now_is_tried_again(tmp_path: Path, caplog
     with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=IO), scrub=OFTEN) as ckpt:
         ckpt.save(1, state()).result()
         place.away = True
-        until(lambda: "cannot be looked through now" in caplog.text, "it was told")
+        until(lambda: "cannot be listed now" in caplog.text, "it was told")
         place.away = False
         until(lambda: (tmp_path / "step-00000001" / "VERIFIED-1.json").exists(), "it was read")
 

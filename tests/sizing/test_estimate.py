@@ -85,10 +85,10 @@ def test_estimating_touches_nothing_of_the_optimizer() -> None:
         handle.remove()
     assert not seen
     assert not state["optimizer"].state
-    assert one.told.rank_bytes == one.told.bytes > 0
+    assert one.described.rank_bytes == one.described.bytes > 0
     frozen = torch.nn.Linear(3, 3).requires_grad_(False)
     assert find_state_to_come({"a": [torch.optim.AdamW(frozen.parameters())]}, ()) == []
-    assert [found.told.name for found in find_state_to_come({"a": [state["optimizer"]]}, ())] == ["a[0]"]
+    assert [found.described.name for found in find_state_to_come({"a": [state["optimizer"]]}, ())] == ["a[0]"]
 
 
 class Strange(torch.optim.Optimizer):
@@ -104,7 +104,7 @@ class Strange(torch.optim.Optimizer):
 
 def test_one_that_cannot_be_tried_without_memory_is_said_to_be_unknown() -> None:
     (one,) = find_state_to_come(make(torch.optim.Adafactor), ())
-    assert one.told.rank_bytes is None
+    assert one.described.rank_bytes is None
 
 
 def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:

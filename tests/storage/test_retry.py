@@ -501,7 +501,7 @@ def test_an_answer_that_is_short_and_no_error_is_gone_on_with_or_refused(retried
             await process.load(into, 1)
             assert torch.equal(into["weight"], state["weight"])
         else:
-            await fails(process.load(into, 1), StorageTransferError, "bytes were asked for")
+            await fails(process.load(into, 1), StorageTransferError, "bytes were requested")
 
     run_virtually(main, world.clock)
 

@@ -150,9 +150,9 @@ def test_bits_are_counted_around_the_end() -> None:
 
 
 def test_what_cannot_be_done_is_refused_at_once() -> None:
-    with pytest.raises(UsageError, match="'hang' cannot be done here"):
+    with pytest.raises(UsageError, match="'hang' is not supported here"):
         FaultyFiles(SimulatedFiles(), [Fault(do="hang")])
-    with pytest.raises(UsageError, match="'short' cannot be done here"):
+    with pytest.raises(UsageError, match="'short' is not supported here"):
         FaultyBackend(MemoryBackend(), [Fault(do="short")])
 
 

@@ -5,7 +5,7 @@
 - `load` fills modules, optimizers and tensors from it, sharded in any way, as ``Checkpointer.load`` does from ours.
 - `write_dcp` exports a step as a checkpoint that plain DCP loads.
 
-What is unpickled is unpickled with a list of what is allowed: a file runs no code, unless its user allows it.
+Unpickling is restricted to a list of allowed names: a file runs no code unless the caller allows it.
 """
 
 from aiockpt.convert.foreign.checkpoint import Foreign, open_checkpoint

@@ -16,13 +16,13 @@ SCHEME = "dcp://"
 
 
 class Foreign(msgspec.Struct, frozen=True):
-    """A checkpoint that others wrote, opened.
+    """An opened checkpoint of another library.
 
     Attributes:
         kind: in words, "a DCP checkpoint".
         path: where it lies.
-        state: nested dicts and lists of tensors and plain values. Tensors are mapped from the files: they must not change
-            while they are used, and what is written into a tensor stays in this process.
+        state: nested dicts and lists of tensors and plain values. Tensors are mapped from the files: the files must not
+            change while in use, and writes into a tensor stay in this process.
     """
 
     kind: str
@@ -50,8 +50,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
             author.
 
     Raises:
-        UsageError: its kind is not known; or something in it is pickled that is not on the list of what is allowed.
-        CorruptionError: files are missing or cut short, or do not agree with each other.
+        UsageError: its kind is not known; or it holds pickled objects that are not on the list of allowed names.
+        CorruptionError: files are missing or truncated, or contradict each other.
     """
     found = _without_scheme(os.fspath(path))
     for kind, is_one, read in _KINDS:

@@ -1,7 +1,7 @@
-"""The reader of folders of ``torch.distributed.checkpoint``: metadata count as far as the files agree with them.
+"""The reader of folders of ``torch.distributed.checkpoint``; metadata are trusted only where the files agree with them.
 
-``.metadata`` is a pickle; it is read with a list of the names that DCP itself writes into it. Each tensor was cut into
-chunks, and each chunk is a small archive of ``torch.save`` at some place of a file; the bytes in it are mapped, not read.
+``.metadata`` is a pickle; only the names that DCP itself writes are allowed in it. Each tensor is divided into chunks, and
+each chunk is a small archive of ``torch.save`` within a file; its bytes are mapped, not read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_one(path: Path) -> bool:
 
 
 def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
-    """Return the state in a folder: nested as it was where DCP noted that, else at the dots of its names.
+    """Return the state in a folder: nested as DCP recorded it, else at the dots of its names.
 
     Raises:
         UsageError: an item is an object, and *trust_pickle* does not allow it.
@@ -67,7 +67,7 @@ def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads ``.metadata``: finds what DCP writes into it, and nothing else."""
+    """Reads ``.metadata``: allows the names that DCP writes, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not on the list of what DCP's metadata hold")
+        raise pickle.UnpicklingError(f"{module}.{name} is not on the list of names allowed in DCP's metadata")
 
 
 def _read_metadata(path: Path) -> Any:
@@ -87,7 +87,7 @@ def _read_metadata(path: Path) -> Any:
     except Exception as error:
         raise CorruptionError(f"{path} is damaged: {error!r}") from error
     if type(metadata).__name__ != "Metadata" or not isinstance(metadata.storage_data, dict):
-        raise CorruptionError(f"{path} does not say where the tensors are")
+        raise CorruptionError(f"{path} has no locations of tensors")
     return metadata
 
 
@@ -95,7 +95,7 @@ class _Folder:
     """The files as the metadata describe them.
 
     Args:
-        where: by name and offsets, in which file and where in it something lies.
+        where: (name, offsets) → file and place in it.
     """
 
     def __init__(self, path: Path, where: Mapping[Any, Any]) -> None:
@@ -108,7 +108,7 @@ class _Folder:
         return unpickle(io.BytesIO(self._bytes_of(name, None)), f"{self._path}: {name}", trust_pickle)
 
     def tensor(self, name: str, held: Any) -> torch.Tensor:
-        """Return an item that is a tensor, or the chunks of it."""
+        """Return a tensor item, joined from its chunks where it has several."""
         shape, dtype = tuple(held.size), held.properties.dtype
         parts = []
         for chunk in held.chunks:
@@ -122,7 +122,7 @@ class _Folder:
         if place is None and offsets is not None and not any(offsets):
             place = self._where.get((name, None))
         if place is None:
-            raise CorruptionError(f"{self._path}: {METADATA} does not say where {name} at {offsets} is")
+            raise CorruptionError(f"{self._path}: {METADATA} has no location of {name} at {offsets}")
         if getattr(place, "transform_descriptors", None):
             raise UsageError(
                 f"{self._path}: {name} went through {place.transform_descriptors}; load it with DCP itself"
@@ -139,7 +139,7 @@ def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(node: Any) -> Any:
-    """Make lists of what was one: dicts whose keys are 0, 1, …"""
+    """Restore lists: dicts whose keys are 0, 1, …"""
     if type(node) is not dict:
         return node
     inside = {key: _with_lists(child) for key, child in node.items()}
@@ -149,9 +149,9 @@ def _with_lists(node: Any) -> Any:
 
 
 def _as_saved(node: Any) -> Any:
-    """Return what lies in dicts, with the ``state_dict()`` of each optimizer and ``MultiStepLR`` as it was.
+    """Return *node* with the ``state_dict()`` of each optimizer and ``MultiStepLR`` in its original form.
 
-    DCP notes numbers that are keys as texts, and nothing of a dict that is empty.
+    DCP records keys that are numbers as text, and drops empty dicts.
     """
     if type(node) is list:
         return [_as_saved(child) for child in node]

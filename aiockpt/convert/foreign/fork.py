@@ -1,7 +1,7 @@
-"""The begin of a run from what another program wrote: ``load(state, fork="dcp:///old")``, ``fork="hf:///weights"``.
+"""The start of a run from another program's checkpoint: ``load(state, fork="dcp:///old")``, ``fork="hf:///weights"``.
 
-Guarantees: every rank fills its own part, and no rank fills any before the state of each was matched. Nothing is written
-there.
+Guarantees: every rank fills its own part, and no rank fills any before the states of all ranks have matched. The foreign
+checkpoint is only read.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from aiockpt.storage.open import open_backend
 T = TypeVar("T")
 HF = "hf://"
 READS_AT_ONCE = 4
-"""Of tensors of a folder, each of which is in memory meanwhile as far as this rank holds rows of it."""
+"""Concurrent reads of a folder's tensors; the rows that this rank holds of each are in memory meanwhile."""
 
 
 class _Opened(msgspec.Struct, frozen=True):
-    """A foreign checkpoint: what it offers, and what fills one tensor from it and returns the bytes that it read."""
+    """A foreign checkpoint: its entries, and a function that fills one tensor and returns the bytes it read."""
 
     stored: Stored
     fill: Callable[[TensorShard], Awaitable[int]]
@@ -54,7 +54,7 @@ class ForeignFork:
 
     Raises:
         UsageError: the request names a step, or state of optimizers by parameter: a foreign checkpoint has neither; or
-            *where* is a folder of weights, and the request chooses not one module.
+            *where* is a folder of weights, and the request does not choose exactly one module.
     """
 
     def __init__(self, engine: Engine, coordinator: Coordinator, where: str, request: LoadRequest) -> None:
@@ -78,7 +78,7 @@ class ForeignFork:
 
         Raises:
             StateMismatchError: the checkpoint does not fit the state of every rank; nothing was overwritten.
-            UsageError, CorruptionError, StorageError: it cannot be opened, or read.
+            UsageError, CorruptionError, StorageError: the checkpoint cannot be opened or read.
         """
         begun_ns, engine = self._engine.now_ns(), self._engine
         async with AsyncExitStack() as files:
@@ -102,7 +102,7 @@ class ForeignFork:
         return Filled(result, target, agree=engine.world_size > 1)
 
     async def _on_all(self, load: LoadRound, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what *work* returns when it went well on every rank."""
+        """Return the result of *work* after it succeeded on every rank."""
         try:
             result = await work()
         except Exception as error:
@@ -135,7 +135,7 @@ class ForeignFork:
 
 
 def _folder_of(where: str) -> str:
-    """Return the path or URL of the folder; a repository of the Hub is a place of its own."""
+    """Return the path or URL of the folder; a repository of the Hub keeps its URL."""
     rest = where.removeprefix(HF)
     return rest if rest.startswith(("/", "./", "~")) or "://" in rest else where
 
@@ -174,7 +174,7 @@ def _open_weights(engine: Engine, source: Source, module: str, where: str) -> _O
         found = tensors[ties.get(wanted.name, wanted.name)]
         read_bytes = 0
         for box, _ in boxes_of(wanted):
-            # Rows lie together; of the other axes what is not this rank's is read with them.
+            # Rows are contiguous; along the other axes, elements of other ranks are read with them.
             rows = Box(box.offsets[:1] + (0,) * (box.ndim - 1), box.sizes[:1] + found.shape[1:]) if box.ndim else box
             read = torch.empty(rows.sizes, dtype=torch_dtype(found.dtype))
             row_bytes = read.nbytes // rows.sizes[0] if rows.sizes and rows.sizes[0] else 0

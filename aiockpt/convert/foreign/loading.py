@@ -1,4 +1,4 @@
-"""Loading of a foreign checkpoint into live objects: matched by name as ours is, and copied box by box."""
+"""Loading of a foreign checkpoint into live objects: matched by name like our own, and copied box by box."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def load(
     rename: Renames = (),
     trust_pickle: bool = False,
 ) -> tuple[str, ...]:
-    """Fill *state* in place, and return what did not fit in words (nothing when *strict*).
+    """Fill *state* in place, and return the mismatches in words (none when *strict*).
 
     Modules, optimizers and tensors may be sharded in any way; each rank fills its part, without messages. Optimizers are
-    filled from what ``get_optimizer_state_dict`` returned, by names, and from ``optimizer.state_dict()``, by the order of
+    filled from the result of ``get_optimizer_state_dict``, by names, and from ``optimizer.state_dict()``, by the order of
     the parameters.
 
     Args:
-        checkpoint: what `open_checkpoint` returned, or what it accepts: ``dcp:///path``, a folder, a file.
+        checkpoint: a result of `open_checkpoint`, or an argument that it accepts: ``dcp:///path``, a folder, a file.
         state: as for ``Checkpointer.load``.
         only, strict, map, rename: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for Lightning's ``.ckpt``.
 
@@ -42,7 +42,7 @@ def load(
 
     Raises:
         StateMismatchError: all differences by name; nothing was overwritten.
-        UsageError: an entry of ``map`` or ``only`` fits no name; or as for `open_checkpoint`.
+        UsageError: an entry of ``map`` or ``only`` matches no name; or as for `open_checkpoint`.
         CorruptionError: as for `open_checkpoint`.
     """
     if not isinstance(checkpoint, Foreign):
@@ -70,7 +70,7 @@ class SourceState:
         self._held = held
 
     def fill(self, wanted: TensorShard) -> None:
-        """Copy the elements of *wanted*, which bears a name of `stored`."""
+        """Copy the elements of *wanted*, whose name is one of `stored`."""
         for shard in self._held[self.stored.alias.get(wanted.name, wanted.name)]:
             for there, source in boxes_of(shard):
                 copy_shared(wanted, there, source)
@@ -78,7 +78,7 @@ class SourceState:
 
 @torch.no_grad()
 def copy_shared(wanted: TensorShard, there: Box, source: torch.Tensor) -> None:
-    """Copy what *wanted* and the box *there*, whose elements *source* holds, have in common."""
+    """Copy the intersection of *wanted* and the box *there*, whose elements are *source*."""
     for box, into in boxes_of(wanted):
         shared = box.intersect(there)
         if shared is not None:
@@ -100,7 +100,7 @@ def boxes_of(shard: TensorShard) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def _window(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """Return the elements of *part* in a tensor that has those of *box*."""
+    """Return the elements of *part* in a *tensor* that holds those of *box*."""
     for axis, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         tensor = tensor.narrow(axis, start - box.offsets[axis], size)
     return tensor

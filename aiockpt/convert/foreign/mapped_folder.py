@@ -16,7 +16,7 @@ from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 
 @contextmanager
 def reported_as_damage(file: Path) -> Iterator[None]:
-    """Turn what the block raises, unless it is an error of ours, into a `CorruptionError` that names *file*."""
+    """Turn errors of the block, except our own, into a `CorruptionError` that names *file*."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -31,10 +31,10 @@ def join_chunks(
     """Return the tensor of *shape* whose *chunks* are given with the place of their first element; nothing is copied.
 
     Raises:
-        CorruptionError: they are not all of it, lie over each other, or outside; it calls the tensor *what*.
+        CorruptionError: the chunks are incomplete, overlap, or lie outside of *shape*; the message names the tensor *what*.
     """
     if sum(chunk.numel() for _, chunk in chunks) != torch.Size(shape).numel():
-        raise CorruptionError(f"the chunks of {what} are not all of it")
+        raise CorruptionError(f"the chunks of {what} do not add up to its shape")
     if len(chunks) == 1 and tuple(chunks[0][1].shape) == shape:
         return chunks[0][1]
     try:
@@ -47,7 +47,7 @@ class MappedFolder:
     """The files of a foreign checkpoint.
 
     Args:
-        described_by: the file that describes where things lie, as messages call it.
+        described_by: name of the file with the locations, for messages.
     """
 
     def __init__(self, path: Path, described_by: str) -> None:
@@ -56,11 +56,11 @@ class MappedFolder:
         self._map = cache(self._map_file)
 
     def part(self, location: str, what: str, start: int = 0, end: int | None = None) -> memoryview:
-        """Return bytes *start* to *end* of a file; to its end for None. What is written into them stays in this process.
+        """Return bytes *start* to *end* of a file (None: to its end). Writes into them stay in this process.
 
         Args:
             location: relative to the folder.
-            what: lies there, in words, for messages.
+            what: the content, in words, for messages.
 
         Raises:
             CorruptionError: the file is missing, outside of the folder, or ends before *end*.

@@ -1,4 +1,4 @@
-"""Saving of a foreign checkpoint as a step: a save of its state, whose tensors lie in the mapped files."""
+"""Saving of a foreign checkpoint as a step: a save of its state, whose tensors are mapped from the files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def save_as_step(
     The staging pool of *io* bounds the memory, whatever the size of the checkpoint.
 
     Args:
-        replace: add a generation where the step is there already.
-        dry_run: write nothing, and say what would be written.
+        replace: add a generation where the step already exists.
+        dry_run: write nothing, and return what would be written.
         ranks: ``Ranks()`` where one rank of a job converts alone; None uses ``torch.distributed``.
         on_written: called with the bytes of each write, on the loop thread; for progress.
 
     Raises:
-        StepExistsError: the step is there already.
+        StepExistsError: the step already exists.
         UnsupportedStateError: the checkpoint holds something that cannot be saved; it is named.
         StorageError: of the place.
     """

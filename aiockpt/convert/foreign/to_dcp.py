@@ -31,7 +31,7 @@ from aiockpt.storage.address import parse_address
 
 
 DCP_NOTE = "__dcp__"
-"""The key under which `aiockpt.integrations.dcp` notes DCP's names in a state: of no use elsewhere."""
+"""The key under which `aiockpt.integrations.dcp` records DCP's names in a state; useless elsewhere."""
 
 
 def as_state_dicts(stored: Stored) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
 
 
 def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, str]]:
-    """Yield where there are objects, and their kinds."""
+    """Yield the path and kind of each object."""
     kind = node.get(TAG) if type(node) is dict else None
     if kind in ("module", "optimizer", "loader", "per_rank"):
         yield path, str(kind)
@@ -67,7 +67,7 @@ def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, str]]:
 def _optimizer(
     plain: Mapping[str, Any], path: TreePath, inside: Mapping[str, TreePath], modules: list[TreePath]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict; *inside* has its tensors: ``state``, the parameter's parts, the slot."""
+    """Return an optimizer's state dict; *inside* has its tensors by path: ``state``, the parameter's parts, the slot."""
     state: dict[str, dict[str, Any]] = {
         _relative(owner, modules): dict(values) for owner, values in plain["state"].items()
     }
@@ -114,15 +114,15 @@ def write_dcp(
     """Write a step (the newest valid one for None) as a checkpoint of ``torch.distributed.checkpoint``; return its bytes.
 
     State dicts in it have the names that ``get_state_dict`` of torch returns. Memory holds one tensor at a time. Blocks; a
-    folder without ``.metadata`` is not whole.
+    folder without ``.metadata`` is incomplete.
 
     Args:
         folder: a folder of this machine; made with its parents.
-        replace: whether a checkpoint that is there is removed first.
+        replace: whether an existing checkpoint is removed first.
         on_written: called with the bytes of each item.
 
     Raises:
-        UsageError: a checkpoint is there already.
+        UsageError: the folder holds a checkpoint already.
         StepNotFoundError, CorruptionError, StorageError: of the step.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -209,7 +209,7 @@ class _Items:
 
 
 def _publish(folder: Path, metadata: bytes) -> None:
-    """Make the metadata visible when all that they name is durable."""
+    """Make the metadata visible after all files that they name are durable."""
     staged = folder / f"{METADATA}.tmp"
     with staged.open("wb") as file:
         file.write(metadata)

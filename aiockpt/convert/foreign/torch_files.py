@@ -1,4 +1,4 @@
-"""The reader of files of ``torch.save``: torch itself, with its list of what is allowed; mapped where possible."""
+"""The reader of files of ``torch.save``: torch itself, with its list of allowed names; mapped where possible."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from aiockpt.errors import CorruptionError, UsageError
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-"""How torch names what is not on its list."""
+"""Pattern of the names in torch's error that are not on its list."""
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How a file began before torch 1.6: the pickle of a magic number."""
+"""Start of a file before torch 1.6: the pickle of a magic number."""
 
 
 def is_one(path: Path) -> bool:
@@ -33,7 +33,7 @@ def is_one(path: Path) -> bool:
 
 
 def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
-    """Return the state in a file; what is no dict is called ``"value"``.
+    """Return the state in a file; a state that is no dict gets the key ``"value"``.
 
     Raises:
         UsageError: it holds objects, and *trust_pickle* does not allow them.
@@ -44,7 +44,7 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
 
 
 def unpickle(source: Any, what: str, trust_pickle: bool, *, mmap: bool | None = None) -> Any:
-    """Return what torch reads from *source*, which messages call *what*.
+    """Return the object that torch reads from *source*; messages name it *what*.
 
     Raises:
         UsageError: it holds objects, and *trust_pickle* does not allow them.
@@ -54,14 +54,14 @@ def unpickle(source: Any, what: str, trust_pickle: bool, *, mmap: bool | None = 
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust_pickle)
     except MemoryError:
         raise
-    except Exception as error:  # of what is damaged, any may come
+    except Exception as error:  # damaged data may raise any error
         if not isinstance(error, pickle.UnpicklingError) or trust_pickle:
             raise CorruptionError(f"{what} cannot be read: {error}") from error
         named = _GLOBAL.search(str(error))
         objects = f"objects ({named[1]})" if named else "objects"
         raise UsageError(
             f"{what} holds {objects}, and unpickling them may run code: give "
-            "trust_pickle=True (--trust-pickle) if you trust whoever wrote it"
+            "trust_pickle=True (--trust-pickle) if you trust its author"
         ) from error
 
 
@@ -70,14 +70,14 @@ def unpickle(source: Any, what: str, trust_pickle: bool, *, mmap: bool | None = 
 
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a member: the lengths of its name and of its extra field, behind which its bytes begin."""
+"""Of a member's header: the lengths of its name and of its extra field; the bytes follow these two."""
 
 
 def read_tensor(data: memoryview, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor of *dtype* and *shape* in an archive, in the archive's memory where it can be.
 
     Args:
-        what: to call it in messages.
+        what: its name in messages.
 
     Raises:
         CorruptionError: it is damaged, or holds something else.
@@ -118,11 +118,11 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-"""What pickles call the memory of a dtype; that of newer ones is untyped, and handled by torch."""
+"""Storage classes in pickles, by dtype; storages of newer dtypes are untyped, and handled by torch."""
 
 
 class _File(io.RawIOBase):
-    """Memory, read as a file: unlike `io.BytesIO` it does not copy it."""
+    """Memory as a file, without the copy that `io.BytesIO` makes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

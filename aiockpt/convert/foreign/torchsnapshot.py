@@ -1,7 +1,7 @@
-"""The reader of snapshots of torchsnapshot: the state of the first rank, whole, and where other ranks differed.
+"""The reader of snapshots of torchsnapshot: the whole state of the first rank, and the differences of other ranks.
 
-A tensor that was replicated, chunked or sharded is one tensor again. Each rank's own values are kept once where all ranks
-had the same; where a rank differed, its value lies at the same path under ``other_ranks`` and the rank's number.
+Replicated, chunked and sharded tensors are joined into one. Values that are equal on all ranks are kept once; where a rank
+differs, its value is at the same path under ``other_ranks`` and the rank's number.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aiockpt.state.geometry import Box
 
 # The manifest of a torchsnapshot: the entries of each rank, and those that all ranks share.
 #
-# ``.snapshot_metadata`` is JSON, or YAML where an early version wrote it. An entry is called by its rank and the keys that
-# lead to it, ``0/model/weight``; ``%`` and ``/`` in a key are ``%25`` and ``%2F``. It describes a tensor, the chunks of one,
+# ``.snapshot_metadata`` is JSON, or YAML where an early version wrote it. The name of an entry is its rank and the keys to
+# it, ``0/model/weight``; ``%`` and ``/`` in a key are ``%25`` and ``%2F``. An entry describes a tensor, the chunks of one,
 # an object in a file, a plain value, or a container of further entries.
 
 
@@ -84,7 +84,7 @@ class ShardedEntry(_TaggedEntry, frozen=True, tag="ShardedTensor"):
 
 
 class MeshedEntry(ShardedEntry, frozen=True, tag="DTensor"):
-    """The same of a DTensor; ranks may have the same shards. Where they lay in the mesh is of no use here."""
+    """The same of a DTensor; ranks may have the same shards. Their places in the mesh are not needed here."""
 
 
 class PickledObject(_TaggedEntry, frozen=True, tag="object"):
@@ -217,7 +217,7 @@ def _decode(data: bytes) -> _Metadata:
 
 
 def _share(ranks: dict[int, dict[str, Entry]]) -> dict[int, dict[str, Entry]]:
-    """Add to each rank what is noted once: with the first rank what is replicated, with each rank its shards of a tensor."""
+    """Add to each rank the entries that are recorded once: those replicated (by the first rank), and all shards."""
     shards: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk]] = {}
     for entries in ranks.values():
         for path, entry in entries.items():
@@ -234,11 +234,11 @@ def _share(ranks: dict[int, dict[str, Entry]]) -> dict[int, dict[str, Entry]]:
     }
 
 
-# The merge of states that ranks saved separately: what they have in common, and where one differs.
+# The merge of states that ranks saved separately: their common part, and the differences of each rank.
 
 
 def merge_rank(state: dict[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Add to *state* what only this rank *held*, and return what it held otherwise: dicts to the same paths.
+    """Add to *state* the entries that only this rank *held*, and return those that differ, in dicts with the same paths.
 
     Tensors are compared by their bytes. A list of which an element differs differs as a whole.
     """
@@ -317,12 +317,12 @@ def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         if differences := merge_rank(state, _Tree(entries, files).app_state()):
             others[rank] = differences
     if others and OTHER_RANKS in state:
-        raise UsageError(f"{path}: its state has a part called {OTHER_RANKS}, where that of other ranks would be put")
+        raise UsageError(f"{path}: its state has a part named {OTHER_RANKS}, a name reserved for other ranks")
     return {**state, OTHER_RANKS: others} if others else state
 
 
 class _Tree:
-    """The entries of one rank, as the nested containers that they were."""
+    """The entries of one rank, rebuilt as nested containers."""
 
     def __init__(self, entries: Mapping[str, Entry], files: _Files) -> None:
         self._entries = entries
@@ -330,7 +330,7 @@ class _Tree:
         self._lengths = Counter(path.rpartition("/")[0] for path in entries)
 
     def app_state(self) -> dict[str, Any]:
-        """Return what each part of the state held."""
+        """Return the contents of each part of the state."""
         return {unquote(path): self._at(path) for path in self._entries if "/" not in path}
 
     def _at(self, path: str) -> Any:

@@ -1,8 +1,8 @@
 """The reader of universal checkpoints of DeepSpeed: whole weights and moments, a file each, and the engine's state.
 
 ``ds_to_universal`` makes one of ZeRO's flat partitions: ``zero/NAME/fp32.pt``, ``exp_avg.pt`` and others of each parameter,
-beside ``zero/optimizer_state.pt`` and the ``*_model_states.pt`` of the ranks. The state is what
-`aiockpt.integrations.deepspeed` saves, so that an engine resumes from it, and a plain module and optimizer accept it.
+beside ``zero/optimizer_state.pt`` and the ``*_model_states.pt`` of the ranks. The state has the form that
+`aiockpt.integrations.deepspeed` saves, so an engine resumes from it, and a plain module and optimizer accept it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_DEEPSPEED = """
 
 
 class StandIn:
-    """Replaces an object of DeepSpeed that is not needed, so that its code does not run."""
+    """Replaces an object of DeepSpeed that is not needed, so DeepSpeed's code does not run."""
 
     def __init__(self, *values: object) -> None:
         """Drop the values."""
@@ -83,7 +83,7 @@ def _read(file: Path, trust_pickle: bool) -> Any:
 
 
 def _tensor_in(file: Path, trust_pickle: bool) -> torch.Tensor:
-    """Return the tensor in a file, which may lie beside how it was put together."""
+    """Return the tensor in a file, which may be stored beside a description of its parts."""
     found = _read(file, trust_pickle)
     tensor = found.get("param", found.get("value"))
     if not isinstance(tensor, torch.Tensor):
@@ -110,7 +110,7 @@ def _shapes(ranks: list[Any]) -> dict[str, torch.Size]:
 
 
 def _frozen(ranks: list[Any], model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that no optimizer had; of ZeRO-3 each rank has a part, and the last one padding."""
+    """Yield the parameters without an optimizer; under ZeRO-3 each rank has a part, and the last one padding."""
     for name, shape in (ranks[0].get("frozen_param_shapes") or {}).items():
         parts = [rank["frozen_param_fragments"][name] for rank in ranks if rank.get("frozen_param_fragments")]
         if parts and parts[0].shape == shape:
@@ -135,7 +135,7 @@ def _optimizer(path: Path, ranks: list[Any], state: dict[str, dict[str, Any]], t
     names = [list(group) for group in ranks[0].get("param_shapes") or ()]
     if len(groups) != len(names):
         raise CorruptionError(f"{path} has {len(groups)} groups of the optimizer, and parameters in {len(names)}")
-    # Of ZeRO-3 the number of steps is in the optimizer's own state, of one of its partitions.
+    # Under ZeRO-3 the number of steps is in the optimizer's own state, in one of its partitions.
     steps = [
         one["step"] for one in (saved.get("optimizer_state_dict") or {}).get("state", {}).values() if "step" in one
     ]

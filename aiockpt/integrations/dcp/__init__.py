@@ -3,7 +3,7 @@
     dcp.save(state_dict, storage_writer=AiockptWriter("/runs/7"))
     dcp.load(state_dict, storage_reader=AiockptReader("/runs/7"))
 
-Planners, de-duplication, ``async_save`` and all that is built on DCP stay as they are. docs/frameworks/dcp.md is the page
+Planners, de-duplication, ``async_save`` and everything built on DCP stay as they are. docs/frameworks/dcp.md is the page
 for users.
 """
 

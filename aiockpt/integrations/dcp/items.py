@@ -1,8 +1,8 @@
 """Conversion of DCP's flat items to a state of ours: a nested dict of tensors, shards and values, and DCP's names.
 
-DCP flattens a nested state dict into items with dotted names, and keeps the path of each. In the checkpoint they lie nested
-again, so that ``Checkpointer.load({"model": model, …})`` fills modules and optimizers from it. What DCP would pickle is
-written as a plain value where it is one; only what is not stays a pickle, and is noted as such.
+DCP flattens a nested state dict into items with dotted names, and keeps the path of each. In the checkpoint they are nested
+again, so that ``Checkpointer.load({"model": model, …})`` fills modules and optimizers from it. Items that DCP would pickle
+are written as plain values where possible; only the others stay pickles, and are marked as such.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ItemNote(msgspec.Struct, frozen=True):
     """DCP's description of its items.
 
     Attributes:
-        paths: of each item, by its name; the part of a list is its number.
+        paths: the path of each item, by its name; list positions are integers.
         pickled: names of items that are pickles.
-        flattened: whether DCP's planner knew the paths, and needs them back.
+        flattened: whether DCP's planner had the paths, and needs them again.
     """
 
     paths: dict[str, list[str | int]]
@@ -36,7 +36,7 @@ class ItemNote(msgspec.Struct, frozen=True):
     flattened: bool = True
 
     def as_value(self) -> dict[str, Any]:
-        """Return it as a plain value."""
+        """Return the note as a plain value."""
         return {"paths": self.paths, "pickled": self.pickled, "flattened": self.flattened}
 
 
@@ -44,7 +44,7 @@ def read_note(values: object) -> ItemNote | None:
     """Return the note in the values of a checkpoint, or None where it was not saved through DCP.
 
     Raises:
-        CorruptionError: this library did not write it.
+        CorruptionError: the note is not as this library writes it.
     """
     found = values.get(DCP_NOTE) if isinstance(values, Mapping) else None
     if found is None:
@@ -58,9 +58,9 @@ def read_note(values: object) -> ItemNote | None:
 def with_lists(state: dict[Any, Any], paths: Iterable[Parts], *, alone: bool) -> dict[Any, Any]:
     """Return *state* with lists where DCP found some; `nested.put` made dicts with numbers for keys of them.
 
-    Ranks have different items of one list after de-duplication, and lists are united by place. So a list of containers is
-    written as one, with empty dicts where a rank has nothing; one that has items itself stays a dict, but for a rank that
-    saves *alone*.
+    After de-duplication, ranks have different items of one list, and lists are merged by position. So a list of containers
+    is written as a list, with empty dicts where a rank has nothing. A list that has items itself stays a dict, unless the
+    rank saves *alone*.
 
     Args:
         paths: of all items of this rank before de-duplication: they give the length of each list.
@@ -87,16 +87,16 @@ def with_lists(state: dict[Any, Any], paths: Iterable[Parts], *, alone: bool) ->
 
 
 def unpickled(data: bytes) -> tuple[bool, Any]:
-    """Return whether what ``torch.save`` wrote is a plain value, and the value."""
+    """Return whether the result of ``torch.save`` is a plain value, and the value."""
     try:
         value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception:  # noqa: BLE001  whatever torch says of it, it is not plain
+    except Exception:  # noqa: BLE001  any error of torch means that it is not plain
         return False, None
     return is_plain(value), value
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value is one that comes back as it was without a pickle: of these classes, and no subclass."""
+    """Return whether a value loads unchanged without a pickle: it is of these classes, not of a subclass."""
     if type(value) in _PLAIN:
         return True
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -107,7 +107,7 @@ def is_plain(value: object) -> bool:
 
 
 def pickled(value: object) -> io.BytesIO:
-    """Return what ``torch.save`` writes of a value, to be read from its beginning."""
+    """Return the result of ``torch.save`` for a value, positioned at its beginning."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -1,7 +1,7 @@
-"""The storage reader of ``dcp.load``: what DCP's plan asks for becomes a state to fill, box by box.
+"""The storage reader of ``dcp.load``: it turns DCP's plan into a state to fill, box by box.
 
-To DCP every tensor is one chunk: which file has which piece of it is found by the engine, which reads just what is wanted,
-verifies every block, and writes it into the tensors that the planner names.
+For DCP every tensor is one chunk. The engine finds the files of its pieces, reads only the requested parts, verifies every
+block, and writes it into the tensors that the planner names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aiockpt.session.checkpointer import Checkpointer, Place
 from aiockpt.state.tree import TAG
 
 _OF_OBJECTS = {"tensor", "numpy.ndarray", "module", "optimizer", "stateful", "loader", "per_rank"}
-"""Kinds of nodes that are no plain values."""
+"""Kinds of nodes that are not plain values."""
 
 
 class _Offer(NamedTuple):
@@ -52,19 +52,19 @@ class _Offer(NamedTuple):
 class AiockptReader(StorageReader):
     """Reads a checkpoint for ``dcp.load``: ``storage_reader=AiockptReader("/runs/7")``.
 
-    It reads what `AiockptWriter` has saved, and what ``Checkpointer.save`` has: each tensor under its dotted name
-    (``model.layers.0.weight``), each plain value under its own. Any rank reads for itself, and what it reads is verified.
+    It reads checkpoints of `AiockptWriter` and of ``Checkpointer.save``: each tensor under its dotted name
+    (``model.layers.0.weight``), each plain value under its own. Each rank reads for itself, and verifies what it reads.
 
     Args:
-        place: where from: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.load`` takes
-            its place.
-        step: which checkpoint there; the newest valid one for None, as the coordinator finds it.
-        trust_pickle: whether items that are no plain values may be unpickled, which runs code of their author.
+        place: the folder or URL to read from, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.load``
+            overrides it.
+        step: the checkpoint there; None is the newest valid one that the coordinator finds.
+        trust_pickle: whether items that are not plain values may be unpickled, which runs code of their author.
         **options: of `aiockpt.Checkpointer`: ``limits=`` …
 
     Raises: Raised by ``dcp.load``, inside of DCP's ``CheckpointException`` where ranks take part
-        NoValidCheckpointError, StepNotFoundError: there is none, or not that one.
-        CorruptionError: a block is not what was saved; tensors may be partly overwritten.
+        NoValidCheckpointError, StepNotFoundError: there is no valid checkpoint, or not that step.
+        CorruptionError: a block differs from the saved one; tensors may be partly overwritten.
         UsageError: an item is a pickle, and ``trust_pickle`` was not given.
     """
 
@@ -86,7 +86,7 @@ class AiockptReader(StorageReader):
         self._found = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds, in DCP's terms."""
+        """Return the content of the checkpoint as DCP's metadata."""
         with self._checkpointer() as ckpt:
             self._found = offer(ckpt.describe(self._step).result(), str(self._place))
         return self._found.metadata
@@ -105,7 +105,7 @@ class AiockptReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Fill the tensors of a plan, and hand its values to the planner; return when that is done."""
+        """Fill the tensors of a plan, and pass its values to the planner; return when that is done."""
         found, step = self._offered(), plan.storage_data
         if step != found.step:
             raise UsageError(
@@ -129,7 +129,7 @@ class AiockptReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
-        """Return whether it names a place."""
+        """Return whether *checkpoint_id* names a place."""
         return is_place(checkpoint_id)
 
     @property
@@ -155,7 +155,7 @@ class _Fetch:
     """The reads of one rank.
 
     Args:
-        found: what the checkpoint offers.
+        found: the content of the checkpoint.
         planner: provides the tensors to fill, and receives the values.
     """
 
@@ -188,7 +188,7 @@ class _Fetch:
         self._parts[name].append((tuple(item.storage_offsets), target))
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be loaded."""
+        """Return the state to load."""
         state: dict[str, Any] = {}
         for name, parts in self._parts.items():
             stored = self._found.metadata.state_dict_metadata[name]
@@ -197,12 +197,12 @@ class _Fetch:
         return state | {item.storage_index.fqn: None for item in self._values}
 
     def stored_name(self, name: str) -> str:
-        """Return where a part of `state` lies in the checkpoint."""
+        """Return the name in the checkpoint of a part of `state`."""
         key, *rest = split_name(name)
         return join_name((*self._found.paths[str(key)], *rest))
 
     def hand_over(self, state: dict[str, Any]) -> None:
-        """Pass what was loaded into *state* to the planner."""
+        """Pass the values loaded into *state* to the planner."""
         for item, live, target in self._tensors:
             if target.dtype != live.dtype:
                 live.detach().copy_(target)
@@ -210,13 +210,13 @@ class _Fetch:
         for item in self._values:
             name = item.storage_index.fqn
             if state[name] is None and name not in self._found.nones:
-                continue  # in the control of `aiockpt prove` nothing is loaded
+                continue  # the control run of `aiockpt prove` loads nothing
             value, is_raw = state[name], name in self._found.pickled
             self._planner.load_bytes(item, io.BytesIO(value) if is_raw else pickled(value))
 
 
 def offer(description: Description, place: str) -> _Offer:
-    """Return what a checkpoint holds in DCP's terms."""
+    """Return the content of a checkpoint in DCP's terms."""
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in description.tensors}
     tensors |= {name: tensors[kept] for name, kept in description.alias.items()}
     note = read_note(description.values)

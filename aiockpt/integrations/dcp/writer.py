@@ -1,8 +1,8 @@
-"""The storage writer of ``dcp.save``: each rank's items become a state, which is saved as any other.
+"""The storage writer of ``dcp.save``: each rank's items become a state, which is saved like any other.
 
-DCP's phases fall on those of a save: ``write_data`` returns when this rank's files and its vote are durable, ``finish``, on
-the coordinator, when the checkpoint is committed. Replicas were left out by DCP's planner; what its ranks hold of a tensor
-is `aiockpt.Shards`.
+DCP's phases map to those of a save: ``write_data`` returns when this rank's files and its vote are durable; ``finish``, on
+the coordinator, returns when the checkpoint is committed. DCP's planner has left out replicas; a rank's parts of a tensor
+are `aiockpt.Shards`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Identifier = str | os.PathLike[str]
 
 
 def is_place(checkpoint_id: object) -> bool:
-    """Return whether what DCP calls a checkpoint's id names a place."""
+    """Return whether a ``checkpoint_id`` of DCP names a place."""
     return isinstance(checkpoint_id, str | os.PathLike)
 
 
@@ -41,18 +41,18 @@ class AiockptWriter(StorageWriter):
     """Writes what ``dcp.save`` and ``dcp.async_save`` save: ``storage_writer=AiockptWriter("/runs/7")``.
 
     One object may save any number of checkpoints, and keeps its staging memory and thread between those of one place. All
-    ranks make the same calls, as DCP requires. It may be pickled, as DCP's process of its own for ``async_save`` needs.
+    ranks make the same calls, as DCP requires. It can be pickled, as ``async_save`` in a separate process requires.
 
     Args:
-        place: where to: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.save`` takes its
-            place.
-        step: the number of the checkpoint there, an attribute that may be set before each save; saved again it is a new
-            generation.
-        process_group: what is given to ``dcp.save`` as its ``process_group``.
+        place: the folder or URL to write to, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.save``
+            overrides it.
+        step: the number of the checkpoint there, an attribute that may be set before each save. Saving a step again makes
+            a new generation of it.
+        process_group: the ``process_group`` given to ``dcp.save``.
         **options: of `aiockpt.Checkpointer`: ``retention=``, ``limits=``, ``worker=`` …
 
     Raises: Raised by ``dcp.save``, inside of DCP's ``CheckpointException`` where ranks take part
-        CheckpointError: whatever a save may raise; what was committed before stays.
+        CheckpointError: any error of a save; checkpoints that were committed before stay.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class AiockptWriter(StorageWriter):
         self._save = None
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP puts into its metadata."""
+        """Return the part of DCP's metadata for the storage."""
         return StorageMeta(checkpoint_id=str(self._place), save_id=str(uuid.uuid4()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
+        """Note this rank's number; a process that DCP numbers differently than the process group does saves alone."""
         if self._place is None:
             raise UsageError('give a place: AiockptWriter("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
         self._coordinates = is_coordinator
@@ -99,7 +99,7 @@ class AiockptWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged; one that stands for a whole job was made without the others (``no_dist``)."""
+        """Return the plans unchanged; a single plan for a job of several ranks is one of ``no_dist``."""
         size = size_of(self._group)
         if self._collective and len(plans) == 1:
             self._alone = True
@@ -132,7 +132,7 @@ class AiockptWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
-        """Return whether it names a place."""
+        """Return whether *checkpoint_id* names a place."""
         return is_place(checkpoint_id)
 
     @property
@@ -143,7 +143,7 @@ class AiockptWriter(StorageWriter):
     # ------------------------------------------------------------------ ours
 
     def close(self) -> None:
-        """Wait for the writes, and release thread and memory. The end of the program does it, too."""
+        """Wait for the writes, and release thread and memory. This also happens at interpreter exit."""
         if self._open is not None:
             ckpt, self._open = self._open, None
             ckpt.close()
@@ -167,7 +167,7 @@ class AiockptWriter(StorageWriter):
         return self._open
 
     def _notify_others(self, ckpt: Checkpointer, error: Exception) -> None:
-        """End the other ranks' saves now: this rank joins with a state that cannot be saved."""
+        """End the other ranks' saves now: this rank joins the save with a state that cannot be saved."""
         try:
             ckpt.save(self.step, {"items": _Unresolved(error)})
         except Exception as raised:
@@ -180,7 +180,7 @@ def _already_raised(error: CheckpointError) -> None:
 
 
 def ranks_of(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
-    """Return this process's place in *group* (None is all ranks); the only one where it saves *alone*."""
+    """Return this process's rank in *group* (None is all ranks); rank 0 of 1 where it saves *alone*."""
     if alone or not (distributed.is_available() and distributed.is_initialized()):
         return Ranks()
     ranks = find_ranks()
@@ -195,12 +195,12 @@ def ranks_of(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
 
 
 def rank_in(group: distributed.ProcessGroup | None) -> int:
-    """Return the number that DCP gives this process when all of the group save together."""
+    """Return the number that DCP assigns to this process when the whole group saves together."""
     return distributed.get_rank(group) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def size_of(group: distributed.ProcessGroup | None) -> int:
-    """Return how many ranks *group* has."""
+    """Return the number of ranks of *group*."""
     return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
@@ -256,7 +256,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *
 
 
 def paths_of(planner_data: object) -> dict[str, Parts]:
-    """Return the paths that DCP's planner keeps by name, as far as it is such a planner."""
+    """Return the paths by name that DCP's planner keeps; an empty dict for a planner without them."""
     if not isinstance(planner_data, dict):
         return {}
     return {

@@ -1,6 +1,6 @@
 """An engine of DeepSpeed that saves and loads with aiockpt: its ``save_checkpoint`` and ``load_checkpoint`` are replaced.
 
-A ``CheckpointEngine`` alone would get flat partitions under the names of files; the engine itself has the parameters.
+A ``CheckpointEngine`` alone would receive flat partitions under the names of files; only the engine has the parameters.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ logger = logging.getLogger("aiockpt")
 def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> aiockpt.Checkpointer:
     """Make *engine* save and load with aiockpt; return the checkpointer that it uses.
 
-    ``save_checkpoint(folder, tag)`` returns when the state is copied, and what it returns is the `aiockpt.SaveFuture`.
-    ``load_checkpoint(folder)`` loads the newest valid step of *place* under any ZeRO stage and number of ranks, and returns
-    ``(None, None)`` where there is none; what DeepSpeed itself wrote into the folder is loaded by DeepSpeed. Every rank
-    calls it.
+    ``save_checkpoint(folder, tag)`` returns an `aiockpt.SaveFuture` when the state is copied. ``load_checkpoint(folder)``
+    loads the newest valid step of *place* under any ZeRO stage and number of ranks, and returns ``(None, None)`` without
+    one; a checkpoint that DeepSpeed itself wrote into the folder is loaded by DeepSpeed. Every rank calls *attach*.
 
     Args:
         engine: of ``deepspeed.initialize``.
-        place: where to, as for `aiockpt.Checkpointer`.
-        state: what else belongs to the run and is saved and loaded with it, by name: ``{"loader": loader}``.
+        place: the place to save to, as for `aiockpt.Checkpointer`.
+        state: further objects of the run that are saved and loaded with it, by name: ``{"loader": loader}``.
         **options: of `aiockpt.Checkpointer`.
 
     Raises:
-        UsageError: the engine keeps its state in a form that is not known here; the message names it and the alternative.
+        UsageError: the form of the engine's state is not supported; the message names it and the alternative.
     """
     refuse_engine(engine)
     find_partitions(engine)
@@ -79,7 +78,7 @@ class _AttachedEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> aiockpt.SaveFuture:
-        """Save; when it returns, what was saved may change. The step is the engine's ``global_steps``."""
+        """Save; when it returns, the state may change. The step is the engine's ``global_steps``."""
         engine, step = self._engine, self._engine.global_steps
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -109,7 +108,7 @@ class _AttachedEngine:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Load the step of a tag, or the newest valid one; what DeepSpeed itself wrote is loaded by DeepSpeed."""
+        """Load the step of a tag, or the newest valid one; DeepSpeed loads its own checkpoints."""
         tag = None if tag is None else str(tag)
         self._ckpt.wait()
         steps = self._find(tag)
@@ -125,7 +124,7 @@ class _AttachedEngine:
             )
         if custom_load_fn is not None:
             raise UsageError(
-                "load_checkpoint(custom_load_fn=…) is given DeepSpeed's files; read(step, name) gives tensors"
+                "load_checkpoint(custom_load_fn=…) expects DeepSpeed's files; use read(step, name) for tensors"
             )
 
         def load(step: int) -> Any:
@@ -176,7 +175,7 @@ class _AttachedEngine:
 class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, where DeepSpeed is not installed
     """The ``CheckpointEngine`` of an engine that saves with aiockpt: a commit returns when it is durable, not before.
 
-    What DeepSpeed writes besides, such as the file of ``save_16bit_model``, goes to the one before it.
+    Other files of DeepSpeed, such as that of ``save_16bit_model``, go to the engine that was replaced.
     """
 
     def __init__(self, before: Any) -> None:
@@ -192,13 +191,13 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
         self._newest = (_protocol.CheckpointCommitInfo(tag, save_dir, save_latest), future)
 
     def get_commit_info(self) -> Any:
-        """Return the request of the newest save once it is durable on all ranks; None until then, and if it failed."""
+        """Return the request of the newest save once it is durable on all ranks; None before, and if it failed."""
         if self._newest is None or self._newest[1].stage != "committed":
             return None
         return self._newest[0]
 
     def commit(self, info: Any) -> bool:
-        """Wait until the save of a tag is durable; raise what went wrong."""
+        """Wait until the save of a tag is durable; raise its error."""
         future = self._saves.get(info.tag)
         if future is None:
             return bool(self.before.commit(info))
@@ -227,7 +226,7 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
         return bool(self.before.is_data_parallel_writer(dp_rank))
 
     def is_decoupled(self) -> bool:
-        """Return False: DeepSpeed's steps would wait for the commit of a decoupled one."""
+        """Return False: DeepSpeed's steps would wait for the commit of a decoupled engine."""
         return False
 
     def preserves_storage_sharing(self) -> bool:

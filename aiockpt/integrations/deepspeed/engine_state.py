@@ -1,6 +1,6 @@
-"""All of an engine's state as one step has it, for the switch of the engine itself and for those of what drives it.
+"""The whole state of an engine in one step, for `attach` to an engine and for the integrations that drive one.
 
-Weights and optimizer are called by the names of the parameters, so a step loads under any stage and number of ranks.
+Weights and optimizer are stored by the names of the parameters, so a step loads under any stage and number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def used_names(engine: Any) -> set[str]:
 
 
 def build_state(engine: Any, client_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what to save of an engine."""
+    """Return the state of an engine to save."""
     partitions = find_partitions(engine)
     return {
         MODEL: weights_state(engine, partitions),
@@ -66,9 +66,9 @@ def load_step(
     """Load parts of a step into an engine, and return the client state.
 
     Args:
-        more: what else is loaded, by its key, with the progress of the run.
-        strict: whether the weights must be all of them.
-        without: what of the progress stays as it is.
+        more: further objects to load with the progress of the run, by key.
+        strict: whether the step must have all weights.
+        without: parts of the progress that are not loaded.
     """
     saved = ckpt.describe(step).result()
     if hasattr(engine.optimizer, "checkpoint_event_prologue"):
@@ -103,23 +103,23 @@ def _read_scalars(ckpt: aiockpt.Checkpointer, step: int, names: list[str]) -> di
 def _progress_of(
     engine: Any, saved: aiockpt.Description, more: Mapping[str, Any], without: Collection[str]
 ) -> dict[str, Any]:
-    """Return what to load besides weights and optimizer."""
+    """Return the state to load besides weights and optimizer."""
     values: Any = saved.values
     objects = progress_objects(engine) | {"rng": aiockpt.RNG()}
     objects = {name: one for name, one in objects.items() if name not in without}
     there = {*values, *saved.per_rank}
     for name in objects.keys() - there:
-        logger.warning("step %d has no %s: it stays as it is here", saved.info.step, name)
+        logger.warning("step %d has no %s: the present one is kept", saved.info.step, name)
     state = {name: one for name, one in objects.items() if name in there} | dict(more)
     if PROGRESS in values:
-        # Each rank gets its own client state back, or that of rank 0 where the ranks are others now.
+        # Each rank gets its own client state, or that of rank 0 where the number of ranks has changed.
         same_ranks = values[PROGRESS]["ranks"] == _size()
         state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
     return state
 
 
 def progress_objects(engine: Any) -> dict[str, Any]:
-    """Return what has a ``state_dict()`` of its own, by name."""
+    """Return the objects with a ``state_dict()``, by name."""
     found: dict[str, Any] = {}
     if engine.lr_scheduler is not None:
         found["lr_scheduler"] = engine.lr_scheduler
@@ -143,13 +143,13 @@ def read_progress(engine: Any) -> dict[str, Any]:
 
 
 def set_progress(engine: Any, values: dict[str, Any]) -> None:
-    """Set what `read_progress` has read; a step that was under way begins anew."""
+    """Set the values that `read_progress` returned; a step that was in progress begins anew."""
     for name in _COUNTERS:
         setattr(engine, name, values[name])
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     saved = values.get("loss_scale")
-    # One that does not change is configuration, too.
+    # A loss scale that does not change is configuration, too.
     if scaler is not None and saved is not None and scaler.dynamic:
         for name, value in saved.items():
             if hasattr(scaler, name):

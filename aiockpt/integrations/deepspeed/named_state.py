@@ -1,10 +1,10 @@
-"""State of an engine by parameter name: weights and optimizer state, whatever ZeRO makes of them.
+"""State of an engine by parameter name: weights and optimizer state, independent of ZeRO's partitions.
 
     model            the weights in the precision of the optimizer, frozen ones in that of the model, and the buffers
-    optimizer        as torch's ``get_optimizer_state_dict(model, optimizer)`` has it
+    optimizer        in the form of torch's ``get_optimizer_state_dict(model, optimizer)``
 
 So a checkpoint has no partitions: it loads under any stage and number of ranks, and into a plain module and optimizer.
-Weights of 16 bits are not saved beside those of the optimizer: each step of it makes them by rounding.
+16-bit weights are not saved beside those of the optimizer: each optimizer step makes them by rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, A
     """Return the optimizer to save.
 
     Raises:
-        UsageError: its state of a partition is not spread as the partition is.
+        UsageError: the state of a partition does not have the layout of the partition.
     """
     states = inner_optimizer(engine).state
     state = {
@@ -47,7 +47,7 @@ def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, A
 
 
 def optimizer_kind(engine: Any) -> dict[str, Any]:
-    """Return the class of the optimizer and what its groups have by default: its state, a dict, does not have them."""
+    """Return the class and default group keys of the optimizer, which its saved state, a dict, does not contain."""
     inner = inner_optimizer(engine)
     return {} if inner is None else {"class": class_name(type(innermost(inner))), "keys": default_keys(inner)}
 
@@ -64,7 +64,7 @@ def group_settings(engine: Any, partitions: list[FlatPartition]) -> list[dict[st
 
 
 def module_leaves(engine: Any, partitions: list[FlatPartition]) -> Iterator[tuple[str, Any]]:
-    """Yield what a module has by name: weights, persistent buffers, and values of its own. Tied ones come again."""
+    """Yield the leaves of a module by name: weights, persistent buffers, extra state. Tied ones are repeated."""
     masters = {
         one.name: partition.part_of(partition.key, one)
         for partition in partitions
@@ -84,12 +84,12 @@ def module_leaves(engine: Any, partitions: list[FlatPartition]) -> Iterator[tupl
 
 
 def _state_part(partition: FlatPartition, one: ParameterSlice, key: str, value: Any) -> Any:
-    """Return a parameter's part of what the optimizer has of a partition."""
+    """Return a parameter's part of a partition's optimizer state."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if value.shape != partition.key.shape:
         raise aiockpt.UsageError(
-            f"optimizer state {key!r} of shape {tuple(value.shape)} beside a partition of {tuple(partition.key.shape)}: it "
-            " cannot be told which part of it belongs to which parameter; save with DeepSpeed"
+            f"optimizer state {key!r} of shape {tuple(value.shape)} beside a partition of {tuple(partition.key.shape)}: the "
+            "parts of its parameters in it are unknown; save with DeepSpeed"
         )
     return partition.part_of(value, one)

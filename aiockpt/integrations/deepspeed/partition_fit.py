@@ -1,8 +1,8 @@
-"""Check that one ZeRO partition can hold what a step has of each of its parameters, made before a tensor is filled.
+"""Check that one ZeRO partition can hold the saved state of all its parameters; it runs before a tensor is filled.
 
-An optimizer under ZeRO steps whole partitions: of each key it has one tensor that lies as the partition does, or one value.
-A step that was saved without ZeRO, or under other groups, may have for two parameters of a partition what differs in shape,
-dtype, keys or value.
+An optimizer under ZeRO steps whole partitions: for each key it has one tensor with the layout of the partition, or one
+value. In a step that was saved without ZeRO, or under other groups, the states of two parameters of a partition may differ
+in shape, dtype, keys or value.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.state.tree import TAG
 
 FindTensor = Callable[[Any], aiockpt.TensorInfo | None]
-"""Returns the tensor of the step that a node of its values stands for; None for a plain value."""
+"""Returns the tensor of the step that a node refers to; None for a plain value."""
 
 
 class PartitionFit(msgspec.Struct, frozen=True):
     """The optimizer's values for a partition, by key.
 
     Attributes:
-        spread: keys of one tensor that lies as the partition does, with its dtype.
-        single: keys of one value for all parameters.
-        problems: one sentence for each reason why it cannot.
+        spread: keys with one tensor that has the layout of the partition, with its dtype.
+        single: keys with one value for all parameters.
+        problems: the reasons why the partition cannot hold the state, one sentence each.
     """
 
     spread: dict[Any, torch.dtype]
@@ -38,12 +38,12 @@ class PartitionFit(msgspec.Struct, frozen=True):
 def fit_partition(
     states: Mapping[str, Mapping[Any, Any]], shapes: Mapping[str, tuple[int, ...]], find: FindTensor
 ) -> PartitionFit:
-    """Return how the state of the parameters of a partition fits it. All ranks of it find the same.
+    """Return how the state of the parameters of a partition fits it. All its ranks find the same.
 
     Args:
-        states: what the step has of each parameter that has state, by key.
+        states: the saved state of each parameter that has state, by key.
         shapes: of each whole parameter.
-        find: what a node stands for.
+        find: returns the tensor that a node refers to.
     """
     fit = PartitionFit({}, [], [])
     for key in dict.fromkeys(key for entry in states.values() for key in entry):
@@ -82,12 +82,12 @@ def fit_partition(
 
 
 def different_values(key: Any, nodes: Mapping[str, Any], values: Mapping[str, Any], find: FindTensor) -> list[str]:
-    """Return in words what differs among the single values of the parameters of a partition; nothing where all agree.
+    """Return as text how the single values of a partition's parameters differ; an empty list where all agree.
 
     Args:
         nodes: of *key*, by parameter.
-        values: of the tensors of the step that some of them stand for, by their names there.
-        find: what a node stands for.
+        values: the values of the tensors to which some nodes refer, by their names in the step.
+        find: returns the tensor that a node refers to.
     """
 
     def value_of(node: Any) -> Any:

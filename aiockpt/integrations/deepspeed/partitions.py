@@ -1,8 +1,8 @@
 """This rank's part of the optimizer state: its slices of ZeRO's flat partitions, each by the name of its parameter.
 
-ZeRO-1 and -2 put the parameters of a group one behind another, and each rank has an equal share: elements ``[start, end)``
-of some parameters. ZeRO-3 cuts each parameter into equal shares, and puts those of a rank one behind another. The padding
-between and behind them belongs to no parameter, and is not saved. Without ZeRO a parameter is its own partition.
+ZeRO-1 and -2 concatenate the parameters of a group, and each rank has an equal share: elements ``[start, end)`` of some
+parameters. ZeRO-3 cuts each parameter into equal shares, and concatenates those of a rank. The padding between and after
+them belongs to no parameter, and is not saved. Without ZeRO a parameter is its own partition.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ParameterSlice(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         name: of the parameter in the module.
         shape: of the whole parameter.
-        start: which of the parameter's elements, flattened, is the first.
-        offset: where this one lies in the partition.
-        count: elements.
+        start: the first element, as an index into the flattened parameter.
+        offset: the position of this element in the partition.
+        count: number of elements.
     """
 
     name: str
@@ -38,9 +38,9 @@ class FlatPartition(msgspec.Struct, frozen=True, eq=False):
     """A partition of this rank's optimizer, which stands for some parameters.
 
     Attributes:
-        key: the tensor that the optimizer steps, and has state of.
+        key: the tensor that the optimizer steps, and to which its state belongs.
         group: the number of its group in ``param_groups``.
-        slices: in the order in which they lie in it, those of no element included: all ranks know the same parameters.
+        slices: in their order in the partition, including empty ones, so that all ranks have the same parameters.
         is_master: whether it is a copy of the weights in another precision.
     """
 
@@ -50,17 +50,17 @@ class FlatPartition(msgspec.Struct, frozen=True, eq=False):
     is_master: bool
 
     def part_of(self, tensor: torch.Tensor, one: ParameterSlice) -> torch.Tensor:
-        """Return what *tensor*, which lies as the partition, has of a parameter: a leaf of a state, in the same memory."""
+        """Return a parameter's part of *tensor*, which has the partition's layout: a leaf of a state, in the same memory."""
         if tuple(tensor.shape) == one.shape and one.count == tensor.numel():
             return tensor.detach()
         return aiockpt.Shards.flat(one.shape, one.start, tensor.detach()[one.offset : one.offset + one.count])
 
 
 def find_partitions(engine: Any) -> list[FlatPartition]:
-    """Return the partitions of this rank, the same parameters in the same order on each.
+    """Return the partitions of this rank; parameters and their order are the same on all ranks.
 
     Raises:
-        UsageError: the engine keeps its optimizer in a form that is not known here; the message names the alternative.
+        UsageError: the form of the engine's optimizer is not supported; the message names the alternative.
     """
     optimizer = engine.optimizer
     if optimizer is None or not hasattr(optimizer, "param_groups"):
@@ -92,10 +92,10 @@ def inner_optimizer(engine: Any) -> Any:
 
 
 def refuse_engine(engine: Any) -> None:
-    """Refuse parallelism other than of data.
+    """Refuse parallelism other than data parallelism.
 
     Raises:
-        UsageError: the engine has some; the message names it.
+        UsageError: the engine uses another kind; the message names it.
     """
     if type(engine).__name__ == "PipelineEngine":
         raise aiockpt.UsageError("attach(): pipelines save a file for each layer; save them with DeepSpeed")
@@ -158,7 +158,7 @@ def _of_stage_3(engine: Any) -> Iterator[FlatPartition]:
 
 
 def range_of(parameter: Any) -> tuple[int, int]:
-    """Return the first element that this rank has of a parameter of ZeRO-3, flattened, and how many it has."""
+    """Return the first element, flattened, and the number of elements that this rank has of a parameter of ZeRO-3."""
     size = parameter.partition_numel()
     start = min(torch.distributed.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     count = min(size, parameter.ds_numel - start)
@@ -166,7 +166,7 @@ def range_of(parameter: Any) -> tuple[int, int]:
 
 
 def weights_of(parameter: Any) -> torch.Tensor:
-    """Return what this rank has of the weights of a parameter: a leaf of a state, in the same memory."""
+    """Return this rank's part of the weights of a parameter: a leaf of a state, in the same memory."""
     if not hasattr(parameter, "ds_id"):
         return parameter  # type: ignore[no-any-return]
     start, count = range_of(parameter)
@@ -174,11 +174,11 @@ def weights_of(parameter: Any) -> torch.Tensor:
 
 
 def finish_weights(engine: Any, partitions: list[FlatPartition]) -> None:
-    """Make the weights of the model and those of the optimizer agree, after one of both was loaded; on all ranks."""
+    """Synchronize the weights of model and optimizer after one of them was loaded; all ranks call it."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         for part, flat in zip(partitions, zero.fp16_partitioned_groups_flat, strict=True):
-            # One is the other, unless the optimizer has a precision of its own, or lies elsewhere.
+            # Both are the same tensor, unless the optimizer has its own precision or device.
             target, source = (flat, part.key) if part.is_master else (part.key, flat)
             if target.data_ptr() != source.data_ptr():
                 target.data.copy_(source.data)

@@ -1,4 +1,4 @@
-"""Mapping of a saved step into an engine: by name, and in any precision; nothing changes before all of it fits."""
+"""Mapping of a saved step into an engine, by name and in any precision; nothing changes before all parts fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StateToLoad:
     """The parts of an engine that `aiockpt.Checkpointer.load` fills.
 
     Attributes:
-        state: to fill.
+        state: the state to fill.
     """
 
     def __init__(self, engine: Any, saved: aiockpt.Description) -> None:
@@ -51,7 +51,7 @@ class StateToLoad:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Set what is not filled in place; call it when the load is done."""
+        """Set the parts that are not filled in place; call it after the load."""
         for change in self._after:
             change()
 
@@ -60,7 +60,7 @@ class StateToLoad:
     def ask_weights(self) -> None:
         """Request the weights, in the precision of the optimizer where it has one of its own."""
         node = self._values.get(MODEL)
-        # Else a module saved it, or a program saved its state_dict().
+        # Otherwise the step has a module, or its state_dict().
         is_nested = type(node) is dict and TAG not in node and not any("." in str(key) for key in node)
         for name, leaf in module_leaves(self._engine, self._partitions):
             path = (MODEL, *(name.split(".") if is_nested else (name,)))
@@ -76,7 +76,7 @@ class StateToLoad:
         self._engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value_at(self.state, path))
 
     def _in_saved_precision(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
-        """Return what is to be read into: *leaf*, or one of the saved precision that is copied into it afterwards."""
+        """Return the leaf to read into: *leaf*, or one of the saved precision that is copied into it afterwards."""
         saved = self._tensors.get((MODEL, *name.split(".")))
         dtype = leaf.dtype if saved is None else torch_dtype(saved.dtype)
         if dtype == leaf.dtype or not (dtype.is_floating_point and leaf.is_floating_point()):
@@ -93,14 +93,14 @@ class StateToLoad:
     # ------------------------------------------------------------------ the optimizer
 
     def ask_optimizer(self, read: Callable[[list[str]], dict[str, Any]]) -> None:
-        """Request the optimizer. All ranks find the same and raise the same, before any of them loads.
+        """Request the optimizer. All ranks find and raise the same differences, before any rank loads.
 
         Args:
-            read: returns scalars of the step, by the names of their tensors, on all ranks the same.
+            read: returns scalars of the step, by the names of their tensors, the same on all ranks.
 
         Raises:
-            StateMismatchError: the step has none, or not of all parameters, or of those of a partition what does not go
-                into one.
+            StateMismatchError: the step has no optimizer, or lacks the state of some parameters, or the states of the
+                parameters of a partition do not fit into one.
         """
         if not self._partitions:
             return
@@ -162,7 +162,7 @@ class StateToLoad:
             for (_, states), fit in zip(parts, fits, strict=True)
             for key in fit.single
         ]
-        # Partitions of one parameter need no agreement, as without ZeRO.
+        # Partitions of a single parameter always agree, as without ZeRO.
         several = [(key, by_name) for key, by_name in nodes if len(by_name) > 1]
         infos = [self._find_tensor(node) for _, by_name in several for node in by_name.values()]
         values = read(sorted({info.name for info in infos if info is not None}))
@@ -174,7 +174,7 @@ class StateToLoad:
         return fits
 
     def _make_state(self, part: FlatPartition, fit: PartitionFit) -> dict[Any, torch.Tensor | None]:
-        """Return the optimizer's values for a partition: tensors that lie as it does, and None for single values."""
+        """Return the optimizer's values for a partition: tensors of its layout, and None for single values."""
         live = inner_optimizer(self._engine).state.get(part.key, {})
         made: dict[Any, torch.Tensor | None] = dict.fromkeys(fit.single)
         for key, dtype in fit.spread.items():
@@ -217,7 +217,7 @@ class StateToLoad:
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Return a name of the step by its parts; dots in a key (of a state dict) part it, too."""
+    """Return the parts of a name of the step; dots in a key (of a state dict) also separate parts."""
     return tuple(dotted(name).split("."))
 
 
@@ -226,7 +226,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _single(values: dict[str, Any], before: Any) -> Any:
-    """Return the value that all parameters of a partition have, as the optimizer has it already."""
+    """Return the value that all parameters of a partition have, in the optimizer's present tensor if there is one."""
     value = next(iter(values.values()))
     if isinstance(before, torch.Tensor):
         return before.fill_(value)

@@ -1,7 +1,7 @@
 """An Accelerator that saves and loads with aiockpt: its ``save_state`` and ``load_state`` are replaced.
 
-accelerate's own hooks do not cover the optimizer. What is prepared, and registered for checkpointing, goes into the
-state as it is; the loop stays as it is.
+accelerate's own hooks do not cover the optimizer. Objects that are prepared, or registered for checkpointing, go into the
+state unchanged; the loop stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiockpt.integrations.huggingface.state_folders import (
 from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
 
 _RESTORED = 8
-"""Number of newest steps that may lack their folder after a kill; more than saves that can be under way."""
+"""Number of newest steps that may lack their folder after a kill; more than the saves that can be in progress."""
 _REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 
@@ -36,12 +36,12 @@ def attach(
 
     ``save_state(folder)`` returns when the state is copied; *folder* appears when its step is committed. ``load_state()``
     loads the newest valid step and does nothing where there is none; ``load_state(folder)`` loads the step of a folder, or
-    what accelerate wrote into it. The next loop over a prepared loader goes on where the run was killed. Every rank calls
-    it, before or after ``prepare()``.
+    accelerate's own checkpoint in it. The next loop over a prepared loader resumes where the run was killed. Every rank
+    calls *attach*, before or after ``prepare()``.
 
     Args:
         accelerator: of ``accelerate``.
-        place: where to, as for `aiockpt.Checkpointer`; None is ``project_dir/aiockpt``.
+        place: the place to save to, as for `aiockpt.Checkpointer`; None is ``project_dir/aiockpt``.
         delete_with_folder: whether a step is deleted when its folder was deleted, and a newer one is committed.
         **options: of `aiockpt.Checkpointer`.
 
@@ -85,7 +85,7 @@ class _AttachedAccelerator:
         self._has_loaded = False
 
     def replace_methods(self) -> None:
-        """Replace the methods, and list the steps that are there."""
+        """Replace the methods, and list the existing steps."""
         accelerator = self._accelerator
         accelerator.save_state = self._save_state
         accelerator.load_state = self._load_state
@@ -116,7 +116,7 @@ class _AttachedAccelerator:
         return position.follow(self._skip_theirs, num_batches)
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Register a loop that begins, also over a loader that a function of accelerate has made of a prepared one."""
+        """Register a new loop, also one over a loader that a function of accelerate has made from a prepared one."""
         any(one.recognise(dataloader) for one in self._loop.positions())
         self._add_theirs(dataloader)
 
@@ -124,14 +124,14 @@ class _AttachedAccelerator:
         active = self._accelerator.gradient_state.active_dataloader
         if active is not None and any(one.is_read_unseen(active) for one in self._loop.positions()):
             raise UsageError(
-                "save_state(): it is not known which batches of this loop were read: make its loader by "
+                "save_state(): the batches that this loop has read are unknown: make its loader by "
                 "accelerator.prepare(…), or accelerator.skip_first_batches(…) of a prepared one"
             )
 
     # ------------------------------------------------------------------ saving
 
     def _save_state(self, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> Path:
-        """Save; return the folder that will stand for the step. When it returns, what was saved may change."""
+        """Save; return the folder that will stand for the step. When it returns, the state may change."""
         if others:
             raise UsageError(
                 f"save_state(): {', '.join(others)}: meant for a writer that aiockpt has taken the place of"
@@ -166,7 +166,7 @@ class _AttachedAccelerator:
         folder = root / f"checkpoint_{settings.iteration}"
         if folder.exists() and not self._has_loaded and self._is_of_this_place(folder):
             raise ValueError(
-                f"{folder} is there, of an earlier run: go on from it by load_state(), or set "
+                f"{folder} exists from an earlier run: resume from it by load_state(), or set "
                 "project_configuration.iteration to a number that is free"
             )
         return folder
@@ -194,7 +194,7 @@ class _AttachedAccelerator:
     # ------------------------------------------------------------------ loading
 
     def _load_state(self, input_dir: Any = None, load_kwargs: Any = None, **others: Any) -> None:
-        """Load the step of a folder, or the newest valid one; what accelerate wrote itself is loaded by accelerate."""
+        """Load the step of a folder, or the newest valid one; accelerate loads its own checkpoints."""
         self._folders.wait()
         self._accelerator.wait_for_everyone()
         strict = others.get("strict", True)
@@ -260,13 +260,13 @@ class _AttachedAccelerator:
     # ------------------------------------------------------------------ the end
 
     def _backward(self, *args: Any, **named: Any) -> None:
-        """Publish the folders of what was committed since the last batch."""
+        """Publish the folders of saves committed since the last batch."""
         self._backward_theirs(*args, **named)
         self._loop.training.backward_count += 1
         self._folders.publish()
 
     def _end_training(self) -> None:
-        """End when all is committed; raise what failed."""
+        """End when all saves are committed; raise errors."""
         self._folders.wait()
         self._folders.rotate()
         self._end_theirs()

@@ -1,4 +1,4 @@
-"""State of a loop of accelerate: what is prepared and registered, and each rank's place in its data."""
+"""State of a loop of accelerate: prepared and registered objects, and each rank's position in its data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LoopState:
         return self._named("model", self._accelerator._models)
 
     def position(self, loader: Any) -> LoaderPosition:
-        """Return the position in a loader, which is followed from now on."""
+        """Return the position in a loader, which is tracked from now on."""
         found = next((one for one in self._positions if one.loader is loader), None)
         if found is None:
             found = LoaderPosition(loader, self.training)
@@ -53,7 +53,7 @@ class LoopState:
         return found
 
     def position_of(self, reading: Any) -> LoaderPosition | None:
-        """Return the position in the loader that *reading* reads, if it is one that is followed."""
+        """Return the position in the loader that *reading* reads, if that is tracked."""
         return next((one for one in self._positions if one.reads(reading)), None)
 
     def positions(self) -> list[LoaderPosition]:
@@ -67,7 +67,7 @@ class LoopState:
         return [(f"{kind}_{number}" if number else kind, one) for number, one in enumerate(objects)]
 
     def build(self, saves: int, iteration: int) -> dict[str, Any]:
-        """Return the state as it is now; its values alone where it is loaded into."""
+        """Return the present state; only its values, if it is for a load."""
         accelerator = self._accelerator
         positions = self.positions()
         state: dict[str, Any] = {
@@ -94,7 +94,7 @@ class LoopState:
         return state
 
     def _gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the gradients that the batches before have left, where the optimizer has not stepped with them."""
+        """Return the accumulated gradients with which the optimizer has not stepped yet."""
         accelerator = self._accelerator
         if accelerator.sync_gradients:
             return {}
@@ -108,13 +108,13 @@ class LoopState:
         }
 
     def go_on(self, state: dict[str, Any], same_ranks: bool) -> int:
-        """Set what is no object of its own, after a load into *state*; return the number of the next save."""
+        """Set the values that are not objects, after a load into *state*; return the number of the next save."""
         accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
         accelerator.step = shared["step"]
         accelerator.sync_gradients = shared["syncs"]
         accelerator.project_configuration.iteration = shared["iteration"]
         if not same_ranks:
-            logger.warning("saved by %d ranks: the epoch begins anew, dealt to those of now", shared["ranks"])
+            logger.warning("saved by %d ranks: the epoch begins anew, split over the present ranks", shared["ranks"])
             return int(shared["saves"])
         for name, model in self.models():
             held = own["gradients"].get(name, {})

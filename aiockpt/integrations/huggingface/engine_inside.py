@@ -1,6 +1,6 @@
-"""The engine of DeepSpeed inside a Trainer or an Accelerator, saved and loaded as `aiockpt.integrations.deepspeed` does it.
+"""The engine of DeepSpeed inside a Trainer or an Accelerator, saved and loaded by `aiockpt.integrations.deepspeed`.
 
-So a run goes on under another stage of ZeRO, on another number of ranks, and without DeepSpeed.
+So a run can resume under another stage of ZeRO, on another number of ranks, and without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Load = Callable[..., Any]
 
 
 class EngineInside:
-    """The engine that an accelerator has prepared, while it has one.
+    """The engine that an accelerator has prepared, if any.
 
     Args:
-        load: replaces ``engine.load_checkpoint``, and gets the engine's own method first; None keeps that.
+        load: replaces ``engine.load_checkpoint``; its first argument is the original method. None keeps that.
     """
 
     def __init__(self, accelerator: Any, load: Load | None = None) -> None:
@@ -52,24 +52,24 @@ class EngineInside:
         return found
 
     def build_state(self) -> dict[str, Any]:
-        """Return what to save of the engine; the schedule is saved beside it."""
+        """Return the state of the engine to save; the schedule is saved beside it."""
         state: dict[str, Any] = import_module("aiockpt.integrations.deepspeed.engine_state").build_state(self.engine)
         state.pop("lr_scheduler", None)
         return state
 
     def load_step(self, ckpt: aiockpt.Checkpointer, step: int, *, without: Collection[str] = (), **parts: bool) -> None:
-        """Load a step into the engine, but for the schedule and what *without* names of its progress."""
+        """Load a step into the engine, except the schedule and the parts of its progress in *without*."""
         state: Any = import_module("aiockpt.integrations.deepspeed.engine_state")
         state.load_step(self.engine, ckpt, step, {}, without=("lr_scheduler", *without), **parts)
 
     def left_out(self, rule: object) -> list[str] | None:
-        """Return the names of weights that a rule for modules leaves out: in the state of an engine there is no module."""
+        """Return the names of weights that a rule for modules leaves out: the state of an engine contains no module."""
         names = frozen_names(self.engine.module, rule, "model") if isinstance(rule, Trainable) else []
         return names or None
 
 
 def show_engine(folder: Path, step: int) -> None:
-    """Make the Trainer accept a folder as one that an engine can load; it searches it for folders of DeepSpeed."""
+    """Make the Trainer accept a folder as loadable by an engine: it searches the folder for those of DeepSpeed."""
     (folder / f"global_step{step}").mkdir(exist_ok=True)
 
 

@@ -1,9 +1,9 @@
-"""The folders ``checkpoint-N`` of the Trainer and its users: there when their step is committed, and not before.
+"""The folders ``checkpoint-N`` of the Trainer: each appears when its step is committed, and not before.
 
-The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark with the number of the
-step, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. Where
-those write, it has its name from the start, since their threads may go on writing, and its mark shows that it is not
-committed.
+The weights are in the step. A folder contains the Trainer's own state, the configuration, a mark with the number of the
+step, the files of callbacks and overridden methods, and on request the weights as a file of ``safetensors``. If callbacks
+or overrides write into a folder, it has its final name from the start, since their threads may continue to write; its mark
+then shows that it is not committed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
 
 STATE = "trainer_state.json"
-"""Name of the file in which the Trainer keeps its own state, and from which it reads it back."""
+"""Name of the file to which the Trainer writes its own state, and from which it reads the state."""
 MARK = "aiockpt.json"
 PREFIX = "checkpoint-"
 
 
 class _PendingFolder(NamedTuple):
-    """A save under way, what its folder will hold, and how that is called then: at once, if callbacks see it."""
+    """A save in progress, its staged folder, and the final name of that; it has the name at once if callbacks see it."""
 
     future: Any
     staged: Path
     folder: Path
 
     def appear(self, step: int) -> None:
-        """Mark the folder as that of a committed step and rename it to its name; what was written under that name meanwhile
-        is added to it.
+        """Mark the folder as that of a committed step and rename it to its final name; add the files that were written
+        under that name meanwhile.
         """
         _mark(self.staged, step)
         if self.staged == self.folder:
@@ -53,7 +53,7 @@ class _PendingFolder(NamedTuple):
 
 
 class _Conversion(NamedTuple):
-    """Weights on their way into a folder, as links or written."""
+    """Weights that are being put into a folder, linked or written."""
 
     future: aiockpt.Future[Any]
     save: _PendingFolder
@@ -61,12 +61,12 @@ class _Conversion(NamedTuple):
 
 
 class CheckpointFolders:
-    """The folders of one Trainer. Its first process makes them, and with ``save_on_each_node`` that of each node; the calls
-    do nothing in the others.
+    """The folders of one Trainer. Its first process makes them, or with ``save_on_each_node`` the first of each node; in
+    other processes the calls do nothing.
 
     Args:
         safetensors: whether weights are put into them.
-        raises: whether a save that failed is raised by `publish`.
+        raises: whether `publish` raises the error of a failed save.
     """
 
     def __init__(self, trainer: Any, ckpt: aiockpt.Checkpointer, *, safetensors: bool, raises: bool) -> None:
@@ -83,12 +83,12 @@ class CheckpointFolders:
         return Path(self._trainer.args.output_dir) / f"{PREFIX}{step_in_run(step)}"
 
     def set_aside(self, step: int) -> None:
-        """Free the name of a step for a folder that callbacks will see; one of the same step is used again."""
+        """Free the name of a step for a folder that callbacks will see; a folder of the same step is reused."""
         if self._trainer.args.should_save:
             set_aside(self.path(step), but=self.run * RUN + step)
 
     def stage(self, step: int, *, shown: bool) -> str | None:
-        """Write what the folder of a step will hold, under another name unless it is *shown*; return the Trainer's state as
+        """Write the contents of the folder of a step, under another name unless it is *shown*; return the Trainer's state as
         text.
         """
         trainer, number = self._trainer, self.run * RUN + step
@@ -113,13 +113,13 @@ class CheckpointFolders:
         return (staged / STATE).read_text()
 
     def expect(self, step: int, future: aiockpt.SaveFuture, *, shown: bool) -> None:
-        """Make the folder of a step appear, or the one that is *shown* count, when its save is committed."""
+        """Register a save: when it is committed, its folder appears, or if *shown*, is marked as committed."""
         if self._trainer.args.should_save:
             folder = self.path(step)
             self._saves.append(_PendingFolder(future, folder if shown else _staged(folder, step), folder))
 
     def hide_unfinished(self) -> None:
-        """Rename the folders that a killed process has shown to callbacks and not committed."""
+        """Rename the folders that a killed process has shown to callbacks but not committed."""
         if self._trainer.args.should_save:
             for mark in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}"):
                 folder = mark.parent
@@ -129,7 +129,7 @@ class CheckpointFolders:
                     folder.rename(hidden)
 
     def publish(self) -> None:
-        """Publish the folders of what was committed since the last call; raise what failed, if that is requested."""
+        """Publish the folders of saves committed since the last call; raise errors, if *raises*."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
             if not self._has_failed(save.future, save):
@@ -140,13 +140,13 @@ class CheckpointFolders:
         while self._conversions and self._conversions[0].future.done():
             conversion = self._conversions.pop(0)
             if conversion.linked and isinstance(conversion.future.exception(), UsageError):
-                # Several ranks have saved it, or its place is elsewhere: then the weights are written.
+                # Several ranks have saved it, or its place is on another file system: then the weights are written.
                 self._conversions.insert(0, self._convert(conversion.save, link=False))
             elif not self._has_failed(conversion.future, conversion.save):
                 conversion.save.appear(conversion.save.future.result().step)
 
     def wait(self) -> None:
-        """Wait until all is committed, and has its folder; raise what failed."""
+        """Wait until all saves are committed, and have their folders; raise errors."""
         self._ckpt.wait()
         self.publish()
         while self._conversions:
@@ -155,7 +155,7 @@ class CheckpointFolders:
 
     def restore(self, step: int) -> None:
         """Make the folder of a step that was committed when the process died, or that a program without a Trainer has
-        saved; do nothing where it is whole.
+        saved; do nothing if the folder is complete.
         """
         folder = self.path(step)
         save = _PendingFolder(None, _staged(folder, step), folder)
@@ -163,7 +163,7 @@ class CheckpointFolders:
             return
         if _is_readable(save.staged):
             save.appear(step)
-        elif has_mark(folder) or not folder.exists():  # else it is the Trainer's own, of the same number
+        elif has_mark(folder) or not folder.exists():  # otherwise it is the Trainer's own, with the same number
             set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values
             folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ class CheckpointFolders:
         """Raise on all ranks unless each sees the folder of a step. Every rank calls it.
 
         Raises:
-            UsageError: names the ranks that do not.
+            UsageError: some ranks do not; the message names them.
         """
         args = self._trainer.args
         seen: list[bool] = import_module("accelerate.utils").gather_object([is_ours(self.path(step))])
@@ -186,7 +186,7 @@ class CheckpointFolders:
             )
 
     def of_the_trainer(self) -> tuple[Path, int] | None:
-        """Return the newest folder that the Trainer wrote itself, with the time in ns; None where there is none."""
+        """Return the newest folder that the Trainer itself wrote, with its time in ns; or None."""
         states = [
             path for path in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{STATE}") if not has_mark(path.parent)
         ]
@@ -195,13 +195,13 @@ class CheckpointFolders:
         return None if newest is None else (newest.parent, newest.stat().st_mtime_ns)
 
     def _convert(self, save: _PendingFolder, *, link: bool) -> _Conversion:
-        """Begin to put the weights of a committed save into its folder."""
+        """Start to put the weights of a committed save into its folder."""
         step = save.future.result().step
         future = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model", link=link)
         return _Conversion(future, save, link)
 
     def _has_failed(self, future: aiockpt.Future[Any], save: _PendingFolder) -> bool:
-        """Wait for *future*; return whether it failed, and raise it, if that is requested."""
+        """Wait for *future*; return whether it failed, or raise its error, if *raises*."""
         try:
             future.result()
         except CheckpointError:
@@ -216,19 +216,19 @@ class CheckpointFolders:
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
-        # In the order in which they were committed: a run that went back to an older step goes on with smaller numbers.
+        # In the order of their commits: a run that went back to an older step continues with smaller numbers.
         marks = [mark for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}") if is_ours(mark.parent)]
         steps = [step_of(mark.parent) for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
         steps = [step for step in steps if run_of(step) == self.run]
         kept = {*steps[-1:], *([step_of(best)] if best and is_ours(best) and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
-            with suppress(StepNotFoundError):  # each node deletes it, with its folder; retention= may have, too
+            with suppress(StepNotFoundError):  # another node, or retention=, may have deleted it
                 self._ckpt.delete(step).result()
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _state_at(self, step: int) -> str:
-        """Return what this Trainer would keep of itself at a step, where nothing else is known of it."""
+        """Return the state that this Trainer would have at a step, for a step without one."""
         transformers: Any = import_module("transformers")
         args = self._trainer.args
         state = transformers.TrainerState(global_step=step_in_run(step), train_batch_size=args.train_batch_size)
@@ -237,8 +237,8 @@ class CheckpointFolders:
 
 
 def stands_for(folder: str | os.PathLike[str], ckpt: aiockpt.Checkpointer, *, by_number: bool) -> bool:
-    """Return whether *ckpt* has the step of a folder: one of that number, with the same history where it was a Trainer's,
-    unless the number is enough (*by_number*).
+    """Return whether *ckpt* has the step of a folder: a step of that number, and, if a Trainer saved it, with the same
+    history, unless the number is enough (*by_number*).
     """
     try:
         values: Any = ckpt.describe(step_of(folder)).result().values
@@ -249,13 +249,13 @@ def stands_for(folder: str | os.PathLike[str], ckpt: aiockpt.Checkpointer, *, by
 
 
 def _history(text: str) -> str:
-    """Return what two runs differ in of a Trainer's state, as text: NaN is not equal to itself."""
+    """Return the part of a Trainer's state that distinguishes runs, as text, because NaN is not equal to itself."""
     state = json.loads(text)
     return json.dumps([state["global_step"], state["log_history"]])
 
 
 def set_aside(folder: Path, *, but: int) -> None:
-    """Rename a folder of another run, or one that the Trainer itself wrote; not that of the step *but*."""
+    """Rename a folder of another run, or one that the Trainer itself wrote, but not that of the step *but*."""
     if is_ours(folder) and step_of(folder) != but:
         aside = _staged(folder, step_of(folder))
         shutil.rmtree(aside, ignore_errors=True)
@@ -265,7 +265,7 @@ def set_aside(folder: Path, *, but: int) -> None:
 
 
 def _staged(folder: Path, step: int) -> Path:
-    """Return where the folder of a step is before it is renamed."""
+    """Return the path of the folder of a step before it is renamed."""
     run = run_of(step)
     return folder.with_name(f".{folder.name}{f'.run-{run}' if run else ''}.aiockpt")
 
@@ -275,7 +275,7 @@ def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file, so that it is there after a power cut."""
+    """Write a small file durably, so that it survives a power cut."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -283,7 +283,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _is_readable(folder: Path) -> bool:
-    """Return whether what the Trainer keeps of itself is in a folder, and whole."""
+    """Return whether the Trainer's own state is complete in a folder."""
     try:
         return isinstance(json.loads((folder / STATE).read_text()), dict)
     except (OSError, ValueError):
@@ -291,7 +291,7 @@ def _is_readable(folder: Path) -> bool:
 
 
 def read_mark(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the mark of a folder says; nothing where there is none that can be read."""
+    """Return the content of a folder's mark; an empty dict without a readable one."""
     try:
         mark = json.loads((Path(folder) / MARK).read_text())
     except (OSError, ValueError):
@@ -315,6 +315,6 @@ def is_pending(folder: str | os.PathLike[str]) -> bool:
 
 
 def step_of(folder: str | os.PathLike[str]) -> int:
-    """Return the saved step that a folder is of."""
+    """Return the saved step of a folder."""
     step = read_mark(folder).get("step")
     return step if type(step) is int else int(Path(folder).name.removeprefix(PREFIX))

@@ -1,14 +1,14 @@
 """The position of a loop in a loader that accelerate has prepared; accelerate itself keeps none.
 
-A prepared loader reads one batch ahead of what it yields. So what is kept with a position is how many batches were yielded,
-the random state that the epoch began with, the one that the batch ahead was read with, and the one at the save. The next
-loop over the loader then yields the rest of the epoch, and after the last batch the next epoch:
+A prepared loader reads one batch ahead of those that it yields. So a position records the number of yielded batches and
+three random states: at the beginning of the epoch, at the read of the batch ahead, and at the save. The next loop over the
+loader then yields the rest of the epoch, and after the last batch the next epoch:
 
-- Indices are drawn again with the random numbers of the begin of the epoch, and those that were yielded are passed over.
-- A stream (`IterableDataset`, ``dispatch_batches``) is read again from its begin, and what was yielded is not yielded again.
+- Indices are drawn again with the random numbers of the beginning of the epoch, and those that were yielded are skipped.
+- A stream (`IterableDataset`, ``dispatch_batches``) is read again from its beginning, without yielding old batches again.
 - A stream with ``use_stateful_dataloader`` has a state of its own.
 
-A script that skips by hand, or by accelerate's ways to skip, ends in the same place (`loop_habit`).
+A script that skips by hand, or by the functions of accelerate, reaches the same position (`loop_habit`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RNG = aiockpt.RNG()
 
 
 class _TrackedIndices(Indices):
-    """Indices that pass as instances of what they are made of: accelerate checks for a ``BatchSampler``."""
+    """Indices that pass as instances of the wrapped class: accelerate checks for a ``BatchSampler``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -52,8 +52,8 @@ class LoaderPosition:
     Attributes:
         training: the traces that training leaves.
         dispatches: whether the first rank reads for all, and sends the other ranks their parts.
-        keeps_itself: whether it is a stream that has a state of its own.
-        reads_again: whether it is read from the begin of the epoch to get to the middle of it.
+        keeps_itself: whether it is a stream with a state of its own.
+        reads_again: whether it must be read from the beginning of the epoch to reach the middle.
     """
 
     def __init__(self, loader: Any, training: TrainingTraces) -> None:
@@ -77,7 +77,7 @@ class LoaderPosition:
     # ------------------------------------------------------------------ loops
 
     def _bind(self, loader: Any, skipped: int | None) -> None:
-        """Register each loop over *loader*; *skipped* batches of an epoch are none of its own."""
+        """Register each loop over *loader*, which does not read the first *skipped* batches of an epoch."""
         base = loader.base_dataloader
         begin = base.__iter__
         self._followers.add(loader)
@@ -114,7 +114,7 @@ class LoaderPosition:
             )
 
     def _agree(self, loader: Any, loaded: GoOn, skipped: int) -> int | None:
-        """Return how many batches the first loop after a load skips when it is to skip so many; None: as *loaded* has it."""
+        """Return how many batches the first loop after a load skips that asks for *skipped*; None: as in *loaded*."""
         if loaded.own["finished"] and not _is_next(loaded, skipped):
             return skipped
         if loaded.counts_samples:
@@ -122,12 +122,12 @@ class LoaderPosition:
             if sampler is not None:
                 sampler.skip_batches = 0
             logger.warning(
-                "skip_first_batches(…, %d): batches have another size than when the checkpoint was made; the loop gives "
-                "what was not trained of the epoch, counted in samples",
+                "skip_first_batches(…, %d): batches have another size than when the checkpoint was made; the loop "
+                "yields the untrained rest of the epoch, counted in samples",
                 skipped,
             )
             return None
-        if not loaded.own["finished"] and abs(skipped - loaded.passed) > 1:  # some scripts skip the last one by hand
+        if not loaded.own["finished"] and abs(skipped - loaded.passed) > 1:  # some scripts skip the last batch by hand
             logger.warning(
                 "skip_first_batches(…, %d): %d batches of this epoch were trained when the checkpoint was made",
                 *(skipped, loaded.passed),
@@ -135,7 +135,7 @@ class LoaderPosition:
         return skipped
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loop; one of them again for each batch before it that the script skips by hand."""
+        """Yield the batches of a loop; repeat a batch for each earlier one that the script skips by hand."""
         reading: LoopReading | None = None
         try:
             for batch in batches:
@@ -152,7 +152,7 @@ class LoaderPosition:
             self._begin_again(reading, reading.ended)
 
     def _begin_again(self, reading: LoopReading, ended: GoOn) -> None:
-        """Begin again the epoch of a loop that trained nothing: all batches that the script skips are of the one before."""
+        """Begin the epoch of a loop that trained nothing again: all skipped batches were of the epoch before."""
         if not ended.own.get("skippable", True):
             return
         self.log_habit("continue", reading)
@@ -166,17 +166,17 @@ class LoaderPosition:
         self._habit = Habit(*ended.own["habit"])
 
     def log_habit(self, habit: str, reading: LoopReading) -> None:
-        """Log once how the script gets to its position."""
+        """Log once how the script reaches its position."""
         logger.info("the loop goes on in epoch %d of its loader; skipping seen: %s", reading.iteration, habit)
 
     def follow(self, skip: Callable[[Any, int], Any], count: int) -> Any:
-        """Return what *skip* makes of the loader, without the first *count* batches; loops over it are registered, too."""
+        """Return the loader that *skip* makes, without the first *count* batches; loops over it are also registered."""
         skipping = skip(self.loader, count)
         self._follow_skipping(skipping, count)
         return skipping
 
     def recognise(self, loader: Any) -> bool:
-        """Follow a loop that begins over *loader*, where accelerate's function made it of this one to skip batches."""
+        """Follow a loop over *loader*, if accelerate's function made it from this one to skip batches; return whether so."""
         sampler = _skipping_sampler(loader)
         if self.reads(loader) or loader.dataset is not self.loader.dataset:
             return False
@@ -196,13 +196,13 @@ class LoaderPosition:
         return loader in self._followers
 
     def is_read_unseen(self, loader: Any) -> bool:
-        """Return whether *loader* was made of this one in a way that was not seen."""
+        """Return whether *loader* was made from this one in a way that is not tracked."""
         return loader.dataset is self.loader.dataset and not self.reads(loader)
 
     # ------------------------------------------------------------------ the state
 
     def shared(self) -> Values:
-        """Return what is the same on all ranks."""
+        """Return the part of the state that is the same on all ranks."""
         reading = None if self._reading is None else self._reading()
         state: Values = {
             "iteration": (self.loader if reading is None else reading.loader).iteration,
@@ -221,7 +221,7 @@ class LoaderPosition:
         return state
 
     def own(self) -> Values:
-        """Return what belongs to this rank."""
+        """Return the part of the state that belongs to this rank."""
         reading = None if self._reading is None else self._reading()
         loaded = {} if self._go_on is None or reading is not None else self._go_on.own
         state: Values = {**loaded, "generators": self.read_generators(), "now": _RNG.state_dict()}
@@ -236,7 +236,7 @@ class LoaderPosition:
         return state
 
     def go_on(self, shared: Values, own: Values) -> None:
-        """Go on from there: with the rest of the epoch, or with the next one if nothing is left of it."""
+        """Resume from this state: with the rest of the epoch, or with the next one if nothing is left."""
         self.loader.iteration = shared["iteration"]
         self.sampler_epoch = shared["epoch"]
         if shared["seed"] is not None and hasattr(self.loader.get_sampler(), "initial_seed"):
@@ -261,7 +261,7 @@ class LoaderPosition:
             self._indices.go_on(own["start"], 0)
 
     def _in_samples(self, shared: Values, own: Values) -> GoOn:
-        """Return what the next loop goes on with, where batches may have another size now, and the data another length."""
+        """Return the position for the next loop, if the batch size or the length of the data may have changed."""
         passed, seen, size = shared["passed"], shared.get("seen", 0), self._batch_size()
         before, length = shared.get("batch_size", size), length_of(self.loader.dataset)
         if size is None or before is None:
@@ -292,7 +292,7 @@ class LoaderPosition:
 
     @property
     def sampler_epoch(self) -> int | None:
-        """The number of the epoch as a sampler has it that draws by that number; None for others."""
+        """The epoch number of a sampler that draws by it; None for other samplers."""
         return getattr(self.loader.get_sampler(), "epoch", None)
 
     @sampler_epoch.setter
@@ -302,7 +302,7 @@ class LoaderPosition:
             sampler.epoch = epoch
 
     def read_generators(self) -> list[bytes]:
-        """Return the state of the generators that the loader and its data own."""
+        """Return the states of the generators that the loader and its data own."""
         return self._indices.own() if self._indices is not None else read_generators(self._generators())
 
     def write_generators(self, states: list[bytes]) -> None:
@@ -318,13 +318,13 @@ class LoaderPosition:
 
 
 def _drop_begun(base: Any) -> None:
-    """Make a ``StatefulDataLoader`` begin anew: it began to read when accelerate read its state."""
+    """Make a ``StatefulDataLoader`` begin anew, because it began to read when accelerate read its state."""
     base._iterator = None
     base.__dict__["_initial_iter_for_state_dict"] = False
 
 
 def _follow(loader: Any, loop: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Make each ``for`` over *loader* go through *loop*: Python looks up ``__iter__`` in its type alone."""
+    """Route each ``for`` over *loader* through *loop*: Python looks up ``__iter__`` only in the type."""
     kind = type(loader)
     followed = type(kind.__name__, (kind,), {"__iter__": lambda self: loop(kind.__iter__(self))})
     # The __class__ of these loaders is a property of accelerate, without a setter.
@@ -332,11 +332,11 @@ def _follow(loader: Any, loop: Callable[[Iterator[Any]], Iterator[Any]]) -> None
 
 
 def _is_next(go_on: GoOn, skipped: int | None) -> bool:
-    """Return whether a loop that skips so many batches is one of the next epoch: of the one before nothing is left."""
+    """Return whether a loop that skips *skipped* batches is of the next epoch, because nothing is left of this one."""
     return bool(go_on.own["finished"]) and (skipped or 0) < go_on.passed
 
 
 def _skipping_sampler(loader: Any) -> Any:
-    """Return what passes over the first indices in a loader that accelerate made for that; None where nothing does."""
+    """Return the sampler that skips the first indices in a loader that accelerate made for skipping; or None."""
     samplers = (loader.batch_sampler, loader.sampler)
     return next((one for one in samplers if type(one).__name__ == "SkipBatchSampler"), None)

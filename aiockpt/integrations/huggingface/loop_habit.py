@@ -1,7 +1,7 @@
-"""The way in which a loop goes through its batches: which of them it trains, and which it passes over by hand.
+"""Detection of the batches of a loop that a script skips by hand after a resume, instead of training them.
 
-A script that is resumed may skip what was trained before, or rely on its loader for that. A loop that fetches a second
-batch without having used the first is skipping, unless it is one that collects several batches for each step.
+A resumed script may skip the batches that were trained before, or rely on its loader for that. A loop that fetches a second
+batch without having used the first is skipping, unless it collects several batches for each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TrainingTraces:
         self.backward_count = 0
 
     def mark(self) -> tuple[Any, ...]:
-        """Return what differs once gradients or weights have changed; nothing is read but counters of the tensors."""
+        """Return a value that changes with gradients or weights; only counters of the tensors are read."""
         groups = (group for optimizer in self._accelerator._optimizers for group in optimizer.param_groups)
         tensors = (one for group in groups for one in group["params"])
         return (self.backward_count, *((one._version, *_gradient_mark(one.grad)) for one in tensors))
@@ -34,10 +34,10 @@ def _gradient_mark(gradient: Any) -> tuple[int, int]:
 
 
 class SkipWindow:
-    """The first fetches of a resumed loop, which may be those of batches that the script skips by hand.
+    """The first fetches of a resumed loop, whose batches the script may skip by hand.
 
     Args:
-        count: how many it may skip.
+        count: the number of batches that it may skip.
     """
 
     def __init__(self, training: TrainingTraces, count: int) -> None:
@@ -52,7 +52,7 @@ class SkipWindow:
         self._used = True
 
     def is_skipped(self) -> bool:
-        """Return whether the last yielded batch was not used, and is to be yielded again; called at the next fetch."""
+        """Return whether the last yielded batch was not used, and must be yielded again; called at the next fetch."""
         if self._left and not self._used and self._training.mark() == self._before:
             self._left -= 1
             self.skipped_count += 1
@@ -70,10 +70,10 @@ class Habit:
     """Whether loops collect several batches for each step, judged by how many ``backward()`` follow each fetch.
 
     Args:
-        first: how many followed the first fetch that any followed.
+        first: number of calls after the first fetch that any call followed.
         unused_before: fetches before that one.
-        unused: fetches after it that none followed.
-        used: fetches that some followed.
+        unused: later fetches without a following call.
+        used: fetches with a following call.
     """
 
     def __init__(self, first: int = 0, unused_before: int = 0, unused: int = 0, used: int = 0) -> None:
@@ -81,12 +81,12 @@ class Habit:
         self._last: int | None = None
 
     def begin(self, backward_count: int) -> None:
-        """Note that a loop begins, after so many calls: those before its first fetch are of no batch of it."""
+        """Note that a loop begins, after *backward_count* calls, which do not belong to its batches."""
         self.note_fetch(backward_count)
         self._last = None
 
     def note_fetch(self, backward_count: int) -> None:
-        """Note that a batch is fetched, after so many calls of ``backward()``."""
+        """Note that a batch is fetched, after *backward_count* calls of ``backward()``."""
         count = 0 if self._last is None else backward_count - self._last
         if count:
             self.first = self.first or count
@@ -98,7 +98,7 @@ class Habit:
         self._last = backward_count
 
     def counts(self, backward_count: int) -> list[int]:
-        """Return what is known after so many calls of ``backward()``, as the arguments of another one."""
+        """Return the counts after *backward_count* calls of ``backward()``, as arguments for another `Habit`."""
         now = copy.copy(self)
         now.note_fetch(backward_count)
         return [now.first, now.unused_before, now.unused, now.used]
@@ -106,6 +106,6 @@ class Habit:
     @property
     def collects(self) -> bool:
         """Whether several batches are fetched for each step."""
-        # In the first step: as many calls as batches were fetched before. Later: none after every third fetch, or more.
+        # In the first step: as many calls as fetches before. Later: a third of the fetches or more without a call.
         at_first = self.used == 1 and self.first == self.unused_before + 1 > 1
         return at_first or 0 < self.used <= 2 * self.unused

@@ -1,6 +1,6 @@
-"""One loop over a loader that accelerate has prepared, as the source of its batches.
+"""Source of the batches of one loop over a loader that accelerate has prepared.
 
-It counts them, and reads the first new one of a resumed loop with the random numbers that it was read with before.
+It counts the batches, and reads the first new batch of a resumed loop with the same random numbers as the first time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Values = dict[str, Any]
 
 
 class GoOn(NamedTuple):
-    """The position that the next loop goes on from.
+    """The position from which the next loop resumes.
 
     Attributes:
-        passed: batches of the epoch that come before.
-        own: what the rank that saved kept of itself.
-        seen: samples that come before those batches, where they were trained in batches of another size.
-        by_hand: how many batches a script may count that skips by hand.
-        counts_samples: whether the position is no number of batches of this size from the begin of the epoch.
+        passed: batches of the epoch before it.
+        own: the state of the rank that saved.
+        seen: samples before those batches, if they were trained in batches of another size.
+        by_hand: the number of batches that a script may count that skips by hand.
+        counts_samples: whether the position is not a number of batches of this size from the beginning of the epoch.
     """
 
     passed: int
@@ -34,7 +34,7 @@ class GoOn(NamedTuple):
 
 
 class LoopOwner(Protocol):
-    """The calls of a loop to the `LoaderPosition` of its loader."""
+    """The methods of `LoaderPosition` that a loop calls."""
 
     loader: Any
     training: TrainingTraces
@@ -50,12 +50,12 @@ class LoopOwner(Protocol):
 
 
 class LoopReading:
-    """One loop over a loader, as the source of its batches. It ends with the loop, which alone holds it.
+    """One loop over a loader, as the source of its batches. It lives as long as the loop, which holds the only reference.
 
     Args:
-        go_on: what it goes on with; None begins an epoch.
-        offset: batches of the epoch that are passed over without being fetched.
-        ended: where the epoch before had ended, what was loaded of that one.
+        go_on: the position from which it resumes; None begins an epoch.
+        offset: batches of the epoch that are skipped without being fetched.
+        ended: the loaded position, if its epoch had ended.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LoopReading:
 
     @property
     def passed(self) -> int:
-        """The batches of this epoch that were yielded."""
+        """The number of batches of this epoch that were yielded."""
         return self._offset + self.fetched - (0 if self.loader.end_of_dataloader else 1)
 
     @property
@@ -105,7 +105,7 @@ class LoopReading:
         return next(self._batches) if self._position.dispatches else self.fetch(lambda: next(self._batches))
 
     def fetch(self, get: Callable[[], Any], has_ended: Callable[[Any], bool] = lambda _: False) -> Any:
-        """Fetch the batch that is one ahead; the first new one with the random numbers that it was read with."""
+        """Fetch the batch one ahead; the first new one with the same random numbers as before the resume."""
         at_edge = self._go_on is not None and self.fetched == self._edge
         if at_edge:
             assert self._go_on is not None
@@ -134,7 +134,7 @@ class LoopReading:
             self.window = SkipWindow(self._position.training, loaded.by_hand)
 
     def is_skipped(self) -> bool:
-        """Return whether the script passes over the batch that was yielded last in place of one that was trained before."""
+        """Return whether the script skips the batch that was yielded last, in place of one that was trained before."""
         window = self.window
         if window is None:
             return False
@@ -145,7 +145,7 @@ class LoopReading:
         return False
 
     def _end(self) -> None:
-        """Pass the end of an epoch that another loader read, or that had nothing left, to the prepared loader."""
+        """Notify the prepared loader of the end of an epoch that another loader read, or that had nothing left."""
         whole = self._position.loader
         if self.fetched == 0 and (self._offset or self._go_on is not None):
             self.loader.iteration += 1  # accelerate does not count a loop without batches

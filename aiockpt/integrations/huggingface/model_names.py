@@ -1,4 +1,4 @@
-"""Names of the weights of a model: those that older versions of transformers gave them, and those that PEFT adds."""
+"""Names of the weights of a model: those from older versions of transformers, and those of weights that PEFT adds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aiockpt.adapters.selection import Trainable
 
 
 def renames(model: Any, key: str = "model") -> Callable[[str], str]:
-    """Return what ``Checkpointer.load(state, rename=…)`` needs, so that a run goes on after an upgrade of transformers.
+    """Return the ``rename=`` for ``Checkpointer.load`` with which a run resumes after an upgrade of transformers.
 
-    Only names are renamed. Where the new version stores several weights as one (the experts of some mixtures), there is no
-    new name for an old one, and the load says what is missing.
+    Only names change. Where the new version stores several weights as one (the experts of some mixtures), an old name has
+    no new one, and the load reports the missing weights.
 
     Args:
-        model: as it is in the state; without names of older versions, as a model of PEFT has none, nothing is renamed.
-        key: where in the state it is.
+        model: as in the state; without names of older versions, as for a model of PEFT, nothing is renamed.
+        key: the key of the model in the state.
     """
     library: Any = import_module("transformers")
     if not isinstance(model, library.PreTrainedModel):
@@ -36,12 +36,12 @@ def renames(model: Any, key: str = "model") -> Callable[[str], str]:
 
 
 def rule_of(model: Any) -> Trainable:
-    """Return the rule that leaves out what is loaded from the base anyway: frozen, and neither an adapter nor resized."""
+    """Return the rule that leaves out weights loaded from the base: frozen, and neither of an adapter nor resized."""
     return Trainable(added=True, besides=tuple(_resized(model)))
 
 
 def _resized(model: Any) -> Iterator[str]:
-    """Yield the names of embeddings that have other rows than those of the base: those are in no other place."""
+    """Yield the names of embeddings whose rows differ from those of the base: they are stored nowhere else."""
     layers = [
         getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)
     ]
@@ -53,7 +53,7 @@ def _resized(model: Any) -> Iterator[str]:
 
 
 def _has_other_words(model: Any) -> bool:
-    """Return whether the vocabulary has another size than that of the base, whose configuration is on this machine."""
+    """Return whether the size of the vocabulary differs from the base, if that configuration is on this machine."""
     config: Any = getattr(model, "config", None)
     size = getattr(config, "vocab_size", None)
     for peft in model.peft_config.values():
@@ -64,5 +64,5 @@ def _has_other_words(model: Any) -> bool:
             if type(config).from_pretrained(base, local_files_only=True).vocab_size != size:
                 return True
         except (OSError, ValueError):
-            continue  # neither a folder nor in the cache: nothing says that it was resized
+            continue  # neither a folder nor in the cache: whether it was resized is unknown
     return False

@@ -1,8 +1,8 @@
-"""Methods of a Trainer that a subclass has overridden, and the place of aiockpt's below them.
+"""Methods of a Trainer that a subclass has overridden, with aiockpt's methods inserted below them.
 
-``super()`` in an override leads to aiockpt's method: a class is put between the subclass and the Trainer. So what an
-override writes beside a checkpoint is written, and what it reads is read. One that does not call ``super()`` is what writes
-or reads in the Trainer's place. Where that would be all of the weights, or files that are not there, it is not called.
+``super()`` in an override leads to aiockpt's method: a class is put between the subclass and the Trainer. So an override
+still writes and reads its own files beside a checkpoint. An override that does not call ``super()`` writes or reads in
+place of the Trainer. If that would be all of the weights, or files that do not exist, it is not called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Overrides:
 
     Attributes:
         called: names of those that are called for checkpoints of aiockpt.
-        passed_over: names of those that are not, with what they are; for what the Trainer itself wrote they are called.
+        passed_over: those that are not, by name; they are called only for checkpoints of the Trainer itself.
     """
 
     def __init__(self, trainer: Any, names: Iterable[str], always: Iterable[str]) -> None:
@@ -42,7 +42,7 @@ class Overrides:
         self._cls, self._base = cls, base
 
     def put_below(self, trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Make ``super()`` of each override lead to one of *methods*; each is called without the Trainer."""
+        """Make ``super()`` of each override lead to one of *methods*, which are called without the Trainer."""
         below = type("AiockptTrainer", (self._base,), {name: _without_self(one) for name, one in methods.items()})
         bases = (below,) if self._cls is self._base else (self._cls, below)
         said = {"__module__": self._cls.__module__, "__qualname__": self._cls.__qualname__, _ORIGINAL: self._cls}
@@ -59,7 +59,7 @@ class Overrides:
 
 
 def is_attached(trainer: Any) -> bool:
-    """Return whether aiockpt's methods are below those of a Trainer."""
+    """Return whether aiockpt's methods are inserted in a Trainer."""
     return _ORIGINAL in vars(type(trainer))
 
 

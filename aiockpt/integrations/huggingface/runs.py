@@ -1,8 +1,8 @@
 """Runs of one process that save to one place: the second ``train()``, the next fold of a cross-validation.
 
 Each finished ``train()`` is a run of its own. The steps of the first have the numbers of the Trainer, those of the n-th
-begin at ``(n - 1) * RUN``. So a run never resumes, overwrites or deletes what another one has saved. A new process, which
-makes the same calls, finds each of them again: those that were finished, and the one that was under way.
+begin at ``(n - 1) * RUN``. So a run never resumes, overwrites or deletes the steps of another one. A new process that
+makes the same calls finds each run again: the finished ones, and the one that was in progress.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from collections import Counter
 
 RUN = 10**9
-"""Difference between the step numbers of two runs; no run has as many steps."""
+"""Offset between the step numbers of two runs; no run has that many steps."""
 
 _finished: Counter[tuple[int, str]] = Counter()
 """Number of runs that this process, by its id, has finished in a place."""
 
 
 def next_run(place: str) -> int:
-    """Return the number of the run, from 0, that begins now; one that failed or was interrupted is begun again."""
+    """Return the number, from 0, of the run that begins now; a failed or interrupted run is begun again."""
     return _finished[os.getpid(), place]
 
 
@@ -28,7 +28,7 @@ def finish_run(place: str) -> None:
 
 
 def run_of(step: int) -> int:
-    """Return the run that a saved step is of."""
+    """Return the run of a saved step."""
     return step // RUN
 
 

@@ -1,6 +1,6 @@
-"""The folders that ``accelerator.save_state`` is called with: there when their step is committed, and not before.
+"""The folders passed to ``accelerator.save_state``: each appears when its step is committed, and not before.
 
-The state is in the step. A folder has a mark with the number of the step, and what hooks wrote into it.
+The state is in the step. A folder contains a mark with the number of the step, and the files of hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THEIRS = "random_states_0.pkl"
 
 
 class Mark(NamedTuple):
-    """The mark of a folder: its *step*, and a *key* that the step has, too, so that no other step is accepted."""
+    """The mark of a folder: its *step*, and a *key* that is also in the step, so that no other step is accepted."""
 
     step: int
     key: str
@@ -42,7 +42,7 @@ class _StateFolder(NamedTuple):
 class StateFolders:
     """The folders of one Accelerator. Its first process makes them; calls that change them do nothing in the others.
 
-    `publish` makes them appear, on the training thread; it is called after each ``backward()``, and costs nothing then.
+    `publish` makes them appear. It runs on the training thread after each ``backward()``, where it costs nothing.
 
     Args:
         delete_with_folder: whether a step is deleted when its folder was deleted.
@@ -90,7 +90,7 @@ class StateFolders:
         self._pending.append(_StateFolder(future, _staged(folder), folder))
 
     def publish(self) -> None:
-        """Publish the folders of what is committed, in the order of the saves."""
+        """Publish the folders of committed saves, in the order of the saves."""
         while self._pending and self._pending[0].future.done():
             pending = self._pending[0]
             if pending.future.stage == "committed":
@@ -120,14 +120,14 @@ class StateFolders:
         self._known[mark.step] = folder
 
     def wait(self) -> None:
-        """Wait until all is committed, and has its folder; raise what failed."""
+        """Wait until all saves are committed, and have their folders; raise errors."""
         try:
             self._ckpt.wait()
         finally:
             self.publish()
 
     def restore(self, infos: Iterable[Any]) -> None:
-        """Publish the folders of steps that were committed when the process died; read the folders of the others."""
+        """Publish the folders of steps that were committed when the process died; read those of the other steps."""
         if not self._makes_here:
             return
         for info in infos:
@@ -143,14 +143,14 @@ class StateFolders:
     # ------------------------------------------------------------------ deleting
 
     def rotate(self) -> None:
-        """Delete steps and folders that ``total_limit`` does not keep, and steps whose folder has another one now."""
+        """Delete steps and folders that ``total_limit`` does not keep, and steps whose folder now has another step."""
         self.publish()
         if not self._makes:
             return
         limit = self._settings.total_limit if self.root is not None else None
         deleted, self._replaced = self._replaced, []
         if limit is not None:
-            # In the order in which they were committed: a run that went back goes on with smaller numbers.
+            # In the order of their commits: a run that went back continues with smaller numbers.
             ours = [folder for _, folder in self.numbered() if read_mark(folder) is not None]
             ours.sort(key=lambda folder: (folder / MARK).stat().st_mtime_ns)
             for folder in ours[: max(len(ours) - max(limit, 1), 0)]:

@@ -1,5 +1,5 @@
-"""A Trainer that saves and loads with aiockpt: its methods that save, and those that load model, optimizer and random state,
-are replaced. The loop, its callbacks and overridden methods stay as they are.
+"""A Trainer that saves and loads with aiockpt. Its methods that save are replaced, and those that load model, optimizer and
+random state. The loop, its callbacks and overridden methods stay as they are.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def attach(
 
     Args:
         trainer: of ``transformers``, before ``train()``.
-        place: where to, as for `aiockpt.Checkpointer`; None is ``output_dir/aiockpt``.
-        resume: whether ``train()`` goes on from the newest valid step where there is one, and begins anew where not.
-        safetensors: whether each ``checkpoint-N`` gets its weights as a file of ``safetensors``, too, for
-            ``from_pretrained``; written in the background from what was committed.
-        **options: of `aiockpt.Checkpointer`. A model of PEFT saves what its base does not have, unless *only*
-            says otherwise.
+        place: the place to save to, as for `aiockpt.Checkpointer`; None is ``output_dir/aiockpt``.
+        resume: whether ``train()`` resumes from the newest valid step; without one it begins anew.
+        safetensors: whether each ``checkpoint-N`` also gets its weights as a file of ``safetensors`` for
+            ``from_pretrained``; written in the background from the committed step.
+        **options: of `aiockpt.Checkpointer`. For a model of PEFT, only the weights that its base lacks are
+            saved, unless *only* is given.
 
     Raises:
         UsageError: the Trainer writes its checkpoints in a way that cannot be replaced (XLA, a push to the hub).
@@ -87,7 +87,7 @@ def attach(
 
 
 def _publishing(folders: CheckpointFolders) -> Any:
-    """Return a callback of the Trainer that polls after each step for saves committed meanwhile."""
+    """Return a callback for the Trainer that polls after each step for saves that were committed meanwhile."""
     transformers: Any = import_module("transformers")
 
     class AiockptPublishing(transformers.TrainerCallback):  # type: ignore[misc]
@@ -140,7 +140,7 @@ class _Attached:
         overrides.log_passed_over()
 
     def _call_theirs(self, name: str, *args: Any, **named: Any) -> Any:
-        """Call a method as the Trainer has it, or the override that is not called otherwise."""
+        """Call the Trainer's own method, or an override that is not called otherwise."""
         override = self._overrides.passed_over.get(name)
         if override is not None:
             return override(*args, **named)
@@ -149,9 +149,9 @@ class _Attached:
     # ------------------------------------------------------------------ training
 
     def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **named: Any) -> Any:
-        """Train, from the newest valid step where that is requested, and wait until all is committed.
+        """Train, from the newest valid step if requested, and wait until all saves are committed.
 
-        A trial of a search for hyperparameters is another run than any that was saved.
+        A trial of a search for hyperparameters is a separate run; it never resumes a saved one.
         """
         if trial is not None:
             if self._trainer.args.save_strategy != "no":
@@ -176,7 +176,7 @@ class _Attached:
         if automatic and not steps and theirs is None:
             self._check_none()
         if theirs is not None and (not steps or theirs[1] > self._ckpt.describe(steps[0]).result().info.created_ns):
-            done = train(str(theirs[0]))  # what the Trainer wrote before it was attached, or without it since
+            done = train(str(theirs[0]))  # written by the Trainer before it was attached, or later without aiockpt
         else:
             done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
         self._folders.wait()
@@ -191,14 +191,14 @@ class _Attached:
         )
 
     def _check_none(self) -> None:
-        """Raise where no step at all is valid; log those of this run that are not, where other runs have valid ones."""
+        """Raise if there are steps, but no valid one; log damaged steps of this run, if other runs have valid ones."""
         lost = [info.step for info in self._ckpt.steps().result() if run_of(info.step) == self._run]
         if lost:
             raise_if_lost(self._ckpt)
             logger.warning("steps %s of this run cannot be read: it begins anew", ", ".join(map(str, lost)))
 
     def _check_committed(self, folder: Any) -> Any:
-        """Return the folder to resume from: another one for that of a save which a kill kept from being committed."""
+        """Return the folder to resume from: *folder*, or another one if a kill prevented the commit of its save."""
         if not is_pending(folder):
             return folder
         steps = self._committed(all_runs=True)
@@ -209,7 +209,7 @@ class _Attached:
         return newest
 
     def _train_from(self, steps: list[int], train: Callable[..., Any]) -> Any:
-        """Train from the first of *steps* that can be loaded; a load that fails has trained nothing yet."""
+        """Train from the first of *steps* that can be loaded; when a load fails, nothing is trained yet."""
         begun = 0
 
         def begin(step: int) -> Any:
@@ -231,7 +231,7 @@ class _Attached:
         return steps
 
     def _begin(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """Begin the state of a run; log where a resume has nothing to train (the Trainer would train one step more)."""
+        """Begin the state of a run; log if a resume has nothing to train (the Trainer would train one more step)."""
         begun: tuple[int, int] = self._call_theirs("_init_training_state", max_steps, per_epoch, epochs, folder, trial)
         if folder is not None and is_ours(folder) and self._holder(folder) is self._ckpt:
             self._run = self._folders.run = run_of(step_of(folder))
@@ -252,7 +252,7 @@ class _Attached:
     # ------------------------------------------------------------------ saving
 
     def _enter_save(self, model: Any, trial: Any) -> None:
-        """Save through the Trainer, or what overrides its method; without ``super()`` it is saved here all the same."""
+        """Save through the Trainer's method or its override; if that does not call ``super()``, save here."""
         self._saving = set()
         if self._shows_folder():
             self._folders.set_aside(self._trainer.state.global_step)
@@ -273,7 +273,7 @@ class _Attached:
         return bool(self._overrides.called) or any(type(one).on_save is not plain for one in callbacks)
 
     def _write_file(self, name: str, output_dir: Any = None, *args: Any, **named: Any) -> None:
-        """Write nothing that is in the step; call the override that this one leads to, if there is one."""
+        """Skip files whose contents are in the step; call the override to which this method leads, if any."""
         folder = self._folders.path(self._trainer.state.global_step)
         if self._saving is None or output_dir is None or Path(output_dir).absolute() != folder.absolute():
             self._call_theirs(name, output_dir, *args, **named)
@@ -283,7 +283,7 @@ class _Attached:
             getattr(self._trainer, "_save")(output_dir)  # noqa: B009  a method that subclasses override
 
     def _call_overrides(self, folder: str) -> None:
-        """Call overridden methods for what they write beside a checkpoint."""
+        """Call overridden methods, which write their own files beside a checkpoint."""
         assert self._saving is not None
         called = self._overrides.called | ({"save_model"} if "_save" in self._overrides.called else set())
         for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
@@ -292,7 +292,7 @@ class _Attached:
                 getattr(self._trainer, name)(folder, **({"_internal_call": True} if name == "save_model" else {}))
 
     def _save(self, model: Any, trial: Any) -> None:
-        """Save the step that the Trainer is at; return when its state may change."""
+        """Save the Trainer's present step; return when its state may change."""
         trainer = self._trainer
         step, best = trainer.state.global_step, trainer.state.best_global_step
         if trial is not None:
@@ -334,7 +334,7 @@ class _Attached:
     # ------------------------------------------------------------------ loading
 
     def _load_instead(self, name: str, ours: Callable[..., None], *args: Any, **named: Any) -> None:
-        """Load in the place of an override without ``super()``; one that reads what another has written is called, too."""
+        """Load in place of an override without ``super()``; also call one that reads the files of another override."""
         folder = (args or tuple(named.values()) or (self._trainer.state.best_model_checkpoint,))[0]
         if folder is None or not is_ours(folder):
             self._overrides.passed_over[name](*args, **named)
@@ -344,7 +344,7 @@ class _Attached:
             self._overrides.passed_over[name](*args, **named)
 
     def _holder(self, folder: str) -> aiockpt.Checkpointer:
-        """Return what loads the step of a folder: one of another output_dir may be in the place beside it.
+        """Return the checkpointer for the step of a folder; for another output_dir, the place may be beside the folder.
 
         Raises:
             UsageError: the step is neither there nor in the place of this Trainer.
@@ -377,17 +377,17 @@ class _Attached:
             self._go_on_without(step_of(folder), self._load(folder, self._state(), *parts))
 
     def _go_on_without(self, step: int, held: Collection[str]) -> None:
-        """Replace what a step lacks that was not saved by a Trainer: its schedule goes on at the step, the rest is logged.
+        """Replace the parts that a step lacks which no Trainer saved: set its schedule to the step, log the rest.
 
         Args:
-            held: the keys of the state that was saved.
+            held: the keys of the saved state.
         """
         if "trainer" in held:
             return
         self._trainer.state.compute_steps(self._trainer.args, self._trainer.state.max_steps)
         scheduler, lacks = self._trainer.lr_scheduler, [key for key in self._state() if key not in held]
         if "scheduler" in lacks and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-            scheduler.last_epoch = step_in_run(step)  # what the groups have of the step holds until the next one
+            scheduler.last_epoch = step_in_run(step)  # the saved values of the groups are valid until the next step
             lacks.remove("scheduler")
         if lacks:
             logger.warning("step %d was not saved by a Trainer and has no %s: begun anew", step, ", ".join(lacks))
@@ -416,7 +416,7 @@ class _Attached:
             self._load(folder, self._model(), "model")
 
     def _load_engine(self, theirs: Callable[..., Any], folder: Any, *args: Any, **named: Any) -> Any:
-        """Load the step of a folder into the engine; what DeepSpeed wrote is loaded by DeepSpeed."""
+        """Load the step of a folder into the engine; DeepSpeed loads its own checkpoints."""
         if not is_ours(folder):
             return theirs(folder, *args, **named)
         strict = named.get("load_module_strict", True)
@@ -432,7 +432,7 @@ class _Attached:
         step, ckpt = step_of(folder), self._holder(folder)
         held: Any = ckpt.describe(step).result().values
         if "model" not in held:
-            raise UsageError(f"step {step} has no 'model': only what has its weights by that name is resumed from")
+            raise UsageError(f"step {step} has no 'model': only a step with weights under that name can be resumed")
         parts = [key for key in wanted if key in state and key in held]
         if parts:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
@@ -441,11 +441,11 @@ class _Attached:
 
 
 def _log_differences(trainer: Any, folder: str, epoch: int, batch_count: int) -> None:
-    """Log why the rest of a resumed epoch is not what it would have been; with the Trainer's own resume it is not, either.
+    """Log why the rest of a resumed epoch differs from an uninterrupted one; the Trainer's own resume also differs.
 
     Args:
-        epoch: in which training goes on.
-        batch_count: batches of it that are passed over.
+        epoch: the epoch in which training resumes.
+        batch_count: number of its batches that are skipped.
     """
     size, before = trainer.args.train_batch_size, trainer.state.train_batch_size
     if before not in (None, size) and not trainer.args.auto_find_batch_size:

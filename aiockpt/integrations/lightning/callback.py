@@ -1,9 +1,9 @@
-"""The callback: when a step is saved, where a fit goes on, and which checkpoints stay.
+"""The callback for Lightning: decides when to save a step, where a fit resumes, and which checkpoints to keep.
 
-Lightning has hooks inside of a step and of an epoch, but not between: a checkpoint that is made in a hook has the state
-in the middle of others' hooks, which a resumed run does not call again, or calls twice. So the ends of a step and of an
-epoch are intercepted where the loops reach them, after all hooks and after validation, by methods that are replaced on the
-trainer's own loops while it fits (`aiockpt.integrations.lightning.resume`).
+Lightning has hooks inside steps and epochs, but not between them: a checkpoint made in a hook has a state in the middle of
+other hooks, which a resumed run skips or calls twice. So the ends of steps and epochs are intercepted after all hooks and
+after validation, by methods that are replaced on the trainer's own loops during a fit
+(`aiockpt.integrations.lightning.resume`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning is not installed
-    """Saves a fit in the background, and goes on by itself where the newest checkpoint of *dir* was made.
+    """Saves a fit in the background, and resumes by itself from the newest checkpoint of *dir*.
 
-    ``trainer.fit(…)`` returns when all is committed. A save that failed is raised by the next one, or by ``fit`` at its
-    end. ``fit(ckpt_path=…)`` accepts the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do ``validate``,
-    ``test`` and ``predict``. ``.ckpt`` files of Lightning are loaded as ever.
+    ``trainer.fit(…)`` returns when all saves are committed. The error of a failed save is raised by the next save, or by
+    ``fit`` at its end. ``fit(ckpt_path=…)`` accepts the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do
+    ``validate``, ``test`` and ``predict``. ``.ckpt`` files of Lightning are loaded as before.
 
     Args:
         dir: a folder or a URL; or several ``aiockpt.Tier``.
         every_n_train_steps: save when ``trainer.global_step`` has passed a multiple of it, after the validation that
             belongs to the step.
-        every_n_epochs: save after each so many epochs; 1 when neither is given.
-        keep_last: how many of the newest checkpoints stay; None keeps all, or with *monitor* the newest alone.
-        monitor: the name of a logged metric; the best by it stay besides. ``best_model_path`` and ``best_model_score`` say
-            which is the best.
+        every_n_epochs: save after every n epochs; 1 when neither option is given.
+        keep_last: how many of the newest checkpoints to keep; None keeps all, or with *monitor* only the newest.
+        monitor: the name of a logged metric; the best checkpoints by it are also kept. ``best_model_path`` and
+            ``best_model_score`` identify the best.
         mode: whether the best is the lowest (``"min"``) or the highest (``"max"``).
-        save_top_k: how many of the best stay.
-        save_last: save where training ends, whatever step that is.
-        resume: False begins anew; what is there already stays.
+        save_top_k: how many of the best to keep.
+        save_last: save when training ends, at any step.
+        resume: False begins anew; existing checkpoints stay.
         options: of `aiockpt.Checkpointer`: ``snapshot="lazy"``, ``worker="process"``, ``only=``, ``limits=``, ….
 
     Raises:
@@ -100,7 +100,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach to the trainer for what it is about to do."""
+        """Attach to the trainer for *stage*."""
         check_trainer(trainer)
         self._asked = None
         if self._fit is not None:
@@ -111,7 +111,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             self._fit.register_loaders()
 
     def begin(self, trainer: Any) -> None:
-        """Open the place, and pass hooks and callbacks their part of the checkpoint that this fit goes on from."""
+        """Open the place, and pass hooks and callbacks their part of the checkpoint from which this fit resumes."""
         if trainer.fast_dev_run:
             return
         self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
@@ -130,7 +130,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         return not trainer._checkpoint_connector._loaded_checkpoint and (self._resume or self._asked is not None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load where this fit goes on: model, optimizers and schedulers are there and on their devices."""
+        """Load the checkpoint of this fit: model, optimizers and schedulers exist, on their devices."""
         if self._checkpointer is None:
             self.begin(trainer)
         self._is_fitting = self._checkpointer is not None
@@ -143,11 +143,11 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             trainer._checkpoint_connector._ckpt_path = posixpath.join(loaded.url, loaded.id)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait until all is committed."""
+        """Wait until all saves are committed."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save where SIGTERM has stopped training; wait until all is committed; notify other ranks that this one exits."""
+        """Save if SIGTERM has stopped training; wait until all saves are committed; notify other ranks of this exit."""
         if (isinstance(exception, SIGTERMException) or trainer.received_sigterm) and self._fit is not None:
             self._fit.stop()
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -172,7 +172,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     # ------------------------------------------------------------------ what the loops come to
 
     def accept_path(self, path: Any) -> bool:
-        """Return whether a ``ckpt_path`` is a checkpoint of ours, which `on_fit_start` loads then."""
+        """Return whether a ``ckpt_path`` is a checkpoint of aiockpt, which `on_fit_start` then loads."""
         name = posixpath.basename(os.fspath(path).rstrip("/"))
         is_ours = _STEP.fullmatch(name) is not None or str(path) == self._place()
         if is_ours:
@@ -180,7 +180,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         return is_ours
 
     def load_weights(self, trainer: Any) -> dict[str, Any]:
-        """Fill the model from the requested checkpoint; return what Lightning is to restore besides."""
+        """Fill the model from the requested checkpoint; return the part that Lightning itself restores."""
         place, step = split_path(self._asked or "")
         state: dict[str, Any] = {"model": trainer.strategy.model or trainer.lightning_module, "lightning": None}
         with aiockpt.Checkpointer(place) as source:
@@ -192,7 +192,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         return {"state_dict": trainer.lightning_module.state_dict(), **saved}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the weights of a step by their names; a call of this rank alone."""
+        """Return the weights of a step by their names; only this rank calls it."""
         place = self.dir if self._asked is None else split_path(self._asked)[0]
         with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as source:
             names = [info.name for info in source.describe(step).result().tensors]
@@ -202,10 +202,10 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             return {name: read.result() for name, read in reads.items()}
 
     def reach(self, trainer: Any, point: Point, *, ends: bool) -> None:
-        """Save if this end of a step or an epoch is to be saved.
+        """Save if a save is due at this end of a step or an epoch.
 
         Args:
-            ends: whether nothing is trained after it.
+            ends: whether training ends here.
         """
         step = trainer.global_step
         if self._checkpointer is None or not self._is_fitting or step == self.last_step or step == 0:

@@ -1,11 +1,11 @@
-"""Position of training in the data: Lightning counts the trained batches; this module makes them the same again.
+"""Position of training in the data: Lightning counts the trained batches; this module restores the loaders to that count.
 
-Kinds of loaders, by how they go on in the middle of an epoch:
+Kinds of loaders, by how they resume in the middle of an epoch:
 
-- `aiockpt.Loader`, and what has ``state_dict()`` (torchdata's ``StatefulDataLoader``), save their own position.
-- A ``DataLoader`` with indices (shuffled or not, with any sampler) draws the indices of this epoch again, with the random
-  numbers it had at its begin, and passes over those that were trained. No sample is read for it.
-- Anything else is read again from its begin, with the random numbers it had there.
+- `aiockpt.Loader`, and loaders with ``state_dict()`` (torchdata's ``StatefulDataLoader``), save their own position.
+- A ``DataLoader`` with indices (shuffled or not, with any sampler) draws the indices of the epoch again, with the random
+  numbers of its beginning, and skips those that were trained. No sample is read for this.
+- Any other loader is read again from the beginning of the epoch, with the random numbers that it had there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RNG = aiockpt.RNG()
 
 
 class WholeEpochs:
-    """A `aiockpt.Loader` as Lightning reads it: its length stays, and it is not read past the batches of an epoch."""
+    """A wrapper of `aiockpt.Loader` for Lightning: its length is constant, and it is not read past the end of an epoch."""
 
     def __init__(self, loader: aiockpt.Loader[Any]) -> None:
         self.loader = loader
@@ -35,7 +35,7 @@ class WholeEpochs:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        # Lightning ends the epoch that was saved, and then begins the next; what it read of before the load is done with.
+        # Lightning ends the saved epoch, and then begins the next; batches that it read before the load are obsolete.
         if self.loader.is_over and not self._has_ended:
             self._has_ended, self._batches = True, iter(())
             return self._batches
@@ -47,7 +47,7 @@ class WholeEpochs:
 
 
 class DataPosition:
-    """The loaders of a fit, from when they are set up until they are set up anew.
+    """The loaders of a fit, from one setup until the next.
 
     Args:
         combined: Lightning's ``CombinedLoader``.
@@ -71,7 +71,7 @@ class DataPosition:
             )
 
     def _register(self, loader: Any) -> Any:
-        """Return what Lightning is to read in place of *loader*."""
+        """Return the loader that Lightning reads in place of *loader*."""
         indices = None
         let_workers_outlive_signals(loader)
         if isinstance(loader, WholeEpochs):
@@ -91,7 +91,7 @@ class DataPosition:
         return loader
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to this rank, beside the loaders that have a state of their own."""
+        """Return the state of this rank, without the loaders that have a state of their own."""
         return {
             "start": self.start if self._is_read else None,
             "last_fetch": self._last_fetch,
@@ -99,7 +99,7 @@ class DataPosition:
         }
 
     def samples(self, batches: int) -> dict[str, Any] | None:
-        """Return how many samples of the epoch this rank has trained, of how many; None where that is not known."""
+        """Return the trained samples of this rank in the epoch, batch size and length of the data; None where unknown."""
         size = self._batch_size()
         if size is None:
             return None
@@ -108,16 +108,16 @@ class DataPosition:
         return {"size": size, "samples": samples + (batches - before) * size, "length": length}
 
     def _batch_size(self) -> int | None:
-        """Return the samples of a batch, where there is one loader, and it is read by indices."""
+        """Return the batch size, if there is a single loader, and it is read by indices."""
         only = self.indices[0] if len(self.indices) == 1 else None
         return None if only is None else getattr(only, "batch_size", None)
 
     def recount(self, saved: dict[str, Any], ranks: int) -> tuple[int, int]:
-        """Return how many batches of today's size count as trained, and samples that come before the first one.
+        """Return how many batches of the present size count as trained, and the samples before the first of them.
 
         Args:
-            saved: what the checkpoint has for all ranks.
-            ranks: today's.
+            saved: the part of the checkpoint that all ranks share.
+            ranks: the present number of ranks.
         """
         batches = saved["batches"] * saved["ranks"] // ranks
         trained, size = saved.get("samples"), self._batch_size()
@@ -138,7 +138,7 @@ class DataPosition:
         return batches, samples
 
     def begin(self) -> None:
-        """Note that an epoch is about to be read from its begin."""
+        """Note that an epoch is about to be read from its beginning."""
         self._counted = (0, 0)
         for one in self.indices:
             if one is not None:
@@ -146,11 +146,11 @@ class DataPosition:
         self.start = _RNG.state_dict()
 
     def go_on(self, state: Any, passed: int, seen: int = 0) -> None:
-        """Make the next iteration the one of *state*, where *passed* batches were trained.
+        """Make the next iteration continue that of *state*, after *passed* trained batches.
 
         Args:
-            state: what `state` returned on this rank; None where the number of ranks is another one.
-            seen: samples that come before the batches; these are cut anew then, where it is not 0.
+            state: the result of `state` on this rank; None where the number of ranks has changed.
+            seen: samples before these batches; unless it is 0, the batches are cut anew.
         """
         if self._is_read:
             if state is not None:
@@ -169,18 +169,18 @@ class DataPosition:
                 one.go_on(start, (passed - 1) % length + 1 if cycles else passed)
 
     def pass_over(self, fetcher: Any, passed: int) -> None:
-        """Read again what was trained, where nothing else brings a loader there."""
+        """Read the trained batches again, for loaders that have no other way to this position."""
         if self._is_read:
             fetched = fetcher.fetched
             for left in reversed(range(passed)):
                 if left == 0 and self._last_fetch is not None:
-                    _RNG.load_state_dict(self._last_fetch)  # a loader without a length is one batch ahead: this one
+                    _RNG.load_state_dict(self._last_fetch)  # a loader without a length is one batch ahead
                 next(fetcher, None)
             fetcher.fetched = fetched
             fetcher.done = fetcher.length is not None and fetched >= fetcher.length
 
     def watch(self, fetcher: Any) -> None:
-        """Note the random generators before each batch is fetched, where batches can only be had by reading them again."""
+        """Note the random generators before each fetch, for loaders whose batches must be read again."""
         if not self._is_read:
             return
         start_profiler = fetcher._start_profiler
@@ -192,18 +192,18 @@ class DataPosition:
         fetcher._start_profiler = note
 
     def write_own(self, state: Any) -> None:
-        """Set the loaders' own generators to where they were when *state* was made."""
+        """Set the loaders' own generators to their states in *state*."""
         for one, saved in zip(self.indices, state["indices"], strict=True):
             if one is not None and saved is not None:
                 one.write_own(saved["own"])
 
 
 def _track(loader: DataLoader[Any]) -> Indices:
-    """Return the source of *loader*'s indices, made so that it can go on."""
+    """Return the source of *loader*'s indices, replaced by one that can resume."""
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if hasattr(source, "hand_out"):
         raise aiockpt.UsageError(
-            f"a {type(source).__name__} must be told of each batch: give Lightning "
+            f"a {type(source).__name__} must be notified of each batch: pass Lightning "
             "aiockpt.Loader(DataLoader(…)) in place of the DataLoader"
         )
     return Indices.put_into(loader)

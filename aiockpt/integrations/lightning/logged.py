@@ -1,7 +1,7 @@
 """Values logged in an epoch so far: sums behind the means of ``self.log(…, on_epoch=True)``, and metrics of torchmetrics.
 
-Lightning does not save it: the means of an epoch that was resumed are those of its rest. Early stopping, schedulers and
-the choice of the best checkpoint follow them.
+Lightning does not save them: after a resume, the means of the epoch would be those of its rest alone. Early stopping,
+schedulers and the choice of the best checkpoint depend on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLAGS = (
 
 
 def collect(trainer: Any) -> dict[str, Any]:
-    """Return what was logged so far on this rank."""
+    """Return the values logged so far on this rank."""
     results, connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
     return {
         "is_first_batch": connector._first_loop_iter,
@@ -31,7 +31,7 @@ def collect(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, saved: dict[str, Any]) -> None:
-    """Go on with what `collect` returned."""
+    """Continue from the values that `collect` returned."""
     device, connector = trainer.strategy.root_device, trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = saved["is_first_batch"], saved["last_hook"]
     kept = {name: value.to(device) for name, value in saved["callback_metrics"].items()}
@@ -63,7 +63,7 @@ def _of_result(one: Any) -> dict[str, Any]:
 
 
 def _meta(trainer: Any, one: dict[str, Any]) -> Any:
-    """Return how a value is logged, as ``self.log`` makes it of its arguments."""
+    """Return the metadata of a logged value, as ``self.log`` makes it from its arguments."""
     meta = result._Metadata(**one["flags"], reduce_fx=one["reduce_fx"])
     meta.sync = result._Sync(
         _should=one["sync"]["should"],
@@ -79,7 +79,7 @@ def _metrics(module: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def _of_metric(metric: Any) -> dict[str, Any]:
-    """Return the state of a metric, which is in no ``state_dict()`` unless it is made persistent."""
+    """Return the state of a metric, which is only in a ``state_dict()`` if it is made persistent."""
     return {
         "count": metric._update_count,
         "state": {

@@ -1,7 +1,7 @@
-"""The one of Lightning's two import names that this program uses.
+"""Import of Lightning under the one of its two names that this program uses.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with classes of their own: a callback of one is
-no callback for the other.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with separate classes: a callback of one is not a
+callback for the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightn
 
 
 def _choose() -> str:
-    """Return the name that is imported already, else the one that is installed."""
+    """Return the name that is already imported, else the one that is installed."""
     for known in (sys.modules.__contains__, lambda name: find_spec(_NAMES[name]) is not None):
         found = [name for name in _NAMES if known(name)]
         if found:
@@ -42,7 +42,7 @@ def check_trainer(trainer: Any) -> None:
     """Refuse a trainer of the other package.
 
     Raises:
-        UsageError: it is one.
+        UsageError: *trainer* is of the other package.
     """
     if not isinstance(trainer, import_module(NAME).Trainer):
         theirs = type(trainer).__module__.split(".trainer", maxsplit=1)[0]
@@ -53,7 +53,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 class Bindings:
-    """Methods of single objects of Lightning that are replaced for a while, where it has no hook."""
+    """Temporary replacements of methods of single Lightning objects, where there is no hook."""
 
     def __init__(self) -> None:
         self._bound: list[tuple[Any, str]] = []

@@ -1,7 +1,7 @@
 """The ``CheckpointIO`` for ``ModelCheckpoint``: its files become folders of aiockpt, written in the background.
 
-What is in a checkpoint, and how a fit goes on from it, stay Lightning's. ``ModelCheckpoint`` deletes an old checkpoint as
-soon as the call that saves the newer one has returned; here it is deleted when the newer one is committed.
+Lightning still determines the content of a checkpoint, and how a fit resumes from it. ``ModelCheckpoint`` deletes an old
+checkpoint as soon as the call that saves the newer one returns; here it is deleted when the newer one is committed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ logger = logging.getLogger("aiockpt")
 
 
 class _Save:
-    """A save that goes on.
+    """A save in progress.
 
     Attributes:
-        error: what went wrong.
-        ended: whether it is committed or has failed, and its threads are gone.
-        path: the folder that it is in.
+        error: the error of a failed save.
+        ended: whether it is committed or has failed, and its threads have ended.
+        path: its folder.
     """
 
     def __init__(self, path: str, checkpoint: dict[str, Any], options: dict[str, Any]) -> None:
@@ -39,12 +39,12 @@ class _Save:
             raise
 
     def _continue_what_is_there(self) -> None:
-        """Load nothing of it, so that the save continues it and ``Retention`` may delete it; another branch would stay."""
+        """Load nothing of an existing step, so that the save continues it: ``Retention`` does not delete other branches."""
         with suppress(aiockpt.CheckpointError):
             self._place.load({}).result()
 
     def end(self, *, wait: bool) -> None:
-        """Note whether it has ended; *wait* until it has."""
+        """Note whether the save has ended; with *wait*, wait until it has."""
         if not self.ended and (wait or self._future.done()):
             self.ended = True
             try:
@@ -54,11 +54,11 @@ class _Save:
 
 
 class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, where Lightning is not installed
-    """Saves what ``ModelCheckpoint`` saves in the background: ``Trainer(plugins=[AiockptCheckpointIO()])``.
+    """Saves the checkpoints of ``ModelCheckpoint`` in the background: ``Trainer(plugins=[AiockptCheckpointIO()])``.
 
-    For one device and for DDP: the strategies that shard go past every such plug-in, and so take `AsyncCheckpoint`. The end
-    of ``fit`` waits until all is committed. A save that failed is raised by the next one, or at the end. Files that
-    Lightning has written are loaded as ever.
+    For one device and for DDP: strategies that shard bypass every such plug-in; use `AsyncCheckpoint` with them. The end of
+    ``fit`` waits until all saves are committed. The error of a failed save is raised by the next one, or at the end. Files
+    that Lightning has written are loaded as before.
 
     Args:
         options: of `aiockpt.Checkpointer`.
@@ -74,7 +74,7 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
 
         Raises:
             UsageError: there are *storage_options*; give them to the constructor.
-            UnsupportedStateError: a value in it is neither plain nor a tensor; it is named.
+            UnsupportedStateError: a value in it is neither plain nor a tensor; the message names it.
             BackgroundSaveError: an earlier save failed; this one goes on.
         """
         if storage_options is not None:
@@ -87,10 +87,10 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint in the folder *path*, with its tensors on the host.
 
-        *map_location* and *weights_only* are for a file that Lightning has written: here nothing is unpickled.
+        *map_location* and *weights_only* apply to files that Lightning has written: here nothing is unpickled.
 
         Raises:
-            FileNotFoundError: nothing is there.
+            FileNotFoundError: there is no checkpoint.
         """
         self._finish(wait=True)
         if os.path.isfile(path):
@@ -103,12 +103,12 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint when all that was saved so far is committed; if some of it fails, it stays."""
+        """Delete a checkpoint when all saves so far are committed; if one of them fails, keep it."""
         self._removals.append((os.fspath(path), list(self._saves)))
         self._finish(wait=False)
 
     def teardown(self) -> None:
-        """Wait until all is committed, and raise what went wrong."""
+        """Wait until all saves are committed, and raise their errors."""
         self._finish(wait=True)
 
     def _finish(self, *, wait: bool) -> None:
@@ -117,7 +117,7 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         removals, self._removals = self._removals, []
         for path, saves in removals:
             if any(save.error is not None for save in saves):
-                logger.warning("%s stays: what was to take its place could not be saved", path)
+                logger.warning("%s: kept, because the save that replaces it failed", path)
             elif all(save.ended for save in saves):
                 super().remove_checkpoint(path)
             else:

@@ -1,9 +1,9 @@
-"""One fit of a trainer: the points that its loops reach, what is saved of it, and how it goes on.
+"""One fit of a trainer: the points that its loops reach, the state to save, and the resume.
 
-Lightning's loops detect from their counters that they were restarted, and then skip or repeat hooks, validations and
-steps of schedulers, for checkpoints that were made in the middle of these. Ours are made between them; so the loops get
-their counters and go on as if nothing had been, from right before the next batch or epoch. There, and not before, the
-random generators are set: what is set up in between (loaders, sanity checks, ``on_train_start``) draws numbers, too.
+Lightning's loops detect a restart from their counters, and then skip or repeat hooks, validations and scheduler steps, for
+checkpoints that were made in the middle of these. Our checkpoints are made between them; so the loops get their counters
+and continue as without a restart, from right before the next batch or epoch. The random generators are set there, and not
+earlier: the setup before it (loaders, sanity checks, ``on_train_start``) also draws numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Resume:
     def load_first(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> int | None:
         """Pass callbacks, the datamodule and hooks their part before optimizers are made; return the step that is loaded.
 
-        Lightning does it there: a callback then makes the groups of its optimizers, or removes schedulers.
+        Lightning does the same at this point: a callback then makes the groups of its optimizers, or removes schedulers.
         """
         trainer = self._trainer
         state: dict[str, Any] = {} if trainer.global_rank else {"lightning": None}  # rank 0 saved it
@@ -110,7 +110,7 @@ class Resume:
         return loaded.step
 
     def load(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> aiockpt.LoadResult | None:
-        """Fill what is there before the data is; the rest follows when the loops come to it."""
+        """Fill the objects that exist before the data does; the rest is loaded when the loops reach it."""
         trainer = self._trainer
         if self._first is None and self.load_first(checkpointer, step) is None:
             return None
@@ -119,7 +119,7 @@ class Resume:
         trainer_state.restore_loops(trainer, checkpoint)
         trainer_state.prepare_callbacks(trainer, self._saved)
         state = self._trained()
-        if not state["schedulers"]:  # a callback has removed them, to make its own when an epoch begins
+        if not state["schedulers"]:  # a callback has removed them, and makes its own when an epoch begins
             del state["schedulers"]
         is_strict = trainer.lightning_module.strict_loading
         # Where the model is sharded, Lightning's own way loads no weights from this dict either.
@@ -127,7 +127,7 @@ class Resume:
         strict = {"model": False} if by_hook else is_strict
         loaded = checkpointer.load(state, step, strict=strict).result()
         assert loaded is not None
-        if loaded.step != self._first[0]:  # of the newest one something is damaged that was not read before
+        if loaded.step != self._first[0]:  # a part of the newest step is damaged that was not read before
             self._first = None
             return self.load(checkpointer, loaded.step)
         if by_hook:
@@ -142,7 +142,7 @@ class Resume:
         return loaded
 
     def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
-        """Skip a checkpoint of ours, which the callback loads; let Lightning load others."""
+        """Skip a checkpoint of aiockpt, which the callback loads; let Lightning load others."""
         is_ours = path is not None and self._callback.accept_path(path)
         fits = self._trainer.state.fn == "fit"
         if not is_ours:
@@ -161,7 +161,7 @@ class Resume:
             self._load_position()
 
     def _set_up_again(self, original: Callable[[], Any]) -> None:
-        """Go on in loaders that were set up before the fit: for the number of batches, say, in ``configure_optimizers``."""
+        """Resume in loaders that were set up early, for example for the number of batches in ``configure_optimizers``."""
         original()
         if self._saved is not None and not self._has_position:
             self._load_position()
@@ -175,7 +175,7 @@ class Resume:
             iter(fit._data_fetcher)
 
     def _load_position(self) -> None:
-        """Load what belongs to this rank, and continue the loaders where it was."""
+        """Load the state of this rank, and continue its loaders."""
         fit = self._trainer.fit_loop
         assert self._saved is not None
         assert self._from is not None
@@ -191,7 +191,7 @@ class Resume:
             self._data.go_on(self._own and self._own["data"], passed, seen)
 
     def _load_own(self, checkpointer: aiockpt.Checkpointer, data: DataPosition) -> None:
-        """Load what belongs to this rank: loaders, generators, what was logged."""
+        """Load the state of this rank: loaders, generators, logged values."""
         assert self._saved is not None
         state: dict[str, Any] = {"rng": aiockpt.RNG(), "loaders": data.loaders}
         if self._saved["ranks"] == self._trainer.world_size:
@@ -201,7 +201,7 @@ class Resume:
         self._own = state["rank"].value if "rank" in state else None
 
     def _go_on(self) -> None:
-        """Make this the run that was saved; nothing draws random numbers between here and its next batch or epoch."""
+        """Restore the saved run; no random number is drawn between this call and its next batch or epoch."""
         trainer, own, data = self._trainer, self._own, self._data
         fit = trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization):
@@ -213,7 +213,7 @@ class Resume:
         aiockpt.RNG().load_state_dict(self._random)
 
     def stop(self) -> None:
-        """Note that training stops, as it does on SIGTERM: it is saved where that is between two batches or epochs."""
+        """Note that training stops, as on SIGTERM: a save follows only if that is between two batches or epochs."""
         fit = self._trainer.fit_loop
         total, batches = fit.epoch_progress.total, fit.epoch_loop.batch_progress.total
         if batches.completed != batches.ready:  # in the middle of a batch, by another error
@@ -259,7 +259,7 @@ class Resume:
             self._callback.reach(self._trainer, "epoch", ends=stops or self._has_ended())
 
     def _has_ended(self) -> bool:
-        """Return whether no epoch or no step is left of this fit."""
+        """Return whether this fit has no epoch or no step left."""
         fit = self._trainer.fit_loop
         is_last = fit.max_epochs != -1 and fit.epoch_progress.current.processed >= fit.max_epochs
         return bool(is_last or (fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps))

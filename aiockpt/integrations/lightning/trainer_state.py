@@ -1,7 +1,7 @@
 """State of a ``Trainer`` beside model and optimizers: loops, callbacks, precision, the datamodule, and what hooks add.
 
 It is the dict that Lightning saves, made and read by Lightning's own functions, without the tensors of model and
-optimizers: those are saved from where they are, shard by shard.
+optimizers: those are saved directly, shard by shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def collect(trainer: Any) -> dict[str, Any]:
-    """Return what is to be saved; the hooks ``on_save_checkpoint`` of callbacks and of the module have been called."""
+    """Return the dict to save, after calling the hooks ``on_save_checkpoint`` of callbacks and of the module."""
     module, datamodule, precision = trainer.lightning_module, trainer.datamodule, trainer.precision_plugin
     weights = module.state_dict()
     checkpoint: dict[str, Any] = {
@@ -43,13 +43,13 @@ def collect(trainer: Any) -> dict[str, Any]:
 
 
 class Restored(dict[str, Any]):
-    """The dict that `collect` returned, with the weights where a hook reads them: ``checkpoint["state_dict"]``.
+    """The dict that `collect` returned, with the weights, read on access, under ``checkpoint["state_dict"]``.
 
     Args:
         reads: returns the weights.
 
     Attributes:
-        has_other_weights: whether the module's hook has changed them, and its own are to be loaded.
+        has_other_weights: whether the module's hook has changed them, so that its own are loaded.
     """
 
     def __init__(self, saved: dict[str, Any], reads: Callable[[], dict[str, Any]]) -> None:
@@ -59,11 +59,11 @@ class Restored(dict[str, Any]):
         self._given = self._weights()
 
     def note_changes(self) -> None:
-        """Note whether the weights are other ones than those that the hook received."""
+        """Note whether the hook has changed the weights that it received."""
         self.has_other_weights = self._given != self._weights()
 
     def _weights(self) -> dict[str, tuple[int, int]]:
-        """Return which tensors the weights are, with torch's counters of their changes."""
+        """Return the identities of the weights, with torch's counters of their changes."""
         found: dict[str, Any] = dict.get(self, "state_dict") or {}
         return {name: (id(one), getattr(one, "_version", 0)) for name, one in found.items()}
 
@@ -77,7 +77,7 @@ class Restored(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return what is under *key*."""
+        """Return the value of *key*."""
         self._read(key)
         return super().get(key, default)
 
@@ -86,7 +86,7 @@ class Restored(dict[str, Any]):
 
 
 def restore_first(trainer: Any, checkpoint: Restored) -> None:
-    """Pass the hooks, the datamodule and callbacks what `collect` returned, in Lightning's order."""
+    """Pass the result of `collect` to the hooks, the datamodule and the callbacks, in Lightning's order."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
@@ -97,7 +97,7 @@ def restore_first(trainer: Any, checkpoint: Restored) -> None:
 
 
 def restore_loops(trainer: Any, checkpoint: Restored) -> None:
-    """Pass the precision plug-in and the loops theirs, when the callbacks have begun the fit."""
+    """Pass the precision plug-in and the loops their part, after the callbacks have begun the fit."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     connector.restore_precision_plugin_state()
@@ -106,7 +106,7 @@ def restore_loops(trainer: Any, checkpoint: Restored) -> None:
 
 
 def prepare_callbacks(trainer: Any, saved: dict[str, Any]) -> None:
-    """Bring callbacks that change optimizers to where they were, which Lightning does only at the next epoch."""
+    """Restore callbacks that change optimizers, which Lightning does only at the next epoch."""
     for callback in trainer.callbacks:
         if isinstance(callback, BaseFinetuning) and "frozen" in saved:
             frozen = set(saved["frozen"])
@@ -120,7 +120,7 @@ def prepare_callbacks(trainer: Any, saved: dict[str, Any]) -> None:
 
 
 def _is_same(one: Any, other: Mapping[str, Any]) -> bool:
-    """Return whether two dicts have the same tensors, not only equal ones, under the same names."""
+    """Return whether two dicts have the identical tensors, not only equal ones, under the same names."""
     return (
         isinstance(one, Mapping)
         and one.keys() == other.keys()

@@ -1,8 +1,8 @@
-"""The checkpoint manager of Megatron-Bridge, by the protocol that it documents (0.6): ``custom_manager_class``.
+"""The checkpoint manager for Megatron-Bridge, by its documented protocol (0.6): ``custom_manager_class``.
 
     CheckpointConfig(save="runs/7", load="runs/7", custom_manager_class="aiockpt.integrations.megatron.bridge.BridgeManager")
 
-Model, optimizer, scheduler, training state and random numbers go the way of `save` and `load` of this package.
+Model, optimizer, scheduler, training state and random numbers are saved and loaded by `save` and `load` of this package.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _RNG = aiockpt.RNG()
 
 
 class BridgeManager:
-    """Saves and loads for Megatron-Bridge's training loop; all ranks make one, and make the same calls.
+    """Saves and loads for Megatron-Bridge's training loop; all ranks create one, and make the same calls.
 
     Args:
         checkpoint_config: of Megatron-Bridge. ``save``, ``load``, ``async_save``, ``most_recent_k``, ``ckpt_step``,
-            ``save_optim``, ``save_rng``, ``load_optim``, ``load_rng`` and ``finetune`` mean what they mean there.
+            ``save_optim``, ``save_rng``, ``load_optim``, ``load_rng`` and ``finetune`` have the same meaning as there.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -37,11 +37,11 @@ class BridgeManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """Megatron-Bridge's check for something to load, besides its own files: `find_latest`."""
+        """The context by which Megatron-Bridge checks for a checkpoint besides its own files: `find_latest`."""
         return {"local_checkpoint_manager": self}
 
     def find_latest(self) -> int:
-        """Return the newest valid step of the place to load from; -1 where there is none."""
+        """Return the newest valid step of the place to load from, or -1."""
         step = self._newest()
         return -1 if step is None else step
 
@@ -56,7 +56,7 @@ class BridgeManager:
     # ------------------------------------------------------------------ saving
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
-        """Save; with ``async_save`` this returns when the state is copied, else when the step is committed.
+        """Save. With ``async_save``, return when the state is copied, else when the step is committed.
 
         Raises:
             CheckpointError: this save failed, or an earlier one of ``async_save``.
@@ -73,14 +73,14 @@ class BridgeManager:
             saving.result()
 
     def _open(self) -> None:
-        """Open the place, the first time with the rule for old steps."""
+        """Open the place; the first time, set the retention of old steps."""
         if not self._is_open:
             kept = self.checkpoint_config.most_recent_k
             open_place(self.checkpoint_config.save, **({"retention": aiockpt.Retention(last=kept)} if kept > 0 else {}))
             self._is_open = True
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Wait for the saves where *blocking*; without it there is nothing to do. *terminate* releases the places, too.
+        """With *blocking*, wait for the saves; otherwise do nothing. *terminate* also releases the places.
 
         Raises:
             CheckpointError: a save failed.
@@ -96,7 +96,7 @@ class BridgeManager:
     # ------------------------------------------------------------------ loading
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        """Load ``ckpt_step``, or the newest valid step; return its iteration and count of operations, or (0, 0) for none.
+        """Load ``ckpt_step``, or the newest valid step; return its iteration and operation count, or (0, 0) without one.
 
         Raises:
             StateMismatchError: the checkpoint lacks something that is requested.
@@ -134,17 +134,17 @@ class BridgeManager:
 
     @staticmethod
     def _check(lacking: set[str], strict: bool, asked: dict[str, Any]) -> None:
-        """Refuse what the checkpoint lacks, except random states, which it lacks under another parallelism."""
+        """Refuse missing keys, except random states, which are missing under another parallelism."""
         if "rng" in asked:
             lacking = lacking - {leaf_name(asked["rng"])}
         if lacking and strict:
             found = [f"{key}: not in the checkpoint" for key in sorted(lacking)]
-            raise aiockpt.StateMismatchError("the checkpoint", found, "strict=False of the load goes on without them.")
+            raise aiockpt.StateMismatchError("the checkpoint", found, "Load with strict=False to go on without them.")
 
     # ------------------------------------------------------------------ the state
 
     def _ask(self, ctx: Any, *, model: bool, optim: bool, rng: bool, is_loading: bool) -> dict[str, Any]:
-        """Return the sharded state dict of all parts that are saved or loaded."""
+        """Return the sharded state dict of the parts to save or load."""
         chunks = self._chunks(ctx.model) if model else []
         state = {name: chunk.sharded_state_dict() for name, chunk in chunks}
         if ctx.optimizer is not None and optim:

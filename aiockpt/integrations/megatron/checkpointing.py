@@ -1,7 +1,7 @@
 """``save`` and ``load`` of ``megatron.core.dist_checkpointing``, with its signatures, on this engine.
 
 A folder ``/runs/7/iter_0000100`` is step 100 of the place ``/runs/7``; any other folder is a place of its own, with one
-step. Each place has one `aiockpt.Checkpointer` as long as the program runs, so that saves go on in the background.
+step. Each place has one `aiockpt.Checkpointer` for the lifetime of the program, so that saves run in the background.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def save(
     is returned; else this returns when the checkpoint is committed.
 
     Args:
-        sharded_state_dict: it is left as it is.
+        sharded_state_dict: not changed.
         checkpoint_dir: ``…/iter_0000100`` is step 100 of the place above it.
         sharded_strategy, common_strategy: None; the engine is the strategy.
-        validate_access_integrity, preprocess_common_before_consistancy_check: accepted as Megatron does, and unused: the
-            engine compares what the ranks hold at every save, and what is common is that of rank 0.
-        content_metadata: kept beside the common state, and part of what `load` returns.
+        validate_access_integrity, preprocess_common_before_consistancy_check: accepted for compatibility, and unused: the
+            engine compares the ranks' parts at every save, and the common state is that of rank 0.
+        content_metadata: stored beside the common state, and part of the result of `load`.
 
     Raises:
-        UsageError: a strategy was given, or one key is two tensors.
+        UsageError: a strategy was given, or one key names two tensors.
         UnsupportedStateError: a value has no plain form; it is named.
         CheckpointError: an earlier save failed; without ``async_sharded_save``, this one.
     """
@@ -93,15 +93,15 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> Any:
-    """Load what a sharded state dict requests, on all ranks, into its tensors; return the state dict with what was loaded.
+    """Load the leaves of a sharded state dict, on all ranks, into its tensors; return the state dict with the loaded values.
 
     Args:
-        sharded_state_dict: it is left as it is; its tensors are filled in place. Plain values in it are of no use but in
-            ``aiockpt prove``, whose control loads nothing and gets them back.
-        checkpoint_dir: as for `save`. One without a number is the newest valid step of that place.
+        sharded_state_dict: not changed, but its tensors are filled in place. Its plain values are used only by
+            ``aiockpt prove``, whose control run loads nothing and returns them.
+        checkpoint_dir: as for `save`. A folder without a number means the newest valid step of that place.
         sharded_strategy, common_strategy: None.
-        validate_access_integrity: accepted as Megatron does, and unused.
-        strict: a ``StrictHandling`` of Megatron, or its name. By default what the checkpoint lacks is an error.
+        validate_access_integrity: accepted for compatibility, and unused.
+        strict: a ``StrictHandling`` of Megatron, or its name. By default, a key that the checkpoint lacks is an error.
 
     Returns:
         The state dict; with ``return_unexpected`` and ``return_all`` also the keys that are not requested, and those that
@@ -109,7 +109,7 @@ def load(
 
     Raises:
         StepNotFoundError: there is no such step, or none at all.
-        StateMismatchError: names what the checkpoint lacks and what has another shape; nothing was overwritten.
+        StateMismatchError: keys are missing or have another shape; they are listed, and nothing was overwritten.
         CorruptionError: the step is damaged.
     """
     _refuse_strategies(sharded_strategy, common_strategy)
@@ -153,7 +153,7 @@ def _fill(
     only = [*called, *(join_name((value,)) for value in values)]
     place.load(state, step, only=only, map=lambda name: called.get(name, name)).result()
     wanted.finish()
-    if stored.is_foreign or state[COMMON] is not None:  # in the control of `aiockpt prove` nothing is loaded
+    if stored.is_foreign or state[COMMON] is not None:  # the control run of `aiockpt prove` loads nothing
         values = {name: decode(state[name]) for name in values}
     if stored.is_foreign:
         values[COMMON] = stored.plain(plain)
@@ -161,15 +161,15 @@ def _fill(
 
 
 def latest(checkpoint_dir: Directory) -> int | None:
-    """Return the newest valid step of a place, the same on all ranks, or None where there is none.
+    """Return the newest valid step of a place, the same on all ranks, or None.
 
-    What a job that was killed had written completely is committed first.
+    A step that a killed job has written completely is committed first.
     """
     return _agree_on_step(open_place(os.fspath(checkpoint_dir)), None)
 
 
 def open_place(place: Directory, **options: Any) -> aiockpt.Checkpointer:
-    """Return the checkpointer of a place, made at the first call, on all ranks alike.
+    """Return the checkpointer of a place, which the first call creates; all ranks make the same calls.
 
     Args:
         place: the folder above ``iter_…``, or a URL.
@@ -186,13 +186,13 @@ def open_place(place: Directory, **options: Any) -> aiockpt.Checkpointer:
 
 
 def wait() -> None:
-    """Wait until all is committed, and release the places; raise what went wrong. The end of the program waits, too."""
+    """Wait until all saves are committed, and release the places; raise their errors. Interpreter exit also waits."""
     while _places:
         _places.popitem()[1].close()
 
 
 def locate(checkpoint_dir: Directory) -> tuple[str, int | None]:
-    """Return the place that a folder of Megatron's is in, and its step; None for a folder without a number."""
+    """Return the place of a folder of Megatron, and its step; None for a folder without a number."""
     folder = os.fspath(checkpoint_dir).rstrip("/")
     above, name = posixpath.split(folder)
     numbered = re.fullmatch(r"iter_(\d+)", name)
@@ -216,7 +216,7 @@ def _rank() -> int:
 
 
 def _agree_on_step(place: aiockpt.Checkpointer, asked: int | None) -> int | None:
-    """Return *asked*, or the newest valid step as rank 0 finds it, after the commits of dead jobs are finished."""
+    """Return *asked*, or the newest valid step that rank 0 finds after finishing the commits of dead jobs."""
 
     def find() -> int | None:
         place.finish_commits().result()
@@ -230,9 +230,9 @@ def _strict(strict: Any) -> Any:
 
 
 def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: str) -> tuple[Any, set[str], set[str]]:
-    """Compare what is requested with what there is, by Megatron's flag; return what can be loaded.
+    """Compare the requested keys with the stored ones, by Megatron's flag; return those that can be loaded.
 
-    Megatron calls *missing* what is not requested, and *unexpected* what the checkpoint lacks.
+    In Megatron's terms, *missing* keys are not requested, and *unexpected* keys are not in the checkpoint.
     """
     flag = _validation.parse_strict_flag(_strict(strict))
     kinds = _validation.StrictHandling
@@ -261,12 +261,12 @@ def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: st
     return (sharded, set(), set()) if flag == kinds.IGNORE_ALL else (sharded, missing, unexpected)
 
 
-# Objects are written as plain values, never as pickles. What has no plain form is refused by the save, which names it;
-# `aiockpt.register_codec` adds one for a class.
+# Objects are written as plain values, never as pickles. A save refuses an object without a plain form, and names it;
+# `aiockpt.register_codec` adds a plain form for a class.
 
 
 def encode(value: Any) -> Any:
-    """Return *value* with a plain form of what Megatron puts into its state dicts: buffers, and its arguments."""
+    """Return *value* with plain forms for objects in Megatron's state dicts: buffers, and its arguments."""
     if type(value) is io.BytesIO:
         return {_CLASS: "io.BytesIO", "bytes": value.getvalue()}
     if type(value) is argparse.Namespace:

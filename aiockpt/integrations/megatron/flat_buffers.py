@@ -1,13 +1,12 @@
 """A rank's part of the optimizer state: its slices of Megatron's flat buffers, as boxes of the parameters' tensors.
 
-A ``DistributedOptimizer`` deals out flat buffers in which the parameters lie one behind another: a rank has elements
-``[start, end)`` of some parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict has the place of a
-parameter in the global tensor. Both together are boxes of the global tensor: ranks do not communicate, and a checkpoint
-loads under any tensor, pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable``
-format, which gathers.
+A ``DistributedOptimizer`` distributes flat buffers of concatenated parameters: a rank has elements ``[start, end)`` of some
+parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict has the place of a parameter in the global
+tensor. Both together give boxes of the global tensor: ranks do not communicate, and a checkpoint loads under any tensor,
+pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable`` format, which gathers.
 
-What torch's own optimizers keep of a parameter is saved beside its tensors, so that one of these goes on from the
-checkpoint.
+The other values that torch's own optimizers keep for a parameter are saved beside its tensors, so that such an optimizer
+can continue from the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 SETTINGS = "optimizer.settings."
 STEP = "step"
 _OF_TORCH = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
-"""Values of a group that torch's AdamW has, too."""
+"""Values of a group that torch's AdamW also has."""
 _EXPERTS = "is_expert_parallel"
-"""Of a group of parameters, whether they are experts on several ranks: of the parallelism, and not of the settings."""
+"""Key of a group: whether its parameters are experts on several ranks. It belongs to the parallelism, not the settings."""
 _REFUSED = (
     "use optimizer.sharded_state_dict(…, metadata={'distrib_optim_sharding_type': 'fully_reshardable'}), which gathers, in "
     "place of optimizer_state()"
@@ -42,15 +41,15 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the sharded state dict of any of Megatron's optimizers, with no collective; its tensors are those in use.
 
-    An optimizer that has not stepped gets the zeros with which its first step would begin.
+    For an optimizer that has not stepped, the zeros with which its first step would begin are created.
 
     Args:
-        optimizer: as ``get_megatron_optimizer`` makes it.
+        optimizer: as ``get_megatron_optimizer`` returns it.
         model_sharded_state_dict: of the model, or of all its chunks in one dict.
-        is_loading: whether it is for a load.
+        is_loading: whether the result is for a load.
 
     Raises:
-        UsageError: the optimizer keeps its state in a form that is not known here; the message names the alternative.
+        UsageError: the form of the optimizer's state is not supported; the message names the alternative.
     """
     ours = list(_chained(optimizer))
     if not any(isinstance(one, _distributed.DistributedOptimizer) for one in ours):
@@ -72,7 +71,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Set what is no tensor from what ``load`` has returned for `optimizer_state`; the tensors are filled already."""
+    """Set the values that are not tensors from the result of ``load`` for `optimizer_state`; tensors are already filled."""
     if "settings" not in loaded:
         optimizer.load_state_dict(loaded)
         return
@@ -90,7 +89,7 @@ def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that one is made of; what has no parameters on this rank is left out."""
+    """Yield the optimizers in a chain, without those that have no parameters on this rank."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(one, "is_stub_optimizer", False):
             yield one
@@ -120,7 +119,7 @@ def _make_state(optimizer: Any) -> None:
 
 
 def _make_plain_state(optimizer: Any) -> None:
-    """Make that state for an optimizer that is not distributed, as Megatron does it for a load."""
+    """Make that state for an optimizer that is not distributed, as Megatron does for a load."""
     state = optimizer.optimizer.state
     is_new = any(parameter not in state for group in optimizer.optimizer.param_groups for parameter in group["params"])
     if is_new and optimizer.init_state_fn is not None:
@@ -131,7 +130,7 @@ def _make_plain_state(optimizer: Any) -> None:
 
 
 def _note_count(tree: Any) -> None:
-    """Note the count of steps of torch's Adam where it is 0, which Megatron leaves out, and then cannot load."""
+    """Add the step count of torch's Adam where it is 0: Megatron leaves it out, and then cannot load."""
     if type(tree) is not dict:
         return
     if "param_groups" in tree and any("exp_avg" in slots for slots in tree["state"].values() if type(slots) is dict):
@@ -145,7 +144,7 @@ def _note_count(tree: Any) -> None:
 def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[tuple[int, ShardParts]]:
     """Yield the slices of this rank, each with the number of its group.
 
-    They are of main parameters, where these are copies, and of all state beside them.
+    They are slices of all state, and of main parameters that are copies of the weights.
     """
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
@@ -189,7 +188,7 @@ def _slices(
 
 
 def _pieces(base: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the tensors that a parameter is saved as, and which of its elements is the first of each."""
+    """Yield the tensors as which a parameter is saved, each with the number of its first element."""
     if not isinstance(base, mapping.ShardedTensorFactory):
         yield base, 0
         return
@@ -201,9 +200,9 @@ def _pieces(base: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _is_first_replica(replica_id: Any) -> bool:
-    """Return whether a parameter is the one to save, of those that are alike besides data parallelism.
+    """Return whether this copy of a parameter is the one to save, regardless of data parallelism.
 
-    The last number is the place among data-parallel ranks, each of which has a slice of its own.
+    The last number is the data-parallel rank, which is ignored: each of these ranks has its own slice.
     """
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
@@ -211,7 +210,7 @@ def _is_first_replica(replica_id: Any) -> bool:
 def _add_settings(
     found: dict[str, Any], optimizer: Any, leaves: Sequence[tuple[int, ShardParts]], *, is_loading: bool
 ) -> None:
-    """Add what is no tensor of a parameter to what was *found*, each as an object that all ranks know alike."""
+    """Add the values that are not tensors to *found*, each as an object that is equal on all ranks."""
     for number, group in enumerate(optimizer.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", STEP, _EXPERTS)}
         key = _group_key(group)

@@ -1,9 +1,9 @@
-"""Leaves of a Megatron sharded state dict as the engine has them: boxes of global tensors, and values.
+"""Leaves of a Megatron sharded state dict in the engine's form: boxes of global tensors, and values.
 
 Every ``ShardedTensor`` of one key is a part of one tensor: a layer of a stack (``prepend_axis_num``), half of a SwiGLU
 projection (what its factory builds), a tensor-parallel slice. All parts that a rank holds of a key are one
-`aiockpt.Shards`, and none is copied: a save reads the tensors where they are, and a load fills them. Ranks that hold the
-same part are not distinguished by ``replica_id``: the engine stores it once, and deals the writing out.
+`aiockpt.Shards`, without copies: a save reads the tensors in place, and a load fills them in place. Ranks that hold the
+same part are not distinguished by ``replica_id``: the engine stores it once, and distributes the writing.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 STATE = "optimizer.state."
 """Prefix of the keys of Megatron's optimizers: ``optimizer.state.exp_avg.KEY``."""
 MAIN = ("param", "fp32_param")
-"""Names there of the weights in the precision of the optimizer."""
+"""Names in these keys for the weights in the precision of the optimizer."""
 Part = tuple[tuple[int, ...], torch.Tensor]
-"""The begin of a local tensor in the global one, and the tensor, with as many axes."""
+"""The offsets of a local tensor in the global one, and the tensor, with as many axes."""
 
 _LOADED = "tensors"
 
 
 class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megatron is not installed
-    """A leaf that Megatron has no class for: any parts of a global tensor, such as those of a slice of a flat buffer.
+    """A leaf for which Megatron has no class: any parts of a global tensor, such as a slice of a flat buffer.
 
     Args:
         key: of the global tensor.
-        data: the local tensor that has all the parts, which is what a load puts in the place of this leaf.
+        data: the local tensor that contains all parts; a load replaces this leaf by it.
         shape: of the global tensor.
-        parts: views of *data*, with their places.
-        saves: whether this rank saves them; where another one has the same, cut at other places, one of both does.
-        beside: what else the optimizer's dict says of the parameter, by its names there.
+        parts: views of *data*, with their offsets.
+        saves: whether this rank saves them. Where another rank has the same elements in other parts, one of both saves.
+        beside: other values of the parameter in the optimizer's dict, by their names there.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megat
 
     @property
     def parameter(self) -> str:
-        """The key of the parameter that it belongs to."""
+        """The key of its parameter."""
         of_state = split_state_key(self.key)
         return self.key if of_state is None else of_state[1]
 
@@ -71,12 +71,12 @@ class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megat
         """Do nothing: `aiockpt.Shards` checks it."""
 
     def without_data(self) -> ShardParts:
-        """Return it without its tensors."""
+        """Return the leaf without its tensors."""
         return ShardParts(self.key, self.data[:0], self.shape, [], saves=self.saves)
 
 
 def leaf_name(base: Any) -> str:
-    """Return what a leaf is called: a tensor by its key, one of several objects of a key by key and place."""
+    """Return the name of a leaf: the key of a tensor; key and place for one of several objects of a key."""
     return str(base.unique_key if isinstance(base, mapping.ShardedObject) else base.key)
 
 
@@ -87,15 +87,15 @@ class GroupSettings(mapping.ShardedObject):  # type: ignore[misc]  # Any, where 
 
 
 def split_state_key(key: str) -> tuple[str, str] | None:
-    """Return what of which parameter a key of the optimizer is: ``("exp_avg", KEY)``; None for another key."""
+    """Return slot and parameter of a key of the optimizer: ``("exp_avg", KEY)``; None for another key."""
     slot, dot, name = key.removeprefix(STATE).partition(".")
     return (slot, name) if key.startswith(STATE) and dot else None
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Return where the tensor of a key lies in the checkpoint.
+    """Return the path in the checkpoint of the tensor of a key.
 
-    The optimizer is a dict in the flat form of torch's ``get_optimizer_state_dict``, to which each rank adds what it holds.
+    The optimizer is a dict in the flat form of torch's ``get_optimizer_state_dict``, to which each rank adds its part.
     """
     of_state = split_state_key(key)
     if of_state is None:
@@ -106,12 +106,12 @@ def path_of(key: str) -> tuple[str, ...]:
 
 
 def path_to_load(key: str) -> tuple[str, ...]:
-    """Return where the tensor of a key lies in the state that is loaded: not where an optimizer would be."""
+    """Return the path of the tensor of a key in the state to load, which is not that of an optimizer."""
     return (_LOADED, key)
 
 
 def parts_of(base: Any) -> tuple[tuple[int, ...], torch.dtype, list[Part]]:
-    """Return the shape of the global tensor, its dtype here, and what this rank holds of it."""
+    """Return the shape of the global tensor, its dtype here, and this rank's parts of it."""
     if isinstance(base, ShardParts):
         return base.shape, base.data.dtype, base.parts
     local = base.data.detach()
@@ -124,7 +124,7 @@ class GlobalTensors:
 
     Attributes:
         shapes: of the global tensors.
-        flexible: keys of those that may be of another size in the checkpoint (a padded vocabulary).
+        flexible: keys of tensors that may have another size in the checkpoint (a padded vocabulary).
     """
 
     def __init__(self, bases: Sequence[Any]) -> None:
@@ -167,7 +167,7 @@ class GlobalTensors:
         for key, shape in self.shapes.items():
             parts = self._parts[key] if self._saves[key] else []
             put(state, path_of(key), aiockpt.Shards(shape, parts, dtype=self._dtypes[key]))
-        # Where the layers of a stack differ, the dict of the optimizer says nothing.
+        # Where the layers of a stack differ, the value is left out of the optimizer's dict.
         said = {name: values[0] for name, values in self._beside.items() if all(one == values[0] for one in values)}
         if said:
             state.setdefault("optimizer", {}).update(said)
@@ -176,8 +176,8 @@ class GlobalTensors:
     def to_load(self, saved: Mapping[str, aiockpt.TensorInfo]) -> dict[str, Any]:
         """Return the state to load, of *saved* tensors by key.
 
-        A tensor of another dtype is loaded beside the one here, which `finish` fills. One that may be of another size is
-        filled where both have elements, and with zeros elsewhere, as Megatron does.
+        A tensor of another dtype is loaded into a temporary one, from which `finish` fills it. A flexible tensor is filled
+        where both sizes have elements, and with zeros elsewhere, as Megatron does.
         """
         state: dict[str, Any] = {}
         for key, shape in self.shapes.items():
@@ -196,13 +196,13 @@ class GlobalTensors:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Fill what was loaded beside, and the second of two tensors that hold the same part."""
+        """Fill tensors from their temporary ones, and the second of two tensors that hold the same part."""
         for target, source in self._after:
             target.copy_(source)
 
 
 def clip(parts: Sequence[Part], shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield what lies inside of a tensor of *shape*."""
+    """Yield the pieces of *parts* inside a tensor of *shape*."""
     for offsets, part in parts:
         sizes = [min(size, whole - start) for size, whole, start in zip(part.shape, shape, offsets, strict=True)]
         if min(sizes, default=1) > 0:
@@ -214,7 +214,7 @@ def flat_parts(base: Any, start: int, data: torch.Tensor) -> tuple[tuple[int, ..
 
     Args:
         base: the ``ShardedTensor`` of the local tensor.
-        start: which of the local tensor's elements, flattened, is the first of *data*.
+        start: the number of the flattened local tensor's element that is the first of *data*.
         data: 1-D and contiguous.
     """
     ahead = base.prepend_axis_num

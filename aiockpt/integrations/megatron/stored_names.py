@@ -1,7 +1,7 @@
-"""Stored names of what a sharded state dict asks for, also in a step that another framework has saved.
+"""Stored names of the keys in a sharded state dict, also for a step that another framework has saved.
 
-There a parameter has the same name as here, and the optimizer a form of torch (`aiockpt.adapters.optimizer_forms`):
-moments by the names of parameters, and groups whose values become those of the groups of Megatron.
+In such a step a parameter has the same name as here, and the optimizer a form of torch
+(`aiockpt.adapters.optimizer_forms`): moments by the names of parameters, and groups, whose values Megatron's groups get.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aiockpt.integrations.megatron.sharded_leaves import (
 from aiockpt.state.tree import Decoder, Path
 
 COMMON = "common"
-"""The key of what is no leaf of Megatron's, which rank 0 saves for all."""
+"""The key of all values that are not leaves of Megatron, which rank 0 saves for all."""
 STEP = "step"
 
 
@@ -36,8 +36,8 @@ class StoredNames:
     """The names that the leaves of a sharded state dict have in a step.
 
     Attributes:
-        is_foreign: whether another framework has saved it.
-        tensors: of the step, by all their names.
+        is_foreign: whether another framework has saved the step.
+        tensors: the tensors of the step, by all their names.
     """
 
     def __init__(self, saved: aiockpt.Description, bases: Sequence[Any]) -> None:
@@ -54,11 +54,11 @@ class StoredNames:
         if self.is_foreign and any(split_state_key(base.key) and not isinstance(base, ShardParts) for base in bases):
             raise aiockpt.UsageError(
                 "another framework has saved this step, and its optimizer fits Megatron's distributed one alone: "
-                "use_distributed_optimizer=True, and optimizer_state() for what is asked for"
+                "set use_distributed_optimizer=True, and load into its optimizer_state()"
             )
 
     def tensor(self, key: str) -> str | None:
-        """Return the name of the tensor that a key means, or None where there is none."""
+        """Return the name of the tensor for a key, or None."""
         of_state = split_state_key(key)
         if (name := join_name(path_of(key))) in self.tensors:
             return name
@@ -74,18 +74,18 @@ class StoredNames:
         return state[slot]["name"] if is_tensor_node(state.get(slot)) else None
 
     def has(self, base: Any) -> bool:
-        """Return whether the step has a leaf, or says what it is to be."""
+        """Return whether the step has a leaf, or a value can be derived for it."""
         if not isinstance(base, mapping.ShardedObject):
             return self.tensor(base.key) is not None
         return leaf_name(base) in self._values or self.is_derived(base)
 
     def is_derived(self, base: Any) -> bool:
-        """Return whether the value of an object follows from what another framework has saved."""
+        """Return whether the value of an object is derived from a step of another framework."""
         of_optimizer = isinstance(base, GroupSettings) and self._form is not None
         return self.is_foreign and (of_optimizer or base.key.endswith("_extra_state"))
 
     def unasked(self, asked: Iterable[Any]) -> set[str]:
-        """Return the names of tensors, and of objects with a place, that *asked* does not name."""
+        """Return the names of tensors, and of objects with a place, that are not in *asked*."""
         taken = {self._name(base) for base in asked}
         counts = {name for name in self.tensors if _is_count(split_name(name))}
         named = {join_name((name,)) for name in self._values if "/shard_" in name}
@@ -97,16 +97,16 @@ class StoredNames:
     # ------------------------------------------------------------------ what another framework has saved
 
     def counts(self, bases: Iterable[Any]) -> dict[str, torch.Tensor]:
-        """Return what to load the counts of steps of parameters into, by their names in the step."""
+        """Return tensors for the step counts of parameters, by their names in the step."""
         asked = {base.parameter for base in bases if isinstance(base, ShardParts)}
         names = {self._state_tensor(parameter, STEP) for parameter in asked} if self.is_foreign else set()
         return {name: torch.zeros(()) for name in sorted(filter(None, names))}
 
     def derive(self, base: Any, counts: Mapping[str, torch.Tensor]) -> Any:
-        """Return the value of an object that `is_derived`: what the step says, and else what it is here.
+        """Return the value of an object that `is_derived`: from the step where that has it, else the present value.
 
         Raises:
-            UsageError: parameters have made other counts of steps.
+            UsageError: the parameters have different step counts.
         """
         if not isinstance(base, GroupSettings) or self._form is None:
             return base.data
@@ -123,7 +123,7 @@ class StoredNames:
         return Decoder(None, _PlainLeaves()).decode(node, ("optimizer", "param_groups"))
 
     def plain(self, here: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the replacement of plain values: those here, and the number of the step for ``iteration``."""
+        """Return plain values in place of stored ones: those of *here*, with the number of the step as ``iteration``."""
         return {**here, **({"iteration": self._step} if "iteration" in here else {})}
 
 
@@ -135,5 +135,5 @@ class _PlainLeaves:
 
 
 def _is_count(path: Path) -> bool:
-    """Return whether a name is that of a count beside the state of a parameter, which only other frameworks request."""
+    """Return whether a name is that of a parameter's step count, which only other frameworks request."""
     return len(path) == 2 and path[0] == "optimizer" and str(path[1]).endswith(f".{STEP}")

@@ -1,4 +1,4 @@
-"""The manager: when a step is saved, what of it, and where a run begins."""
+"""The checkpoint manager for torchtitan: decides when and what to save, and where a run begins."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _MODES = {"disabled": "eager", "async": "eager", "async_with_pinned_mem": "lazy"
 """Snapshot mode for each of torchtitan's modes."""
 _SAVED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 RNG = "rng"
-"""The random generators, among torchtitan's names of what is saved; ``exclude_from_loading`` accepts it, too."""
+"""Name of the random generators, beside torchtitan's own names of parts; ``exclude_from_loading`` also accepts it."""
 
 
 class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any, where torchtitan is not installed
-    """Saves and loads what torchtitan trains, in the background.
+    """Saves and loads a run of torchtitan; saves are in the background.
 
-    Make it by ``Trainer.Config(checkpoint=AiockptManager.Config(…))``. A save that failed is raised by the next one, or by
-    ``close()``, which waits until all is committed.
+    Created through ``Trainer.Config(checkpoint=AiockptManager.Config(…))``. The error of a failed save is raised by the next
+    save, or by ``close()``, which waits until all saves are committed.
 
     Args:
-        config: as the trainer has it.
-        dataloader, model_parts, optimizers, lr_schedulers, states: what is saved; *states* by its own names.
-        sd_adapter: of the model, to read and write folders of Hugging Face.
-        base_folder: the trainer's dump folder, below which ``config.folder`` is, unless that is a URL.
+        config: from the trainer.
+        dataloader, model_parts, optimizers, lr_schedulers, states: the parts to save; *states* by its own names.
+        sd_adapter: the model's state dict adapter, to read and write folders of Hugging Face.
+        base_folder: the trainer's dump folder, which contains ``config.folder``, unless that is a URL.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
             async_mode: ``"async"`` copies the state in the call; ``"async_with_pinned_mem"`` copies it beside the next
                 forward and backward, and the optimizer waits; both write in the background. ``"disabled"`` returns when
                 the checkpoint is committed.
-            worker: what writes, a thread of this process or a process of its own, which outlives it if need be.
+            worker: the writer: a thread of this process, or a separate process that may outlive it.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -120,7 +120,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._is_due(curr_step, last_step):
             return False
-        if curr_step == 0:  # the seed, from which runs of any sharding begin
+        if curr_step == 0:  # the seed checkpoint, from which runs of any sharding begin
             self._keep(self._checkpointer.save(0, self._state([_titan.MODEL])))
         elif last_step and self._config.last_save_in_hf:
             self._torchtitans().save(curr_step, last_step=True)
@@ -142,7 +142,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
             self._wait_for_saving()
 
     def _export(self, step: int) -> None:
-        """Save the weights alone, as torchtitan does last, where a resumed run cannot mistake them for a checkpoint."""
+        """Save the weights alone, as torchtitan does at the end, in a folder that no resumed run takes for a checkpoint."""
         place, dtype = self.folder.rstrip("/") + "-export", _dtypes[self._config.export_dtype]
         model = {
             name: tensor.to(dtype) if torch.is_floating_point(tensor) else tensor
@@ -155,7 +155,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
     def _state(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the state of *names* for the checkpointer: the model and the optimizers as the dicts that torchtitan makes.
 
-        Those have the same names however many stages of a pipeline there are, and whether projections are fused or not.
+        The names in them depend neither on the number of pipeline stages, nor on whether projections are fused.
         """
         state = {name: self.states[name] for name in names if self.states[name] is not None}
         if _titan.MODEL in state:
@@ -173,7 +173,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         self._checkpointer.barrier()
 
     def _close(self) -> None:
-        """Wait until all is committed; in the handler of an error, notify the other ranks first."""
+        """Wait until all saves are committed; while an exception is handled, first notify the other ranks."""
         self._checkpointer.__exit__(*sys.exc_info())
 
     # ------------------------------------------------------------------ load
@@ -191,7 +191,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         return True
 
     def _load_theirs(self, step: int) -> bool:
-        """Load what torchtitan's own manager finds in the folder, or where a run is to begin."""
+        """Load the checkpoint that torchtitan's own manager finds, in the folder or where a run is configured to begin."""
         elsewhere = self._config.initial_load_path or self._config.initial_load_in_hf
         if not (elsewhere or _files.isdir(self.folder)):
             _log.info(f"Nothing is in {self.folder}: this run begins anew")
@@ -199,7 +199,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         return bool(self._torchtitans().load(step))
 
     def _list_steps(self) -> list[int]:
-        """Return the steps that there are, damaged ones too, the newest first; what a dead job left is finished before."""
+        """Return all steps, including damaged ones, the newest first; finish the commits of a dead job before."""
         self._checkpointer.finish_commits().result()
         return [info.step for info in self._checkpointer.steps().result()]
 
@@ -231,11 +231,11 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         if _titan.OPTIMIZER in state:
             self._optimizers.load_state_dict(state[_titan.OPTIMIZER])
         if _titan.DATALOADER in state and self._loader is not None:
-            # Its iteration goes on now, without the number that a new one draws from torch's generator.
+            # Its iteration continues now, without the number that a new one draws from torch's generator.
             self._loader.held()
 
     def _torchtitans(self) -> Any:
-        """Return torchtitan's own manager, for what it wrote, and for folders of Hugging Face."""
+        """Return torchtitan's own manager, for its checkpoints, and for folders of Hugging Face."""
         if self._theirs is None:
             config = {one.name: getattr(self._config, one.name) for one in fields(_titan.BaseCheckpointManager.Config)}
             config["keep_latest_k"] = 0  # it deletes nothing
@@ -282,7 +282,7 @@ def _state_like(optimizer: torch.optim.Optimizer, found: Mapping[str, aiockpt.Te
 
 
 def _wrap_loader(dataloader: Any) -> aiockpt.Loader[Any]:
-    """Return *dataloader* as the state of its data-parallel rank, which one of the ranks that read alike saves."""
+    """Return *dataloader* as the state of its data-parallel rank, saved by one of the ranks that read the same data."""
     rank, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
     if rank is None or size is None:
         return aiockpt.Loader(dataloader)

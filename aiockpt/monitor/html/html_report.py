@@ -1,6 +1,6 @@
 """The file of `aiockpt report`: one HTML file with its data, its scripts and the plotting library; it needs no network.
 
-The page is `templates/page.html`; what it draws is JSON in it (`ReportData`).
+The page is `templates/page.html`; its data is embedded as JSON (`ReportData`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from aiockpt.units import count
 
 
 LEAST_SHARE = 0.002
-"""Of all bytes: smaller parts of one level are shown as one."""
+"""Fraction of all bytes; smaller parts of one level are merged."""
 
 
 class SizeMap(msgspec.Struct, frozen=True, kw_only=True):
     """A tree as lists of equal length, the root first: what a tree map is drawn from.
 
     Attributes:
-        parents: the place of each part's parent in the lists; -1 of the root.
+        parents: the index of each part's parent; -1 for the root.
         about: dtype and shape of a tensor, or how many tensors a part has.
     """
 
@@ -97,8 +97,8 @@ def _add(drawn: SizeMap, label: str, parent: int, size: int, about: str) -> int:
     return len(drawn.labels) - 1
 
 
-# The heat maps. A cell is the sum over the files of a stage. A save is known by the number of the start and its step: what
-# is lost in a crash is saved again.
+# The heat maps. A cell is the sum over the files of a stage. The key of a save is the number of its start and its step: a
+# step that is lost in a crash is saved again.
 
 
 _OF_SAVES = (
@@ -124,7 +124,7 @@ class StageGrid(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         occasions: the operations in the order in which they began: number of the start, and step.
-        seconds: float32 in base64, of shape (stages, ranks, occasions), little-endian; NaN where there is nothing.
+        seconds: float32 in base64, of shape (stages, ranks, occasions), little-endian; NaN where there is no value.
     """
 
     operation: str
@@ -180,7 +180,7 @@ class TimelineSpans(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         begun_s: seconds since 1970; all spans begin after that.
         ranks: how many took part, shown or not.
-        rows: rank, stage (by its place in the list of the page), begin in µs, length in µs, bytes, and whether it failed,
+        rows: rank, stage (its index in the list of the page), begin in µs, length in µs, bytes, and whether it failed,
             one span after the other.
         keys: of the spans, in their order.
     """
@@ -248,7 +248,7 @@ _SCRIPTS = ("data", "heat", "timeline", "charts", "page")
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank, its host, and where it stands in the mesh."""
+    """A rank, its host, and its coordinates in the mesh."""
 
     rank: int
     host: str
@@ -259,10 +259,10 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True):
     """All that the page draws; times in seconds since 1970.
 
     Attributes:
-        made_s: when it was made.
+        made_s: creation time of the page.
         starts: when each start of the run began.
-        stages: names that the timelines have numbers of.
-        retries: when a call to storage was made again, its rank, and what it was.
+        stages: their names; the timelines refer to them by index.
+        retries: (time, rank, description) of each repeated call to storage.
     """
 
     name: str
@@ -291,8 +291,8 @@ def gather(
     """Return what the page of *run* draws.
 
     Args:
-        found, summary, points, problems: what is known of it.
-        sizes: of its newest step, where that can be read.
+        found, summary, points, problems: the analysis of *run*.
+        sizes: of the newest step, where it can be read.
     """
     places = {one.opened.rank: one.opened for one in run.processes}
     ranks = [RankPlace(rank=rank, host=at.host, mesh=at.mesh) for rank, at in sorted(places.items())]

@@ -1,1 +1,1 @@
-"""Readers of a run while it goes on: steps are kept for them, and handed to each once."""
+"""Readers of a run while it goes on: steps are held for them, and delivered to each once."""

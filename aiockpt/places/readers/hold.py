@@ -1,7 +1,7 @@
-"""Holds: a step is kept while it is read, in whatever process, host or program that is.
+"""Holds, which keep a step while it is read, in any process, on any host, by any program.
 
-The holder's lease lies in the step's folder, and is written again long before it expires, so that a hold may last for days
-and that of a process that dies is over within hours (docs/format.md#deletion).
+The holder's lease lies in the step's folder, and is renewed long before it expires: a hold may last for days, and that of
+a dead process ends within hours (docs/format.md#deletion).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from aiockpt.runtime.world import Loop
 from aiockpt.storage.backend import local_path
 
 RENEW_S = LEASE_S / 6
-"""Between two leases of one hold: several may fail."""
+"""Seconds between two renewals of one lease: several may fail."""
 
 
 class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed step that is not deleted now.
+    """A committed step that is protected from deletion.
 
     Attributes:
         step, id: its number, and its folder below the root.
@@ -58,7 +58,7 @@ class Holds:
         """Return a hold of a step (the newest valid one for None) that has not begun.
 
         Args:
-            who: in words, for people who wonder why it is kept; by default which process.
+            who: the reader in words, shown to people; by default the process and its host.
         """
         return Hold(self, step, who or f"process {os.getpid()} on {socket.gethostname()}")
 
@@ -98,7 +98,7 @@ class Hold:
         await self.let_go()
 
     def release(self) -> None:
-        """Let the step go, and wait until that is known to all. Idempotent; on no thread that runs an event loop."""
+        """Release the step, and wait until its lease is gone. Idempotent; on no thread that runs an event loop."""
         if (ending := self._end()) is not None:
             ending.result()
 
@@ -137,7 +137,7 @@ class Hold:
         return Future(held)
 
     def _end(self) -> Future[None] | None:
-        """Have it end; return what is done when it has, or None where it has already."""
+        """End it; return the future of its end, or None where it has ended already."""
         keeping, self._keeping = self._keeping, None
         if keeping is None or keeping.is_settled:
             return None

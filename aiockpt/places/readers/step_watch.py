@@ -1,6 +1,6 @@
 """Delivery of committed steps, once to each named reader: an evaluation, an upload, a rollout worker.
 
-What a reader is done with is written down beside the run, in ``readers/NAME.json``, so that it goes on where it was after a
+The steps that a reader has finished are recorded beside the run, in ``readers/NAME.json``, so that it resumes there after a
 restart. Guarantees:
 
 - A step is held while it is handed out: retention does not take it away (`aiockpt.places.readers.hold`).
@@ -46,13 +46,13 @@ class RunsWork(Protocol):
 
 
 class Cursor(msgspec.Struct):
-    """What a reader is done with: the attempts of the steps that are there."""
+    """A reader's record: the attempts that it has finished, of the steps that exist."""
 
     done: set[str]
 
 
 class NewStep(msgspec.Struct, frozen=True):
-    """A step that the reader has not had; *older*: attempts that are done with it, because only the newest is wanted."""
+    """A step that the reader has not had; *older*: attempts that are finished with it, because only the newest is wanted."""
 
     step: int
     attempt: str
@@ -76,7 +76,7 @@ class WatchedStep:
         self.wanted_again = False
 
     def again(self) -> None:
-        """Have it handed out once more, later: it is not done with."""
+        """Have it delivered again later: it does not count as finished."""
         self.wanted_again = True
 
     def __repr__(self) -> str:
@@ -91,11 +91,11 @@ class StepWatch:
         holds: of that checkpointer.
         name: of the reader; one process at a time has it.
         every_s: seconds between two polls while there is nothing new.
-        newest: only the newest step is wanted each time; older ones are passed over.
+        newest: only the newest step is wanted each time; older ones are skipped.
         follow: wait for steps to come, and for those that were given back; False ends when there is nothing new.
 
     Raises:
-        UsageError: the name or the time cannot be meant.
+        UsageError: the name or the time is invalid.
     """
 
     def __init__(self, run: RunsWork, holds: Holds, name: str, *, every_s: float, newest: bool, follow: bool) -> None:
@@ -157,7 +157,7 @@ class StepWatch:
         return self._holds.make(new.step, f"reader {self._name}")
 
     def _put_off(self, new: NewStep, error: CheckpointError | None = None) -> None:
-        """Have a step handed out later, because it could not be, or was given back."""
+        """Postpone a step that could not be handed out, or was returned."""
         _, wait_s = self._given_back.get(new.attempt, (0.0, self._every_s))
         self._given_back[new.attempt] = (time.monotonic() + wait_s, min(2 * wait_s, LONGEST_WAIT_S))
         if error is not None:
@@ -185,7 +185,7 @@ class StepWatch:
         return NewStep(there[chosen], chosen, older)
 
     async def _note(self, new: NewStep, handed: WatchedStep, destination: Destination) -> None:
-        """Write down that a step is done with, unless it is wanted again."""
+        """Record that a step is finished, unless it is wanted again."""
         assert self._cursor is not None
         if handed.wanted_again:
             self._put_off(new)

@@ -1,11 +1,11 @@
-"""Repair of a damaged step: what is bad is written anew, from copies that have it as it was saved.
+"""Repair of a damaged step: bad files are rewritten, from copies that have them as they were saved.
 
 Guarantees:
 
-- Nothing is written in place: a bad sector is not trusted with what was good. Files that are whole stay as they are; each
-  bad one is written beside, block by block from whichever copy has the block, compared, and flushed.
-- The step is never less than it was: a new generation names the new files, and is durable before anything is removed. A
-  crash leaves the damaged step or the whole one.
+- Nothing is overwritten in place: a bad sector is not trusted with good data. Intact files stay as they are; each bad one
+  is written to a new file, block by block from whichever copy has the block, compared, and flushed.
+- The step never loses data: a new generation names the new files, and is durable before anything is removed. A crash
+  leaves the damaged step or the repaired one.
 - It is the same save: the same attempt, tensors, values and checksums.
 """
 
@@ -54,9 +54,9 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step, id, url: which step, and where.
         generation: that counts from now on; the same as before where nothing was bad.
-        files: keys of the files that were bad, and are written anew; of a step whose manifest was bad, all of them.
+        files: keys of the files that were bad, and were rewritten; of a step whose manifest was bad, all of them.
         bytes: that were written.
-        left: in words, what is bad still, because no copy has it; then nothing was changed.
+        left: what is still bad, in words, because no copy has it; then nothing was changed.
         seconds: from the call to the end.
     """
 
@@ -73,7 +73,7 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 async def repair(
     destination: Destination, step: int, source: Backend | None, on_read: OnRead = lambda _: None
 ) -> list[Repaired]:
-    """Read all of a step in each place that has it, and write anew what is bad there; return what was done in each.
+    """Read all of a step in each place that has it, and rewrite bad files there; return what was done in each.
 
     Args:
         source: another place to take good blocks from, beside the destination's own.
@@ -91,14 +91,14 @@ async def repair(
 
 
 def others_of(destination: Destination, place: Place, source: Backend | None = None) -> list[Backend]:
-    """Return where else good blocks of a step in *place* may be had, the nearest first."""
+    """Return the other places that may have good blocks of a step in *place*, the nearest first."""
     return [other.backend for other in destination.places if other is not place] + ([] if source is None else [source])
 
 
 async def repair_in(
     place: Place, entry: StepEntry, others: Sequence[Backend], pace: Pace, on_read: OnRead = lambda _: None
 ) -> Repaired:
-    """Do so in one place, at a *pace*, with the blocks of *others*.
+    """Repair a step in one place, at a *pace*, with good blocks of *others*.
 
     Raises:
         StepNotFoundError: the step was deleted meanwhile.
@@ -106,7 +106,7 @@ async def repair_in(
     """
     begun_ns = place.engine.now_ns()
     async with place.reading(entry.id):
-        async with place.cleaning:  # a deletion here has not seen that it is read, or is done
+        async with place.cleaning:  # a deletion that has not seen this reader has ended by now
             entry = await list_step(place.backend, entry.id)
         if not entry.committed:
             raise _gone(place, entry.id)
@@ -119,7 +119,7 @@ async def repair_in(
     url, keys = place.backend.url, made.keys
     if keys:
         logger.warning(
-            "%s in %s was damaged, and is whole again: %s written anew", entry.id, url, count(len(keys), "file")
+            "%s in %s was damaged, and is repaired from copies: %s rewritten", entry.id, url, count(len(keys), "file")
         )
         engine = place.engine
         engine.emit(StepRepaired(at_ns=engine.now_ns(), step=entry.step, url=url, keys=keys, bytes=made.bytes))
@@ -143,7 +143,7 @@ class _BadWriteError(StorageError):
 
 
 class _Made(msgspec.Struct, frozen=True):
-    """The generation that counts, the keys that were written anew, their bytes, and what is bad still."""
+    """The generation that counts, the keys that were rewritten, their bytes, and what is still bad."""
 
     generation: int
     keys: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ def _gone(place: Place, step_id: str) -> StepNotFoundError:
 
 
 async def _fetch_whole(place: Place, entry: StepEntry, others: Sequence[Backend], problem: str) -> _Made:
-    """Copy a step here whose manifest no reader may believe, from wherever the same save is whole."""
+    """Copy a step with an invalid manifest here, from a place where the same save is whole."""
     engine, io = place.engine, place.engine.options.io
     for attempt in entry.attempts:
         for backend in others:
@@ -230,11 +230,11 @@ async def _find_copies(manifest: Manifest, others: Sequence[Backend]) -> list[St
 
 
 async def _ask(backend: Backend, step_id: str, looking: Awaitable[T | None]) -> T | None:
-    """Return what is found in another place; a place that is away has nothing."""
+    """Return what is found in another place; None where it is unreachable."""
     try:
         return await looking
     except CheckpointError as error:
-        logger.info("%s: could not be asked for a copy of %s: %s", backend.url, step_id, error)
+        logger.info("%s: could not be searched for a copy of %s: %s", backend.url, step_id, error)
         return None
 
 
@@ -254,7 +254,7 @@ async def _find_bad_files(
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Return whether something is not what was saved, or gone; anything else may be well in a minute."""
+    """Return whether *error* means damaged or missing data; any other failure may be transient."""
     return isinstance(error, CorruptionError | ObjectNotFoundError) or (
         isinstance(error, StorageError) and error.damaged
     )

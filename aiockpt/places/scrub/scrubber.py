@@ -1,4 +1,4 @@
-"""The scrubber: reads steps again while a run goes on, at a pace, and repairs them; unread data may rot unseen.
+"""The scrubber, which rereads steps during a run, at a pace, and repairs them: unread data may decay unnoticed.
 
 Guarantees:
 
@@ -34,7 +34,7 @@ BUSY_S = 0.05
 
 
 class PatientPace(Pace):
-    """A pace at which nothing goes while saves are under way."""
+    """A pace that stops while saves are under way."""
 
     def __init__(self, bytes_per_s: float | None, engine: Engine) -> None:
         super().__init__(bytes_per_s, engine.world.clock)
@@ -82,7 +82,7 @@ class Scrubber:
                     await self._scrub_place(place)
 
     async def _scrub_place(self, place: Place) -> None:
-        """Read, and repair, the steps of a place whose time has come, the newest first."""
+        """Read, and repair, the steps of a place that are due, the newest first."""
         try:
             async for entry in self._due(place):
                 try:
@@ -93,7 +93,7 @@ class Scrubber:
                 except CheckpointError as error:
                     logger.warning("%s in %s cannot be read again now: %s", entry.id, place.backend.url, error)
         except CheckpointError as error:
-            logger.warning("the steps in %s cannot be looked through now: %s", place.backend.url, error)
+            logger.warning("the steps in %s cannot be listed now: %s", place.backend.url, error)
 
     async def _due(self, place: Place) -> AsyncIterator[StepEntry]:
         entries = [entry for entry in await scan(place.backend) if entry.committed]
@@ -103,7 +103,7 @@ class Scrubber:
                 yield entry
 
     async def _last_read_ns(self, place: Place, entry: StepEntry) -> int:
-        """Return when the step was read last, as its mark or this process says; 0 where neither does."""
+        """Return when the step was read last, by its mark or by this process; 0 where that is unknown."""
         generation = max(entry.generations, default=0)
         known = self._read_ns.get((place.backend.url, entry.id, generation), 0)
         for key, marked in ((verified_key, entry.verified), (damaged_key, entry.damaged)):
@@ -117,6 +117,6 @@ class Scrubber:
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """What a mark of a verification says of its time."""
+    """The time in the mark of a verification."""
 
     verified_ns: int

@@ -1,9 +1,9 @@
 """The copy of one step to one tier by all ranks: each copies the files it wrote; rank 0 copies what is left, and commits.
 
-- Rank 0 waits for the others' files while they come, and leaves a note of the outcome; the others wait for that note, or
+- Rank 0 waits for the others' files while they come, and posts a note of the outcome; the others wait for that note, or
   find what rank 0 has committed (`aiockpt.pipeline.copy`).
-- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others poll
-  for what it commits.
+- A store that is lost with a trainer whose writer process survives ends no copy: rank 0 needs no note, and the others poll
+  for its commit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEPT_NOTES = 6
 
 
 class Promotion:
-    """One step on its way up.
+    """One step that is copied to a farther tier.
 
     Attributes:
         step: its number.
@@ -65,7 +65,7 @@ class Promotion:
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """Rank 0's note: the generation that a step has in a tier, or why it is not there (*final*: and will not be)."""
+    """Rank 0's note: the generation that a step has in a tier, or why the copy failed (*final*: it is not retried)."""
 
     generation: int = 0
     failure: str | None = None
@@ -78,7 +78,7 @@ class JointCopy:
     def __init__(self, tier: Tier, place: Place, coordinator: Coordinator) -> None:
         self._tier, self._coordinator = tier, coordinator
         self._number, self._backend, self._engine = place.number, place.backend, place.engine
-        # Its own: a tier that is stalled holds all of them.
+        # Not shared: a stalled tier holds all of its windows.
         self._windows = Windows(place.backend.traits.block_writes + 1, place.engine.options.io.read_bytes)
         self._notes: list[str] = []
 
@@ -86,7 +86,7 @@ class JointCopy:
         """Copy *promotion*, once; return the copy when it is committed.
 
         Raises:
-            CheckpointError: it is not there; `SaveSkippedError` where it never will be.
+            CheckpointError: the copy failed; `SaveSkippedError` where it is abandoned.
         """
         engine = self._engine
         io = engine.options.io
@@ -143,7 +143,7 @@ class JointCopy:
             )
         return StepCopy(self._backend, await read_manifest(self._backend, promotion.result.id, said.generation))
 
-    async def notify_given_up(self, promotion: Promotion, error: Exception) -> None:
+    async def notify_abandoned(self, promotion: Promotion, error: Exception) -> None:
         """Notify the other ranks that *promotion* is given up."""
         await self._notify_ranks(promotion, Arrived(failure=str(error), final=True))
 
@@ -160,7 +160,7 @@ class JointCopy:
             await self._write(self._note(promotion.result.id, promotion.attempt), note)
 
     async def _write(self, key: str, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that are not waited for any more. What is there is there without it."""
+        """Post rank 0's note, and remove those that no rank waits for any more. A copy counts without its note."""
         if key not in self._notes:
             self._notes.append(key)
         outdated, self._notes = self._notes[:-KEPT_NOTES], self._notes[-KEPT_NOTES:]
@@ -175,7 +175,7 @@ class JointCopy:
         return StepCopy(self._backend, manifest)
 
     async def _wait_for_files(self, source: CopySource) -> None:
-        """Wait until the other ranks have copied theirs, or until nothing came for a while."""
+        """Wait until the other ranks have copied theirs, or no file came for `PATIENCE_S`."""
         seen, changed_ns = -1, self._engine.now_ns()
         while seen < len(source.files) and self._engine.since_s(changed_ns) < PATIENCE_S:
             found = len(await copied_files(self._backend, source))

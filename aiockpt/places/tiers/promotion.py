@@ -2,12 +2,12 @@
 
 Guarantees:
 
-- A tier that is stalled, full or away delays nothing but itself. What fails there is tried again, less and less often, until
-  its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All is logged.
-- The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
+- A tier that is stalled, full or unreachable delays only itself. A failed copy is retried, less and less often, until its
+  deadline; when more than `MOST_WAITING` steps wait, the oldest is abandoned for the newer ones. All is logged.
+- The first save of a process also copies what an earlier one could not: the newest step that only nearer tiers have.
 - A step that waits is not deleted from the durable tiers where it will be read. Memory keeps it only while it is copied:
   a memory tier holds what its rules keep and what is being copied, never more, also after the end.
-- At the end a tier is waited for while something moves there, and abandoned when nothing has for `STALLED_S`: one
+- At the end a tier is waited for while its transfers progress, and abandoned after `STALLED_S` without progress: one
   warning names the steps that it lacks.
 
 How the ranks make one copy together is in `aiockpt.places.tiers.joint_copy`.
@@ -49,15 +49,15 @@ from aiockpt.runtime.promise import Promise
 
 
 async def find_missing_step(tier: Tier, number: int, destination: Destination) -> dict[int, StepCopy]:
-    """Return where that step is in full, by number of the tier; nothing when the tier has the newest that it accepts.
+    """Return the copies of that step in full, by number of their tier; empty when *tier* has the newest that it accepts.
 
-    What this process saved is on its way, also when it was committed so lately that it is not yet known here.
+    Steps of this process do not count: they are queued already, even if their commit is too recent to be known here.
 
     Args:
         number: of *tier*.
 
     Raises:
-        CheckpointError: it cannot be found out.
+        CheckpointError: the steps cannot be listed.
     """
     own = destination.places[number]
     every = await committed_steps(destination)
@@ -92,7 +92,7 @@ logger = logging.getLogger("aiockpt")
 
 MOST_WAITING = 2
 STALLED_S = 5.0
-"""Without anything moving, after the last save, before a tier is left."""
+"""Seconds without progress, after the last save, before a tier is abandoned."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Between tries."""
 _HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
@@ -108,7 +108,7 @@ class _Waiting(msgspec.Struct):
 
 
 class Promoter:
-    """One tier at work. Used on the engine's loop.
+    """Copies steps to one tier. Used on the engine's loop.
 
     Args:
         destination: all tiers; those that have a step keep it while it waits here.
@@ -140,7 +140,7 @@ class Promoter:
 
     @property
     def names(self) -> set[str]:
-        """What a caller may call it: as it was given, and as the backend writes itself."""
+        """The names that a caller may use: the URL as it was given, and that of the backend."""
         given = self.tier.url
         return {self.url, os.fspath(given)} if isinstance(given, str | os.PathLike) else {self.url}
 
@@ -173,7 +173,7 @@ class Promoter:
             await self._abandon(1, slow)
 
     def catch_up(self) -> None:
-        """Have what an earlier process left copied here, once, also while there is nothing newer to copy."""
+        """Copy here, once, what an earlier process left, even while there is nothing newer to copy."""
         if not self._wants_catch_up:
             self._wants_catch_up = True
             self._changed.set()
@@ -193,7 +193,7 @@ class Promoter:
         while self._waiting or not self._closing.is_set():
             if self._wants_catch_up and not self._caught_up:
                 self._caught_up = True
-                await self._by_deadline("what an earlier process left to copy", self._catch_up)
+                await self._by_deadline("the copy of what an earlier process left", self._catch_up)
                 continue
             if not self._waiting:
                 self._changed = anyio.Event()
@@ -209,13 +209,13 @@ class Promoter:
                 done.stage.resolve(result)
                 await self._thin_memory(done)
                 if self.engine.rank == 0:
-                    await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.place, result))
+                    await self._by_deadline("the clean-up", partial(maintenance.clean_up, self.place, result))
 
     async def _keep_in_memory(self, waiting: _Waiting) -> None:
-        """Make the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
+        """Pin a step in the memory tiers while it is copied; a step that only waits is not pinned there.
 
         Raises:
-            SaveSkippedError: it was in memory alone, and gave way to newer steps while it waited.
+            SaveSkippedError: it was in memory alone, and newer steps replaced it while it waited.
         """
         promotion = waiting.promotion
         for number in list(promotion.copies):
@@ -235,7 +235,7 @@ class Promoter:
             del promotion.copies[number]
 
     async def _thin_memory(self, left: _Waiting) -> None:
-        """Apply the rules of the memory tiers that kept a step for this one: nothing may be saved any more."""
+        """Apply retention in the memory tiers that kept a step for this one: no later save may do so."""
         for number in left.held:
             place = self._destination.places[number]
             rules = place.retention
@@ -245,17 +245,17 @@ class Promoter:
                 async with place.cleaning:
                     await maintenance.prune(place, rules, with_uploads=False)
             except CheckpointError as error:
-                logger.warning("cleaning up %s: %s", place.backend.url, error)
+                logger.warning("%s: clean-up failed: %s", place.backend.url, error)
 
     def _note_progress(self, unseen_s: float) -> None:
         self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
 
     async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Do what is not worth a wait for a tier that hangs."""
+        """Run *work*, which can be postponed if the tier hangs, until the tier's deadline."""
         with anyio.move_on_after(self.tier.deadline) as scope:
             await work()
         if scope.cancelled_caught:
-            logger.warning("%s: no answer within %g s; %s is left for later", self.url, self.tier.deadline, what)
+            logger.warning("%s: no answer within %g s; %s is postponed", self.url, self.tier.deadline, what)
 
     async def _catch_up(self) -> None:
         """Copy here the newest step that an earlier process left in a nearer tier, if this tier accepts it."""
@@ -265,11 +265,11 @@ class Promoter:
             copies = await find_missing_step(self.tier, self.number, self._destination)
         except CheckpointError as error:
             logger.warning(
-                "%s: what an earlier process left to copy is looked for again at the next save: %s",
+                "%s: steps of an earlier process cannot be listed; the next save tries again: %s",
                 self.url,
                 error,
             )
-            self._wants_catch_up = self._caught_up = False  # the next save has it look again
+            self._wants_catch_up = self._caught_up = False  # the next save lists them again
             return
         if copies:
             manifest = copies[min(copies)].manifest
@@ -279,7 +279,7 @@ class Promoter:
             await self.enqueue(Promotion(result, copies, self.engine.now_ns(), alone=True), stage)
 
     async def close(self) -> None:
-        """Wait until nothing waits here, while something moves. What fails from now on is not tried again."""
+        """Wait until no step waits here, while transfers progress. Failures from now on are not retried."""
         self._closing.set()
         self._changed.set()
         self._note_progress(0.0)
@@ -292,7 +292,7 @@ class Promoter:
                 await self._ended.wait()
 
     async def _abandon_all(self) -> None:
-        """Log, once, which steps this tier does not get, as nothing has moved there since the last save."""
+        """Abandon the steps that wait, and log them once: this tier has made no progress since the last save."""
         if not self._waiting:
             return
         steps = ", ".join(str(waiting.promotion.step) for waiting in self._waiting)
@@ -314,9 +314,7 @@ class Promoter:
         while True:
             tries += 1
             try:
-                result = await self.copy_step(
-                    promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns)
-                )
+                result = await self.copy(promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns))
             except CheckpointError as error:
                 late = self.engine.since_s(promotion.begun_ns) + pause_s > deadline_s
                 if late or self._closing.is_set() or isinstance(error, _HOPELESS):
@@ -332,11 +330,11 @@ class Promoter:
                     )
                 return result
 
-    async def copy_step(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
+    async def copy(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
         """Copy *promotion* here, once.
 
         Raises:
-            CheckpointError: it is not there; StorageTimeoutError after *deadline_s* seconds.
+            CheckpointError: the copy failed; StorageTimeoutError after *deadline_s* seconds.
         """
         copied: StepCopy | None = None
         with (
@@ -374,8 +372,8 @@ class Promoter:
         if callable(self.tier.on_error):
             self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
-            self.engine.notify_given_up(left.promotion.step, error)
-        await self.joint_copy.notify_given_up(left.promotion, error)
+            self.engine.notify_abandoned(left.promotion.step, error)
+        await self.joint_copy.notify_abandoned(left.promotion, error)
         await self._thin_memory(left)
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:

@@ -41,9 +41,9 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import QueryTimeout
 from aiockpt.storage.transfer import space_for
 
-# Queries of several tiers, all at once, so that a stalled one delays the answer by little: when one has answered with
-# something, the rest have a while left, and one that refuses every call less (`aiockpt.storage.retry_calls`). One that has
-# not answered by then counts as one that fails; both are logged.
+# Queries of several tiers, all at once, so that a stalled one delays the answer by little: once one has returned a result,
+# the others have limited time, and one that refuses every call has less (`aiockpt.storage.retry_calls`). A tier without an
+# answer by then counts as failed; both are logged.
 
 
 logger = logging.getLogger("aiockpt")
@@ -57,7 +57,7 @@ async def query_tiers(
     """Return what each tier answers, the nearest first, and the first failure among them.
 
     Args:
-        patience_s: seconds for the others once one has answered with something.
+        patience_s: seconds for the others once one has returned a result.
         errors: what counts as no answer; anything else is raised.
     """
     answers: dict[int, A] = {}
@@ -102,7 +102,7 @@ class Tiers:
     Args:
         tiers: their options, two at least.
         backends: of all tiers.
-        coordinator: how this process agrees with those that save with it.
+        coordinator: of this process and those that save with it.
         working: whether steps are saved and copied here, and not by another process. A save here needs no `announce`.
     """
 
@@ -150,7 +150,7 @@ class Tiers:
         self._expedited = step, [next(measured) if promoter.url in seconds else promoter for promoter in durable]
 
     def prepare(self, promise: SavePromise) -> None:
-        """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
+        """Give *promise* a stage for each tier; that of a tier which does not accept the step fails at once."""
         for promoter in self._promoters:
             stage: Promise[SaveResult] = Promise(f"save of step {promise.step}, committed in {promoter.url}")
             if not self._takes(promoter, promise.step):
@@ -216,7 +216,7 @@ class Tiers:
         engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=promoter.url, error=repr(error), final=True))
 
     async def _promote(self, first: Promoter, job: SaveJob, result: SaveResult) -> SaveResult:
-        """Go on from the first tier: at once to a durable one, in the background to the others."""
+        """Continue from the first tier: copy at once to a durable one, in the background to the others."""
         promise, engine, backend = job.promise, self.engine, first.place.backend
         manifest = await read_manifest(backend, result.id, result.generation)
         promotion = Promotion(result, {first.number: StepCopy(backend, manifest)}, engine.now_ns())
@@ -231,7 +231,7 @@ class Tiers:
                 if any(promoter.commits for promoter in above):
                     try:
                         result = await self._commit_durably(promotion, above, stages)
-                    finally:  # also where it failed: what no disk accepts does not gather in memory
+                    finally:  # also where it failed: steps that no disk accepts must not pile up in memory
                         if engine.rank == 0:
                             await maintenance.clean_up(first.place, promotion.result)
         finally:
@@ -251,7 +251,7 @@ class Tiers:
             if not promoter.commits:
                 continue
             try:
-                result = await promoter.copy_step(promotion, self._uncapped, promoter.tier.deadline)
+                result = await promoter.copy(promotion, self._uncapped, promoter.tier.deadline)
             except CheckpointError as error:
                 logger.warning("%s: copying step %d failed: %s", promoter.url, promotion.step, error)
                 failure = failure or error
@@ -268,7 +268,7 @@ class Tiers:
         promise.cancel()
 
     async def close(self, patience_s: float) -> None:
-        """Wait until every tier has, or has given up, what waits for it, and close all. Failures are not tried again."""
+        """Wait until every tier has copied, or abandoned, its waiting steps, and close all. Failures are not retried."""
         try:
             with anyio.move_on_after(patience_s):
                 async with open_tasks() as tasks:
@@ -281,9 +281,9 @@ class Tiers:
     # ------------------------------------------------------------------ loads
 
     async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
+        """Return what *list_entries* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
 
-        A step that one tier cannot describe now is left to another tier that can.
+        A step that one tier cannot describe now is read from another tier that can.
         """
         answers, failure = await query_tiers(self.places, list_entries, LIST_PATIENCE_S, StorageError)
         listed = [ListedStep(place.backend, entry, place) for place, entries in answers for entry in entries]
@@ -297,7 +297,7 @@ class Tiers:
         return known
 
     async def _other_copies(self, place: Place, manifest: Manifest) -> list[StepCopy]:
-        """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
+        """Return the copies of the same save in the other tiers, the nearest first; an unreachable tier counts as empty."""
 
         async def list_entries(other: Place) -> list[StepCopy]:
             found = await find_same_files(other.backend, manifest)
@@ -309,7 +309,7 @@ class Tiers:
 
 
 def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
-    """Return what stays in a tier: where nothing is said, all; but memory before a durable tier holds the newest step."""
+    """Return the retention of a tier: all by default, but memory before a durable tier keeps only the newest step."""
     if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
         return Retention(last=1)
     return tier.retention

@@ -12,10 +12,10 @@ removed; no process group is used.
 
 Guarantees:
 
-- All ranks answer the same of the same step. A rank that has no decision for a step waits for the note, at most until the
-  deadline, and raises then: it never saves alone, and never skips what others save.
-- Where the note has come, as it has unless a rank is ahead of rank 0 by more than the notice, `Cadence.due` waits for
-  nothing: it takes microseconds. A note is requested beforehand, on the loop thread.
+- All ranks answer alike for the same step. A rank that has no decision for a step waits for the note until the deadline,
+  and then raises: it never saves alone, and never skips what others save.
+- When the note has come, `Cadence.due` does not wait, and takes microseconds. The loop thread requests notes beforehand, so
+  that one is late only for a rank that is ahead of rank 0 by more than the notice.
 - Time is monotonic, that of the checkpointer's world: setting the machine's clock changes nothing.
 """
 
@@ -46,17 +46,17 @@ NOTICE_S, NOTICE_OF_A_RANK_S = 0.25, 0.001
 """How long before a step the other ranks are notified: a read of the store takes longer the more ranks read."""
 
 LEAP = 32
-"""Of a long interval so many notices are decided at once at most: what is decided can be changed no more."""
+"""Most notices of a long interval that are decided at once: a decision cannot be changed any more."""
 
 IN_FLIGHT = 2
 DEADLINE_S = 600.0
 
 REMEMBERED = 256
-"""Decided saves that are remembered; a rank that is further behind learns of them from their notes, in order."""
+"""Decided saves that are remembered; a rank that is further behind reads them from their notes, in order."""
 
 
 class Cadence:
-    """Says when to save: as often as it pays, and never more than is allowed.
+    """Decides when to save: as often as it pays, and never more than is allowed.
 
     Give it to one `aiockpt.Checkpointer`: as ``every=``, and call ``ckpt.step`` after each training step; or as one of the
     ``observers=``, and ask `due` after each training step, on every rank with the same steps. The rules are described in
@@ -64,7 +64,7 @@ class Cadence:
 
     Args:
         max_overhead: what saves may cost, as a fraction of the training time: 0.03 is within the noise of most steps.
-        mttf: mean seconds between failures of the whole job (of one of 1,000 machines it is a thousandth of a machine's).
+        mttf: mean seconds between failures of the whole job (for 1,000 machines, a thousandth of one machine's).
             None: as often as *max_overhead* and the storage allow.
         clock: tests pass a simulated one; None uses that of the checkpointer's world.
 
@@ -92,10 +92,10 @@ class Cadence:
 
     @classmethod
     def by_time(cls, every: str) -> Cadence:
-        """Return one that saves each so many minutes, ``"30min"``, whatever that costs.
+        """Return a cadence that saves at a fixed interval, such as ``"30min"``, whatever that costs.
 
         Raises:
-            UsageError: *every* is no time.
+            UsageError: *every* is no duration.
         """
         cadence = cls()
         cadence._every_s = parse_duration_s(every)
@@ -115,7 +115,7 @@ class Cadence:
         in_flight: int = IN_FLIGHT,
         deadline_s: float = DEADLINE_S,
     ) -> Callable[[], None]:
-        """Serve the checkpointer that calls this; return what ends that. Called by the checkpointer.
+        """Serve the checkpointer that calls this; return the function that ends the service.
 
         Args:
             place: what it saves to, the same on all ranks.
@@ -146,14 +146,14 @@ class Cadence:
     # ------------------------------------------------------------------ what happens
 
     def on_event(self, event: Event) -> None:
-        """Queue what became of a save. On the loop thread."""
+        """Queue an event of a save. On the loop thread."""
         if self._leads:
             self._events.append(event)
 
     def due(self, step: int) -> bool:
         """Return whether to save now that *step* is trained. From the training thread, after every step, on every rank.
 
-        It need not be asked of each step: one that was skipped counts with the next.
+        It need not be called for each step: a step without a call counts with the next.
 
         Raises:
             RankTimeoutError: rank 0 has not decided about this step, and the deadline has passed.
@@ -186,7 +186,7 @@ class Cadence:
         self._ready = True
 
     def _catch_up(self, step: int) -> int:
-        """Record what has happened up to *step*; return the step that was asked of before it."""
+        """Record the events up to *step*; return the step of the previous call."""
         while self._events:
             self._controller.receive(self._events.popleft())
         before = step - 1 if self._answered is None else self._answered[0]
@@ -255,7 +255,7 @@ class Cadence:
         return self._controller.measured
 
     def explain(self) -> str:
-        """Say in a sentence or two how often is saved, which rule makes it so, and what was measured."""
+        """Explain in a sentence or two how often the run saves, by which rule, and what was measured."""
         if not self._leads:
             return f"Rank 0 decides. {self._schedule.why}" if self._schedule.why else "Rank 0 has not decided yet."
         return self._controller.explain()
@@ -269,7 +269,7 @@ class Note(msgspec.Struct, frozen=True):
 
     Attributes:
         saves: the steps to be saved, of all those below *until* that were not decided before.
-        notice: so many steps before *until* there will be another note.
+        notice: how many steps before *until* the next note follows.
         why: in words.
     """
 
@@ -280,7 +280,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """What is decided so far.
+    """The decisions so far.
 
     Attributes:
         until: the first step that is not decided.
@@ -324,12 +324,12 @@ class DecisionChannel:
         self._asked: Future[Note] | None = None
 
     def restart(self) -> None:
-        """Begin anew: an older checkpoint was loaded, on all ranks, and steps come again."""
+        """Begin anew: an older checkpoint was loaded, on all ranks, and steps repeat."""
         self.end()
         self._epoch, self._number = self._epoch + 1, 0
 
     def post(self, note: Note) -> None:
-        """Leave the next note. Does not wait."""
+        """Post the next note. Does not wait."""
         self._board.begin()
         self._number += 1
         self._loop.submit(self._board.post, self._key(self._number), note).add_done_callback(_log_failure)
@@ -400,4 +400,4 @@ class DecisionChannel:
 
 def _log_failure(posting: Future[None]) -> None:
     if not posting.cancelled() and (error := posting.exception()) is not None:
-        logger.error("cadence: a decision could not be left for the other ranks, whose saves may time out: %s", error)
+        logger.error("cadence: a decision could not be posted for the other ranks, whose saves may time out: %s", error)

@@ -1,7 +1,7 @@
-"""The measurement of saves and steps, and so of when the next save is due. Events and steps in, answers out.
+"""The measurement of saves and steps, which decides when the next save is due. Its inputs are events and steps.
 
-No clock, no threads, no ranks. Estimates are medians of a short window: of five, an outlier or two move nothing, and the
-third of a new kind is followed. Guarantees:
+No clock, no threads, no ranks. Estimates are medians of a short window: of five, one or two outliers change nothing, and a
+third of their kind does. Guarantees:
 
 - Nothing measured yet: the first save comes after a few steps, and no other before it has ended.
 - All that saves have blocked is at most ``max_overhead`` of the training, and three usual saves: what one cost too much is
@@ -32,10 +32,10 @@ FIRST_STEPS = 3
 """Steps that are measured before the first save, and waited for after one that came to nothing."""
 
 POLL_EVERY = 32
-"""Steps after which the interval is thought over though no save has ended: steps may have become longer."""
+"""Steps after which the interval is chosen again although no save has ended: steps may have become longer."""
 
 WORST = 10
-"""As so many usual saves counts the worst one when it is paid back."""
+"""The worst save counts as so many usual ones at most when it is paid back."""
 
 LEAST_NOTICE, MOST_NOTICE = 2, 1000
 """Steps by which rank 0 is ahead with its decisions, however long or short they are."""
@@ -47,7 +47,7 @@ STEPS = 32
 """Steps that are remembered."""
 
 OVERLAP = 1.25
-"""Saves in flight, on average over one of them, from which on it was written beside others."""
+"""A save with so many in flight, on average over its time, counts as written beside others."""
 
 
 class Controller:
@@ -78,7 +78,7 @@ class Controller:
     # ------------------------------------------------------------------ what is measured
 
     def reach(self, step: int, now_ns: int) -> None:
-        """Record that the training begins *step*, or is done with it: always the same of both."""
+        """Record that the training begins, or ends, *step*: the caller must report always the same of the two."""
         before, self._at = self._at, (step, now_ns)
         if before is None:
             self._last = step - 1
@@ -144,7 +144,7 @@ class Controller:
             self._writes.add(max(0.0, seconds), (self._area_s - begun[1]) / ran_s if ran_s > 0 else 1.0)
 
     def _pass(self, now_ns: int) -> None:
-        """Add up the time of saves in flight, each for itself, until now."""
+        """Sum the time of saves in flight, each counted, until now."""
         self._area_s += len(self._begun_ns) * max(0, now_ns - self._area_at_ns) / 1e9
         self._area_at_ns = max(now_ns, self._area_at_ns)
 
@@ -165,7 +165,7 @@ class Controller:
     # ------------------------------------------------------------------ what follows
 
     def notice_steps(self, seconds: float) -> int:
-        """Return how many steps *seconds* are, about; a few at least."""
+        """Return about how many steps take *seconds*; a few at least."""
         step_s = self._steps.step_s
         return max(LEAST_NOTICE, min(MOST_NOTICE, math.ceil(seconds / step_s))) if step_s else LEAST_NOTICE
 
@@ -190,7 +190,7 @@ class Controller:
         return self._is_paid(step, len(waiting)) and self._has_room(step, waiting)
 
     def _is_paid(self, step: int, waiting: int) -> bool:
-        """Return whether the debt will be down to a usual save by *step*, those that *wait* to be made included."""
+        """Return whether the debt will be down to a usual save by *step*, with those that *wait* to be made."""
         usual_s = self._blocked.usual
         return self.debt_s + waiting * usual_s - self._limits.max_overhead * self._ahead_s(step) <= usual_s
 
@@ -215,10 +215,10 @@ class Controller:
 
 
 class TimeController(Controller):
-    """Says that a save is due each so many seconds, ``every="30min"``: the clock in place of the rules.
+    """Decides that a save is due at a fixed interval, ``every="30min"``: by the clock in place of the rules.
 
-    From one save to the next it is that time, and at most a step longer; one that came late does not delay those after it.
-    The first comes when it has passed since the first step: a run that fails at once has saved nothing.
+    The interval between saves is that time, or at most a step longer; a late save does not delay those after it. The first
+    save comes one interval after the first step: a run that fails at once has saved nothing.
     """
 
     def __init__(self, every_s: float, limits: IntervalLimits) -> None:
@@ -268,7 +268,7 @@ class Recent:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Remember *value*. The first of all is forgotten at the second: it planned, and faulted the pool in."""
+        """Record *value*. The very first is dropped at the second: its save planned, and faulted the pool in."""
         self._count += 1
         if self._count == 2:
             self._values.clear()
@@ -286,8 +286,8 @@ class Recent:
 class WriteTimes:
     """How long saves take until they are committed, and how often the storage can take one.
 
-    A save that has the storage to itself does not show whether two at once would take twice as long each, as on a disk at
-    its limit, or no longer, as where answers are what takes long. Once some were written beside others, they do.
+    A save that has the storage to itself does not show whether two at once would take twice as long each (a disk at its
+    limit), or no longer (latency dominates). Saves that were written beside others show it.
 
     Args:
         in_flight: saves that may run at once.
@@ -298,7 +298,7 @@ class WriteTimes:
         self._all, self._alone, self._hindered = Recent(), Recent(), Recent()
 
     def add(self, seconds: float, overlap: float) -> None:
-        """Remember a save that took *seconds*, with *overlap* saves in flight on average, itself among them."""
+        """Record a save that took *seconds*, with *overlap* saves in flight on average, itself among them."""
         self._all.add(seconds)
         alone_s = self._alone.usual
         if overlap < OVERLAP:
@@ -313,9 +313,9 @@ class WriteTimes:
 
     @property
     def storage_s(self) -> float:
-        """How often the storage takes a save when as many run as may; 0 until some ran beside others.
+        """Seconds per save that the storage sustains when as many run as may; 0 until some ran beside others.
 
-        Each of those others made it longer by a share of what one takes alone: by none of it, or by all.
+        Each of those others made it longer by a share, 0 to 1, of the time that one takes alone.
         """
         if not len(self._hindered):
             return 0.0
@@ -336,7 +336,7 @@ class StepTimes:
         return len(self._all)
 
     def add(self, seconds: float, count: int, busy: bool) -> None:
-        """Remember *count* steps that took *seconds*, without the time blocked; *busy*: beside a save."""
+        """Record *count* steps that took *seconds*, without the time blocked; *busy*: beside a save."""
         self._all.append(seconds / count)
         if busy:
             self._busy_s += seconds
@@ -345,7 +345,7 @@ class StepTimes:
             self._free.append(seconds / count)
 
     def end_saves(self, count: int) -> None:
-        """Share what the steps since the last end lost among the *count* saves that have ended."""
+        """Divide the time that steps have lost since the last end among the *count* saves that have ended."""
         if not count:
             return
         if self._free and self._busy_count:
@@ -362,7 +362,7 @@ class StepTimes:
 
     @property
     def lost_s(self) -> float:
-        """What the steps beside a save take longer than as many free ones, as far as it is more than noise."""
+        """How much longer the steps beside a save take than as many free ones, beyond the noise."""
         if not len(self._lost):
             return 0.0
         usual = median(self._free)

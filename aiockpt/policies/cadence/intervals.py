@@ -1,4 +1,4 @@
-"""The rules for the interval between saves. What was measured in, an interval and its reason out.
+"""The rules for the interval between saves: from measurements to an interval and its reason.
 
 The interval is the smallest that no rule forbids, or a longer one that loses less. Guarantees of `choose`:
 
@@ -22,7 +22,7 @@ from aiockpt import units
 from aiockpt.options import refuse_value
 
 Rule = Literal["first", "step", "overhead", "write", "failures", "time"]
-"""Which rule made the interval what it is; "first": nothing is measured yet; "time": it was asked for."""
+"""The rule that determines the interval; "first": nothing is measured yet; "time": it was requested."""
 
 BAND = 1.5
 """An interval stays while it is not longer than needed by more than this factor (nor, of optimal ones, shorter)."""
@@ -35,14 +35,14 @@ SAVES = 5
 
 MOST_STEPS = 1 << 62
 SHORTEST_STEP_S = 1e-9
-"""A clock that stands still measures steps of no length; nothing is divided by that."""
+"""The least length of a step: a clock that stands still measures 0, which must divide nothing."""
 
 
 class IntervalLimits(msgspec.Struct, frozen=True):
-    """What may not be exceeded.
+    """The limits of an interval.
 
     Attributes:
-        max_overhead: of the training time, what saves may cost at most; a fraction.
+        max_overhead: the most that saves may cost, as a fraction of the training time.
         mttf_s: mean seconds between failures of the whole job; None where that is unknown.
         in_flight: saves that may run at once.
     """
@@ -57,10 +57,10 @@ class Measured(msgspec.Struct, frozen=True):
 
     Attributes:
         saves: saves measured so far, those that failed too.
-        blocked_s: training stood still, per save: in the call of ``save``, and at the barrier before the optimizer.
-        lost_s: beside that the steps were slowed by the writing, per save, beyond the noise of steps.
+        blocked_s: the training stood still, per save: in the call of ``save``, and at the barrier before the optimizer.
+        lost_s: steps were slowed by the writing, in addition, per save, beyond the noise of steps.
         write_s: from the call of a save until it was committed.
-        storage_s: how often the storage takes a save when as many run as may; 0 until some ran beside others.
+        storage_s: per save, that the storage sustains when as many run as may; 0 until some ran beside others.
         step_s: one step, without the time blocked.
     """
 
@@ -148,7 +148,7 @@ def _whole(steps: float) -> int:
 
 
 def describe(interval: Interval, seen: Measured, limits: IntervalLimits, overdrawn_s: float) -> str:
-    """Say what the interval is, which rule makes it so, and what was *seen*.
+    """Describe the interval, the rule that determines it, and what was *seen*.
 
     Args:
         overdrawn_s: what must be paid back before the next save; 0 or less where nothing is.

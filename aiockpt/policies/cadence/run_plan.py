@@ -1,4 +1,4 @@
-"""The plan of a run that does not exist yet, from a few numbers: how often to save, and what that costs and loses.
+"""The plan of a future run, from a few numbers: how often to save, what that costs, and what a failure loses.
 
 The interval is that of `aiockpt.policies.cadence.intervals.optimal_interval_s`, but no shorter than a save takes to be
 durable.
@@ -13,11 +13,11 @@ from aiockpt.policies.cadence.intervals import duration, optimal_interval_s
 from aiockpt.units import size, speed
 
 COPY_BYTES_PER_S = 4 * 2.0**30
-"""Of one rank: what a copy in memory makes on a common host; `aiockpt.Checkpointer.estimate` tries it out."""
+"""Of one rank: the speed of a copy in memory on a common host; `aiockpt.Checkpointer.estimate` measures it."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What saves of a run take.
+    """The costs of the saves of a run.
 
     Attributes:
         step_bytes: of a step, of all ranks together.
@@ -55,7 +55,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_run(
     step_bytes: float, *, ranks: int, bytes_per_s: float, mtbf_s: float, pause_s: float | None = None
 ) -> RunPlan:
-    """Return what saves of *step_bytes* take.
+    """Return the plan of a run whose steps have *step_bytes*.
 
     Args:
         bytes_per_s: into the place, of all ranks together.

@@ -1,4 +1,4 @@
-"""Preemption, the end of a run on request: `policy` (what is asked for), `handler`, `last_call` (the last call)."""
+"""Preemption, the end of a run on request: `policy` (the options), `handler` (the request, and the last call)."""
 
 from aiockpt.session.preemption.policy import Preempted, Preemption
 

@@ -1,9 +1,9 @@
 """Agreement on the call in which all ranks end: they stop at their next one, and rank 0 picks the first not yet passed.
 
-They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. What a rank writes here its loop thread
-writes, whatever its main thread is doing. Guarantees:
+They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. The loop thread of a rank
+writes its notes, whatever its main thread is doing. Guarantees:
 
-- All ranks end in the same call, or each for itself, because another one did not answer in time.
+- All ranks end in the same call, or each by itself, because another rank did not answer in time.
 - A rank waits in a call only until the loop threads of all have answered: never for the training of another.
 """
 
@@ -19,7 +19,7 @@ from aiockpt.errors import RankError
 from aiockpt.runtime.notes import NoteBoard
 
 POLL_S, POLL_OF_A_RANK_S = 0.2, 0.001
-"""Between two polls whether any rank must end, through the whole run: the more ranks, the more rarely each."""
+"""Seconds between two polls for a notice, through the whole run: the more ranks, the more rarely each polls."""
 GOODBYE_S = 5.0
 """For the other ranks to read how it ended, before rank 0 ends, and the store with it."""
 
@@ -46,7 +46,7 @@ class EndDecision(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What came of reading the last step back."""
+    """The outcome of reading the last step back."""
 
     found: Literal["good", "damaged", "unread"] = "unread"
 
@@ -62,7 +62,7 @@ class EndAgreement(Protocol):
     def leads(self) -> bool: ...
 
     def begin(self) -> bool:
-        """Join the others, with the first call that all make; return whether this was that. On the training thread."""
+        """Join the others in the first call that all make; return whether this was that call. On the training thread."""
         ...
 
     async def receive(self) -> Notice:
@@ -76,8 +76,8 @@ class EndAgreement(Protocol):
         """Return how all end.
 
         Args:
-            calls: that were let pass here; the next one waits for this.
-            wants_new: says whether the state is to be saved once more.
+            calls: that have passed here; the next one waits for the decision.
+            wants_new: returns whether the state is to be saved once more.
 
         Raises:
             RankError: a rank has not answered within *deadline_s* seconds.
@@ -85,7 +85,7 @@ class EndAgreement(Protocol):
         ...
 
     async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
-        """Return what came of reading the last step back, which rank 0 has done."""
+        """Return the outcome of reading the last step back, which rank 0 has done."""
         ...
 
 
@@ -141,11 +141,11 @@ class EndsWithRanks:
             await anyio.sleep(self._pause_s)
 
     async def notify(self, notice: Notice) -> None:
-        """Leave the notice; that of another rank says the same."""
+        """Post the notice; one of another rank has the same effect."""
         await self._board.post("notice", notice)
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
-        """Say how far this rank is; return what rank 0 makes of it."""
+        """Post the number of calls of this rank; return rank 0's decision."""
         board = self._board
         await board.post(f"at/{board.rank}", calls)
         if not self.leads:
@@ -160,7 +160,7 @@ class EndsWithRanks:
         return decision
 
     async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
-        """Leave rank 0's *reading*, or wait for it; rank 0 goes when all have read it, or soon after."""
+        """Post rank 0's *reading*, or wait for it; rank 0 returns when all have read it, or after `GOODBYE_S`."""
         board = self._board
         try:
             if reading is None:

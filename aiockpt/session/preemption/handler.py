@@ -1,16 +1,16 @@
 """Handling of a request to end the run: the loop thread receives it, flushes, and agrees; the next call ends the run.
 
 A signal wakes the loop thread at once (`aiockpt.runtime.wakeup`), also while the main thread is inside a long call of C.
-What was snapshotted is then flushed; nothing new can be: the state belongs to the main thread. When that calls ``step`` or
+The loop thread then flushes snapshots; it takes no new one: the state is the main thread's. When that calls ``step`` or
 ``save`` next, on all ranks in the same call (`aiockpt.session.preemption.decision`), the run ends (`PreemptedCall`).
 Guarantees:
 
 - No signal handler saves, waits or raises. The program ends by `Preempted`, raised by ``step`` and ``save``, on the thread
   that made the checkpointer: with signals the main thread.
-- A call that ends nothing asks no other rank, and costs the note of its state
-  (`aiockpt.session.preemption.reached_state`): with it the run is saved that makes no further call, because the signal has
-  ended its workers, or another handler the program.
-- What is said in the log is what is so: which step is being flushed, which is committed, or that there is none.
+- A call that does not end the run contacts no other rank, and costs a note of its state
+  (`aiockpt.session.preemption.reached_state`). A run that makes no further call, because the signal ended its workers or
+  another handler the program, is saved by that note.
+- The log states facts alone: which step is being flushed, which is committed, or that no step is.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from aiockpt.session.preemption.recent_saves import RecentSave, RecentSaves
 logger = logging.getLogger("aiockpt")
 
 AGREE_FRACTION, MOST_AGREE_S = 0.4, 15.0
-"""Of the grace, for all ranks to answer; a rank whose process is dead never does."""
+"""Share of the grace, and most seconds, for all ranks to answer; a rank whose process is dead never does."""
 SAFETY = 1.5
-"""So many times what saves take is left for the last one before an allocation ends."""
+"""The last save before an allocation ends has so many times the usual duration of a save."""
 MARGIN_S = 3.0
-"""And so much beside, for what no measurement shows."""
+"""Seconds beside that, for delays that no measurement shows."""
 POLL_S = 1.0
 """Between two reads of the clock, while the end of an allocation is awaited."""
 REMEMBERED_CALLS = 32
 LATE_S = 1.0
-"""For a signal to come after what it did to others: it ends workers first, and the next batch raises."""
+"""For a signal that comes after its effects on other processes: it ends workers first, and the next batch raises."""
 RENEW_NS = 10**9
 """Between two checks whether other code has taken the signals meanwhile."""
 
@@ -75,7 +75,7 @@ class PreemptionHandler:
     def __init__(self, policy: Preemption, ends_at_s: float | None) -> None:
         self.policy = policy
         self.saves = RecentSaves()
-        self.heard: Notice | None = None
+        self.notice: Notice | None = None
         self.observers = (self.saves,)
         self.ended: Preempted | None = None
         self._ends_at_s = ends_at_s
@@ -86,7 +86,7 @@ class PreemptionHandler:
         self._renewed_ns = 0
         self._lately_ns: deque[int] = deque(maxlen=REMEMBERED_CALLS)
         self._waits = False
-        self._woken, self._met = anyio.Event(), anyio.Event()
+        self._woken, self._arrived = anyio.Event(), anyio.Event()
         self._decision: Promise[EndDecision] = Promise("the agreement of the ranks where to end")
         self._deadline_ns = 0
         self._watch: SignalWatch | None = None
@@ -114,15 +114,15 @@ class PreemptionHandler:
         self._running.cancel()
 
     def release(self) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         if self._watch is not None:
             self._watch.close()
         self._last = None
         self._reached.release()
-        if self.heard is not None and self.ended is None and not self._released:
+        if self.notice is not None and self.ended is None and not self._released:
             logger.warning(
-                "%s came, and no step() or save() after it: all that was saved is committed, and the program goes on",
-                self.heard.reason,
+                "preemption: %s came, but no step() or save() after it; all saves are committed, and the program goes on",
+                self.notice.reason,
             )
         self._released = True
 
@@ -133,7 +133,7 @@ class PreemptionHandler:
         self.saves.watch(save, self.engine.now_ns())
 
     def reach(self, request: SaveRequest, start: StartSave, *, asked: bool) -> None:
-        """Count a call of ``step`` or ``save``, and end the run where it does there."""
+        """Count a call of ``step`` or ``save``, and end the run if this is the last one."""
         if thread_id() != self._thread:
             return
         now_ns = self.engine.now_ns()
@@ -141,7 +141,7 @@ class PreemptionHandler:
             self._watch.renew()
             self._renewed_ns = now_ns
         if self.agreement.begin():
-            self.engine.loop.call_soon(self._met.set)
+            self.engine.loop.call_soon(self._arrived.set)
         self._last = request, start
         self._reached.note(request.state)
         with self._lock:
@@ -164,18 +164,18 @@ class PreemptionHandler:
     def _save_on_exit(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
         if self._watch is not None:
             self._watch.flush()
-        if self.heard is None and not (failing and self._is_notified_late()):
+        if self.notice is None and not (failing and self._is_notified_late()):
             return None
         if not failing and not self.wants_new(request.step):  # the program is done, and all is saved
             return None
         self._last = None
         if self._reached.has_changed():
-            logger.warning("the state is no more that of step %d, the last call, and is not saved again", request.step)
+            logger.warning("preemption: state changed after step %d, the last call; it is not saved", request.step)
             return None
         decision = self._wait_for_decision()
         self._calls += 1
         if self._calls < decision.call:
-            logger.warning("another rank is further than step %d, the last call here, which is not saved", request.step)
+            logger.warning("preemption: another rank is past step %d, the last call; it is not saved", request.step)
             return None
         try:
             PreemptedCall(self, decision).finish(request, start, asked=False)
@@ -183,14 +183,14 @@ class PreemptionHandler:
             return ended
 
     def _is_notified_late(self) -> bool:
-        """Wait for a signal that may be on its way, where the state could be saved then."""
+        """Wait for a signal that may be on its way, if the state can be saved then; return whether it came."""
         if self._watch is None or self._reached.has_changed():
             return False
         woken = self.engine.loop.submit(self._woken.wait)
         with suppress(TimeoutError):
             woken.result(LATE_S)
         woken.cancel()
-        return self.heard is not None
+        return self.notice is not None
 
     def _let_pass(self, now_ns: int) -> None:
         self._calls += 1
@@ -217,7 +217,7 @@ class PreemptionHandler:
 
     @property
     def _needed_s(self) -> float:
-        """What is needed to end in order: until the next call, to agree there, to save, and a margin."""
+        """Seconds needed to end in order: until the next call, for the save, and a margin."""
         usual_s = self.saves.usual_s
         save_s = self.policy.grace_s if usual_s is None else SAFETY * usual_s
         until_call_s = max(list(self._lately_ns), default=0) / 1e9
@@ -247,9 +247,9 @@ class PreemptionHandler:
         self._receive(Notice(signal.Signals(number).name, self.policy.grace_s))
 
     def _receive(self, notice: Notice) -> None:
-        if self.heard is None:
+        if self.notice is None:
             self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
-            self.heard = notice
+            self.notice = notice
         # Each time: the handler of another signal may have raised between the two on the main thread.
         with suppress(RuntimeError):  # the loop has ended, and everything is committed
             self.engine.loop.call_soon(self._woken.set)
@@ -271,7 +271,7 @@ class PreemptionHandler:
         try:
             self._receive(await self.agreement.receive())
         except CheckpointError as error:
-            logger.info("whether another rank must end cannot be received any more: %s", error)  # rank 0 may be done
+            logger.info("preemption: notices of other ranks cannot be received: %s", error)  # rank 0 may be done
 
     async def _watch_the_clock(self) -> None:
         """End in time before the allocation does; one rank checks the clock."""
@@ -286,10 +286,10 @@ class PreemptionHandler:
         self._receive(Notice("the end of the allocation", left_s))
 
     async def _decide(self) -> None:
-        notice = self.heard
+        notice = self.notice
         assert notice is not None
         if self.engine.world_size > 1:
-            await self._met.wait()
+            await self._arrived.wait()
         try:
             await self.agreement.notify(Notice(notice.reason, max(0.0, self.left_s)))
             with self._lock:
@@ -302,8 +302,8 @@ class PreemptionHandler:
         self._decision.resolve(decision)
 
     async def _flush(self) -> None:
-        """Have what is snapshotted become durable, and say what there is: the main thread may never come back."""
-        notice = self.heard
+        """Flush the snapshots in flight, and log the result: the main thread may never make another call."""
+        notice = self.notice
         assert notice is not None
         running = self.saves.running
         steps = ", ".join(f"step {promise.step}" for promise in running)
@@ -327,7 +327,7 @@ class PreemptionHandler:
 
 
 LEAST_WAIT_S = 2.0
-"""For a save although the time is over: the process lives, and may be left alive."""
+"""For a save although the grace is over: the process lives, and may not be killed."""
 RESERVE_S = 1.0
 """Kept of the grace for the program to end in."""
 
@@ -382,7 +382,7 @@ class PreemptedCall:
         return self._handler.wants_new(step) if self._decision.saves is None else self._decision.saves
 
     def _wait(self) -> bool:
-        """Wait for all saves, as long as there is time; say whether they have ended."""
+        """Wait for all saves, as long as there is time; return whether they have ended."""
         handler = self._handler
         usual_s = handler.saves.usual_s or 0.0
         until_s = max(handler.left_s - RESERVE_S, 1.5 * usual_s, LEAST_WAIT_S)
@@ -424,8 +424,8 @@ class PreemptedCall:
     def _describe(
         self, newest: RecentSave | None, reading: Reading, *, lost: bool, new: bool, failure: BaseException | None
     ) -> Preempted:
-        heard = self._handler.heard
-        reason = "it was told to" if heard is None else heard.reason
+        notice = self._handler.notice
+        reason = "an end request" if notice is None else notice.reason
         if newest is None or lost or reading.found == "damaged":
             code = Preempted.UNSAVED
         else:

@@ -12,7 +12,7 @@ from aiockpt.errors import UsageError
 from aiockpt.options import AsksWhatWasMeant, check_amount, refuse_value
 
 OnPreempt = Literal["save"]
-"""Save, as `Preemption` says it by default."""
+"""Save, with the defaults of `Preemption`."""
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
@@ -23,8 +23,8 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
         grace_s: seconds from the signal until the process is killed. 30 is what Kubernetes, Slurm and torchrun give.
         ends_at: when the allocation ends: seconds since 1970, or a datetime with its zone. The run ends in time before that
             by itself. None uses ``SLURM_JOB_END_TIME``, where that is set.
-        recent_s: a snapshot that is not older is flushed, and no new one is made. None uses the duration of recent
-            saves: a new save loses no less.
+        recent_s: a snapshot of at most this age is flushed, and no new one is made. None uses the duration of recent
+            saves: a new save would lose as much.
         verify: whether what was saved is read back and compared, as far as the grace lasts.
     """
 
@@ -53,13 +53,13 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
         return frozenset(int(getattr(signal, name)) for name in self.signals)
 
     def find_end(self, now_s: float, announced_s: float | None) -> float | None:
-        """Return when the allocation ends, in seconds since 1970, if anybody knows.
+        """Return when the allocation ends, in seconds since 1970; None where that is unknown.
 
         Args:
-            announced_s: what the scheduler says.
+            announced_s: the end by the scheduler's announcement.
 
         Raises:
-            UsageError: the time that was given is over.
+            UsageError: *ends_at* is in the past.
         """
         if self.ends_at is None:
             return None if announced_s is None or announced_s <= now_s else announced_s  # an old one is another job's
@@ -70,7 +70,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
 
 
 def as_preemption(given: OnPreempt | Preemption) -> Preemption:
-    """Return what ``on_preempt`` means."""
+    """Return the policy that ``on_preempt`` stands for."""
     if isinstance(given, Preemption):
         return given
     if given != "save":
@@ -97,11 +97,11 @@ class Preempted(SystemExit):
     COMMITTED = 76
     UNSAVED = 77
 
-    def __init__(self, reason: str, step: int | None, code: int, told: str) -> None:
+    def __init__(self, reason: str, step: int | None, code: int, outcome: str) -> None:
         super().__init__(code)
         self.reason = reason
         self.step = step
-        self._told = told
+        self._outcome = outcome
 
     @property
     def verified(self) -> bool:
@@ -109,4 +109,4 @@ class Preempted(SystemExit):
         return self.code == self.VERIFIED
 
     def __str__(self) -> str:
-        return self._told
+        return self._outcome

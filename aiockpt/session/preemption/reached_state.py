@@ -1,7 +1,7 @@
 """The state as the last call of ``step`` or ``save`` saw it, and the check that it is unchanged.
 
 A run that must end may never make another call: workers of a ``DataLoader`` die of the same signal, and the next batch
-raises. What the program holds then can be saved as the step of its last call if nothing has moved since. Compared are
+raises. The state can then still be saved as the step of the last call, if nothing has changed since. Compared are
 torch's counter and the address of each tensor, whether an optimizer has begun a step, random generators, how many batches
 loaders have handed out, and plain values, those in attributes of other objects too. Guarantees:
 
@@ -43,7 +43,7 @@ class ReachedState:
         self._stepped = self._gives_up = False
 
     def note(self, state: Mapping[str, Any]) -> None:
-        """Take *state* for that of the last call."""
+        """Record *state* as that of the last call."""
         if self._gives_up:
             return
         before, self._state, self._noted = self._noted, state, _StateValues(state)
@@ -58,7 +58,7 @@ class ReachedState:
         self._stepped = False
 
     def has_changed(self) -> bool:
-        """Return whether the state may be another one than that which was noted."""
+        """Return whether the state may differ from the recorded one."""
         if self._noted is None or self._stepped:
             return True
         now = _StateValues(self._state)
@@ -71,7 +71,7 @@ class ReachedState:
         )
 
     def release(self) -> None:
-        """Let go of the state, and of its optimizers."""
+        """Release the state, and its optimizers."""
         for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
@@ -166,7 +166,7 @@ class _StateValues:
 
 
 def _read_known(value: Any) -> object:
-    """Return what shows whether an object of a known class has moved; None for other classes."""
+    """Return a value that shows whether an object of a known class has changed; None for other classes."""
     if isinstance(value, RNG):
         return value.state_dict()
     if isinstance(value, Loader):
@@ -183,7 +183,7 @@ def _read_known(value: Any) -> object:
 
 def _read_marks(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return torch's counters of changes, and the addresses."""
-    with torch._C.DisableTorchFunctionSubclass():  # classes with a say in what is read of them
+    with torch._C.DisableTorchFunctionSubclass():  # subclasses may intercept these reads
         versions = list(map(_version, tensors))
         try:
             return versions, list(map(torch.Tensor.data_ptr, tensors))

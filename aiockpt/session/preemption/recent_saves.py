@@ -27,7 +27,7 @@ class RecentSaves:
     """The saves of one checkpointer. An observer too: it records what promotions took. Any thread.
 
     Attributes:
-        lasting: URLs of places where a step outlives its job, also those that cannot promise it for a power cut.
+        lasting: URLs of places where a step outlives its job, even if it may not survive a power cut.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RecentSaves:
             promise.when_settled(lambda: self._end(number))
 
     def _end(self, number: int) -> None:
-        """Record what became of a save, once, on whatever thread sees it first."""
+        """Record the outcome of a save, once, on the thread that sees it first."""
         running = self._running.pop(number, None)
         if running is None:
             return
@@ -88,10 +88,10 @@ class RecentSaves:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What a save took lately at most, from the call to committed, by the URL of the place."""
+        """The longest recent duration of a save, from the call to the commit, by the URL of the place."""
         return {url: max(list(recent)) for url, recent in list(self._seconds.items()) if recent}
 
     @property
     def usual_s(self) -> float | None:
-        """The same of the fastest place; None where nothing was measured."""
+        """The duration in the fastest place; None where nothing was measured."""
         return min(self.seconds.values(), default=None)

@@ -1,6 +1,6 @@
-"""The command `aiockpt bench`, a stress test of a place: progress, tables, and a clean place after all.
+"""The command `aiockpt bench`, a stress test of a place: progress, tables, and cleaning of the place.
 
-What is measured is in `aiockpt.tools.stress`. Control-C and SIGTERM end the measuring, not the cleaning; a second one ends
+The measurements are in `aiockpt.tools.stress`. Control-C and SIGTERM end the measuring, not the cleaning; a second one ends
 both.
 """
 
@@ -33,7 +33,7 @@ _BESIDE = ("create", "finish", "open")
 
 
 class Outputs(msgspec.Struct, frozen=True):
-    """Destinations of the report: a file for it, one for a picture, JSON in place of tables; *everything*: every point."""
+    """Destinations of the report: a file, a picture's file, JSON instead of tables; *everything*: show every point."""
 
     report_to: Path | None = None
     plot_to: Path | None = None
@@ -99,7 +99,7 @@ def _say(text: str) -> None:
 
 
 def show_report(report: StressReport, everything: bool) -> None:
-    """Print what was found."""
+    """Print the report."""
     durable = "durable" if report.durable else "not durable"
     show.title(
         report.url, f"{report.scope}, {durable}; throughput by number of concurrent requests, latency where it was best"
@@ -121,7 +121,7 @@ def show_report(report: StressReport, everything: bool) -> None:
 def _show_sweep(
     heading: str, points: Sequence[Point], concurrencies: Sequence[int], rate: Callable[[Point], float | None]
 ) -> None:
-    """Print a row for each operation and size: its rates, and the latencies where it was best."""
+    """Print a row for each operation and size: its rates, and the latencies at its best rate."""
     rows = []
     for operation, size in dict.fromkeys((point.operation, point.size_bytes) for point in points):
         row = {p.concurrency: p for p in points if (p.operation, p.size_bytes) == (operation, size)}
@@ -148,7 +148,7 @@ def _number(value: float | None) -> str:
 
 
 def _errors(points: Sequence[Point]) -> str:
-    """Return what went wrong at any of *points*, by class."""
+    """Return the errors at any of *points*, by class."""
     found: dict[str, int] = {}
     for point in points:
         for name, number in (*point.errors.items(), ("retries", point.retries), ("wrong bytes", point.wrong)):
@@ -172,7 +172,7 @@ def _show_points(points: Sequence[Point]) -> None:
 
 
 def _show_findings(report: StressReport) -> None:
-    """Print floors, checks, the soak, what was left out, and what is wrong."""
+    """Print floors, checks, the soak, skipped measurements and problems."""
     show.out.print()
     for floor in report.floors:
         show.say(f"[dim]floor: {escape(floor.name)} {show.speed(floor.bytes_per_s)}[/]")

@@ -30,12 +30,12 @@ from aiockpt.tools.cli.show import (
 )
 
 ROWS = 60
-"""Without --all deeper levels are folded, and longer lists of values cut, to about a screen or two."""
+"""Limits without --all: deeper levels are folded, and longer lists of values cut, to a screen or two."""
 SHORT_ITEMS = 8
 
 
 class _Node:
-    """A level of the tree of names: the tensor of that name, or what it is another name of, and what is below."""
+    """A level of the tree of names: its tensor, or the tensor that it is another name of, and the levels below."""
 
     def __init__(self) -> None:
         self.tensor: TensorInfo | None = None
@@ -49,7 +49,7 @@ class _Node:
         return node
 
     def tidy(self) -> None:
-        """Sort what is below in natural order; join levels that hold one thing only."""
+        """Sort the levels below in natural order; join levels with a single child."""
         below: dict[str, _Node] = {}
         for part, node in sorted(self.below.items(), key=lambda item: natural_order(item[0])):
             while len(node.below) == 1 and node.tensor is None and node.alias_of is None:
@@ -73,10 +73,10 @@ class _Node:
 
 
 def show_description(root: str, seen: Description, rank: str, depth: int | None, everything: bool) -> None:
-    """Print what a step holds.
+    """Print the contents of a step.
 
     Args:
-        rank: whose values are shown where each rank has its own.
+        rank: the rank whose values are shown, where each rank has its own.
         depth: levels of the tree to show; None chooses.
         everything: fold and cut nothing.
     """
@@ -134,7 +134,7 @@ def _show_tensors(seen: Description, tree: _Node, depth: int) -> None:
 
 
 def _rows(tree: _Node, depth: int, indent: str = "") -> Iterator[tuple[Text, _Node, bool]]:
-    """Yield each level with its place in the drawing, and whether what is below is left out."""
+    """Yield each level with its place in the drawing, and whether the levels below are folded."""
     last = len(tree.below) - 1
     for place, (part, node) in enumerate(tree.below.items()):
         branch, under = ("└─ ", "   ") if place == last else ("├─ ", "│  ")
@@ -176,7 +176,7 @@ def _show_files(seen: Description) -> None:
 
 
 def _show_left_out(seen: Description, everything: bool) -> None:
-    """Print what was left out of the save by choice."""
+    """Print the names that were excluded from the save."""
     if not seen.left_out:
         return
     names = sorted(seen.left_out.items(), key=lambda item: natural_order(item[0]))

@@ -29,11 +29,11 @@ def parse_pairs(option: str, pairs: list[str], form: str, *, may_be_empty: bool 
     """Return the pairs of an option that is given as ``LEFT=RIGHT``, in their order.
 
     Args:
-        form: what to write, for the message.
+        form: the expected form, for the message.
         may_be_empty: RIGHT may be.
 
     Raises:
-        UsageError: one of them is no pair.
+        UsageError: an entry is no pair.
     """
     split = [pair.partition("=") for pair in pairs]
     for left, equals, right in split:
@@ -43,7 +43,7 @@ def parse_pairs(option: str, pairs: list[str], form: str, *, may_be_empty: bool 
 
 
 def kind_of_source(source: str) -> Kind:
-    """Return whether *source* holds steps, the weights of a Hugging Face folder, or a checkpoint that others wrote.
+    """Return whether *source* holds steps, the weights of a Hugging Face folder, or a checkpoint of another library.
 
     Raises:
         UsageError: it holds none of these.
@@ -64,7 +64,7 @@ def kind_of_source(source: str) -> Kind:
 
 
 def carry_out(start: Callable[..., Converted], dry_run: bool, quiet: bool) -> Converted:
-    """Plan the conversion that *start* makes, and carry it out unless *dry_run*; a bar shows how far it is."""
+    """Plan the conversion of *start*, and carry it out unless *dry_run*; a bar shows its progress."""
     planned = start(dry_run=True)
     if dry_run:
         return planned
@@ -73,7 +73,7 @@ def carry_out(start: Callable[..., Converted], dry_run: bool, quiet: bool) -> Co
 
 
 def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:
-    """Write a step of *source* as a folder that DCP loads; a bar shows how far it is. Return what was written."""
+    """Write a step of *source* as a folder that DCP loads; a bar shows its progress. Return a description of the result."""
     with open_checkpointer(source) as ckpt:
         seen = finish(ckpt.describe(step))
         with bytes_progress("converting", seen.info.bytes, quiet) as tick:
@@ -82,10 +82,10 @@ def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet:
 
 
 def show_converted(done: Converted, source: str | None = None) -> None:
-    """Print what was converted, or would be.
+    """Print a conversion, or its plan.
 
     Args:
-        source: where weights came from that became a step; None where a step became a folder.
+        source: of the weights that became a step; None where a step became a folder.
     """
     dtypes = ", ".join(f"{number} {code}" for code, number in done.dtypes.items())
     ties = f", {count(len(done.ties), 'tied name')}" if done.ties else ""

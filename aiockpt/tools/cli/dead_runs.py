@@ -1,10 +1,10 @@
-"""Runs below a folder to which nothing was written for long, and what can be deleted of them by the rules of retention.
+"""Dead runs below a folder, and the deletion of their steps by the rules of retention.
 
 Guarantees:
 
-- A run is dead when nothing below its root was written for so long, by the storage's dates and clock, and no heartbeat and
-  no lease shows otherwise. One with an object that has no date, or with a part that cannot be listed, is skipped.
-- Each run is listed right before anything in it is deleted, and a failure of one does not hold up the others.
+- A run is dead when nothing below its root was written for a given time, by the storage's dates and clock, and no heartbeat
+  or lease shows otherwise. A run with an undated object, or with a part that cannot be listed, is skipped.
+- Each run is listed right before any of its objects is deleted, and a failure in one run does not stop the others.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from aiockpt.units import duration
 
 
 class RunBelow(msgspec.Struct, kw_only=True):
-    """A run below a folder, and what became of it.
+    """A run below a folder, and its outcome.
 
     Attributes:
         run: its place.
-        steps: how many it has, unfinished ones included; *bytes*: of all that lies in their folders.
-        changed_ns: when something below its root was last written, by the storage's clock; 0 where that is not known.
-        stays: why it is skipped; empty for a dead one.
-        kept: the steps that stay in a dead one, the newest first.
-        freed_bytes: of what was deleted, or would be.
-        left: (step id, reason) of what should go, and could not now.
-        problem: why not all was done that should be; empty where it was.
+        steps: their number, unfinished ones included; *bytes*: of all objects in their folders.
+        changed_ns: time of the last write below its root, by the storage's clock; 0 where unknown.
+        stays: reason for skipping it; empty for a dead run.
+        kept: the steps that stay in a dead run, the newest first.
+        freed_bytes: deleted bytes, or those that would be.
+        left: (step id, reason) of each step that could not be deleted.
+        problem: reason for an incomplete deletion; empty where it is complete.
     """
 
     run: str
@@ -76,10 +76,10 @@ async def find_roots(backend: Backend) -> tuple[list[str], dict[str, str]]:
 
 
 def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool) -> RunBelow:
-    """Delete what is not to be kept of the run at *place* if it is dead, or only list what that would be.
+    """Delete the surplus steps of the run at *place* if it is dead; without *delete* only list them.
 
     Args:
-        keep: the newest whole steps that stay; 0 deletes all.
+        keep: number of the newest whole steps that stay; 0 deletes all.
     """
     found = RunBelow(run=str(place))
     try:
@@ -145,7 +145,7 @@ def _prune(place: str | Path, found: RunBelow, sizes: Counter[str], rules: Reten
 
 
 def show_dead_runs(folder: str, runs: Sequence[RunBelow], unread: Mapping[str, str], deleted: bool) -> None:
-    """Print a row for each run below *folder*, what cannot be read, and what was freed or would be."""
+    """Print a row for each run below *folder*, the unreadable folders, and the freed bytes."""
     rows = []
     for run in runs:
         kept = f"keeps {count(len(run.kept), 'step')}" if run.kept else "no step stays"

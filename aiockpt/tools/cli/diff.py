@@ -31,8 +31,8 @@ BATCH_BYTES = 256 << 20
 """Tensors of each step that are read at once: neighbours share blocks, which are read and verified whole."""
 
 CHUNK_ELEMENTS = 1 << 14
-"""Elements compared at once. What is computed of them, as float64, stays in the processor's cache, and torch does not
-spread it over threads: ten million float32 took 0.08 s, and 0.5 s in chunks of a million on a machine that others use."""
+"""Elements compared at once. Their float64 intermediates stay in the processor's cache, and torch does not spread the
+work over threads: ten million float32 took 0.08 s, and 0.5 s in chunks of a million on a machine that others use."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -45,8 +45,8 @@ class TensorDifference(msgspec.Struct, frozen=True):
     Attributes:
         changed: elements whose bits differ, of *elements*.
         largest, mean: of the absolute differences, over the elements that are numbers in both; None when none is.
-        relative: the Euclidean length of the difference against that of the first tensor; None where that is 0,
-            or more than a float64 can say.
+        relative: the Euclidean norm of the difference over that of the first tensor; None where that is 0, or beyond the
+            range of float64.
         not_finite: elements of the second that are NaN or infinite.
     """
 
@@ -69,15 +69,15 @@ class LeafChange(msgspec.Struct, frozen=True):
 
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
-"""Shows how far a work of so many bytes is; called with the bytes of each tensor when it is compared."""
+"""Shows progress over a total of bytes; called with the bytes of each tensor after its comparison."""
 
 
 async def diff_steps(steps: Destination, one: int, two: int, progress: Progress) -> list[LeafChange]:
-    """Compare every tensor and value of two steps; the retention of other processes keeps away from them meanwhile.
+    """Compare every tensor and value of two steps; retention of other processes skips them meanwhile.
 
     Raises:
-        StepNotFoundError, ManifestError: one of them is not there, or none of its generations is valid.
-        CorruptionError: a block of either is not as it was saved.
+        StepNotFoundError, ManifestError: a step does not exist, or none of its generations is valid.
+        CorruptionError: a block of either is damaged.
     """
     place = steps.places[0]
     entries = [await find_committed(place.backend, step) for step in (one, two)]
@@ -127,9 +127,9 @@ def _tensor_bytes(entry: TensorEntry) -> int:
 
 
 def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
-    """Mark names that one of two steps was saved without, by choice: whether they changed is unknown.
+    """Mark names that were excluded when one of two steps was saved: whether they changed is unknown.
 
-    What both were saved without is the same as far as that was noted: dtype and shape.
+    Names that were excluded from both are compared by the recorded dtype and shape.
     """
     old, new = before.left_out or {}, after.left_out or {}
     kept = [one for one in found if not (one.kind in ("added", "removed") and _covers({**old, **new}, one.name))]
@@ -172,7 +172,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure_difference(left: torch.Tensor, right: torch.Tensor) -> TensorDifference:
-    """Return how far two tensors of one dtype and shape are from each other."""
+    """Return the difference of two tensors of one dtype and shape."""
     changed = not_finite = counted = 0
     largest, total, distance, length = 0.0, 0.0, 0.0, 0.0
     for start in range(0, left.numel(), CHUNK_ELEMENTS):
@@ -182,7 +182,7 @@ def measure_difference(left: torch.Tensor, right: torch.Tensor) -> TensorDiffere
         if was is None or now is None:
             continue
         apart = now - was
-        if not math.isfinite(_norm(apart, 1)):  # one of them is not a number, or two large ones are too far apart
+        if not math.isfinite(_norm(apart, 1)):  # one is NaN, or the difference of two large ones overflows
             not_finite += int((~now.isfinite()).sum())
             numbers = was.isfinite() & now.isfinite()
             was, apart = was[numbers], apart[numbers]
@@ -222,7 +222,7 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor | None:
 def _by_name(
     what: Literal["tensor", "value"], old: Mapping[str, Any], new: Mapping[str, Any], say: Callable[[Any], str]
 ) -> list[LeafChange]:
-    """Compare what two steps have by name, with its texts where it differs."""
+    """Compare the entries of two steps by name; a difference has the texts of both."""
     changes = []
     for name in {**old, **new}:
         kind: Kind = "added" if name not in old else "removed" if name not in new else "changed"

@@ -1,7 +1,6 @@
-"""Test of what a folder's file system can do, and how fast it is.
+"""Test of the capabilities and the speed of a folder's file system.
 
-Guarantee: everything is tried in a folder of its own that is removed, also after control-C; the large files never have a
-name.
+Guarantee: all tests use a temporary folder that is removed, also after control-C; the large files never have a name.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
         file_flush_ms, folder_flush_ms: medians of a flush after 4 KiB, and of a folder after a new name.
         slowest_flush_ms: of either.
         write_bytes_per_s, read_bytes_per_s: medians of one large file, past the page cache where *direct* says so.
-        problems: what makes commits here unsafe; empty when all is well.
-        warnings: what an operator should know before a run is trusted to it.
+        problems: reasons why commits here are unsafe; empty when they are safe.
+        warnings: facts that an operator should know before using it for a run.
     """
 
     root: str
@@ -61,7 +60,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def survives_reboot(self) -> bool:
-        """Whether what is flushed here is there after the machine was switched off."""
+        """Whether flushed data survives switching the machine off."""
         return self.file_system not in _IN_MEMORY
 
     @property
@@ -71,13 +70,13 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> Diagnosis:
-    """Try everything a commit needs in a temporary folder below *root*, and measure raw I/O on files of *size_bytes*.
+    """Test everything that a commit needs in a temporary folder below *root*; measure raw I/O on files of *size_bytes*.
 
     Args:
         on_moved: called with the bytes of each block; in all they are ``2 * REPEATS`` such files.
 
     Raises:
-        OSError: nothing can be written there, or there is no room.
+        OSError: *root* is not writable, or has too little space.
     """
     space = os.statvfs(root)
     free_bytes, total_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
@@ -177,7 +176,7 @@ def _warnings(found: Diagnosis) -> Iterator[str]:
 
 
 def show_diagnosis(found: Diagnosis) -> None:
-    """Print what a place can do."""
+    """Print the capabilities of a place."""
     cached = "" if found.direct else "through the page cache"
     free = f"{show.size(found.free_bytes)} of {show.size(found.total_bytes)}"
     rows = [

@@ -23,10 +23,10 @@ _MEANINGS = {
 
 
 def show_survey(root: str, found: Survey, instead: Sequence[str] = ()) -> None:
-    """Print the steps below *root*, then what is wrong or unfinished there.
+    """Print the steps below *root*, then damaged and unfinished ones.
 
     Args:
-        instead: what may have been meant, where it has none.
+        instead: likely alternatives, where *root* has no steps.
     """
     marks = {UNFINISHED} if found.unfinished else set()
     if found.steps:
@@ -111,7 +111,7 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
 
 
 def show_unfinished(root: str, attempts: Sequence[UnfinishedSave]) -> None:
-    """Print what each attempt without a manifest is, and what to do about it."""
+    """Print the state of each attempt without a manifest, with advice."""
     for attempt in attempts:
         say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {_describe_unfinished(root, attempt)}")
 
@@ -148,11 +148,11 @@ class Saved(Protocol):
 
 
 def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
-    """Return for each step the one it continues: the one before it of its run, or the one that the run had loaded.
+    """Return for each step its predecessor: the step before it of its run, or the one that the run had loaded.
 
-    A run that loads again goes on from there. Where what it had loaded was deleted or saved anew since, the step that was
-    saved last before it and has a lower number stands in for it: retention removes steps from a line, and the line
-    continues. None where a step began from nothing, or where nothing can stand in.
+    A run that loads again continues from the loaded step. Where that was deleted or saved anew since, a substitute is the
+    last step saved before it with a lower number: retention removes steps from a line, and the line continues. None
+    where a step began without a load, or where there is no substitute.
 
     Args:
         steps: the newest first.
@@ -172,7 +172,7 @@ def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
 
 
 def _find_stand_in(parent: str | None, older: Mapping[str, object]) -> str | None:
-    """Return the last of the *older* steps, in the order they were saved, with a lower number than *parent* had."""
+    """Return the last of the *older* steps, in the order of saving, with a lower number than *parent*."""
     limit = None if parent is None else parse_step(parent)
     if limit is None:
         return None
@@ -183,7 +183,7 @@ def _find_stand_in(parent: str | None, older: Mapping[str, object]) -> str | Non
 
 
 def find_current(steps: Sequence[Saved], predecessors: Mapping[str, str | None]) -> set[str]:
-    """Return the ids of the newest step and of all it descends from."""
+    """Return the ids of the newest step and of its ancestors."""
     current: set[str] = set()
     at = steps[0].id if steps else None
     while at is not None:

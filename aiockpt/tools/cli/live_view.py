@@ -19,15 +19,15 @@ from aiockpt.storage.backend import Backend
 from aiockpt.tools.cli import show
 
 TABLE_LINES = 2
-"""Around the ranks: the names of the columns, and how many are not shown."""
+"""Lines around the ranks: the column names, and the number of ranks that are not shown."""
 MOST_ROWS = 20
-"""Ranks that are shown: drawing is most of what a poll costs, and the longest waiting are above."""
+"""Limit of ranks that are shown: drawing dominates the cost of a poll, and the longest waiting come first."""
 MOST_OF_A_CORE = 0.02
 """Share of a core that polling and drawing may use."""
 UNANSWERED_S = 5.0
-"""Seconds that a poll may take before that is shown."""
+"""Seconds after which an unfinished poll is shown as such."""
 MOST_SLOW = 3
-"""Stragglers that are shown, the slowest: one disk shows in several stages."""
+"""Limit of stragglers that are shown, the slowest first: one disk shows in several stages."""
 _SHOWN_RANKS = 12
 
 
@@ -41,12 +41,12 @@ async def print_once(root: str, backend: Backend, as_json: bool) -> None:
 
 
 class _Poller:
-    """Polls the job, and goes on where storage fails, or hangs, for a while.
+    """Polls the job, and continues through failures and hangs of storage.
 
     Attributes:
-        job: as it was when storage answered last, at the second *answered_s* of the monotonic clock.
+        job: from the last successful poll, at the second *answered_s* of the monotonic clock.
         trouble: why the last poll failed; empty where it did not.
-        pause_s: until the next one: as requested, or more where many ranks would take more than `MOST_OF_A_CORE`.
+        pause_s: until the next poll: as requested, or longer where many ranks would exceed `MOST_OF_A_CORE`.
     """
 
     def __init__(self, backend: Backend, every_s: float) -> None:
@@ -69,7 +69,7 @@ class _Poller:
         """Poll until the job has ended."""
         while self.job is None or not self.job.ended:
             busy_s = time.process_time()
-            await anyio.sleep(self.pause_s)  # what was seen is drawn meanwhile
+            await anyio.sleep(self.pause_s)  # the result is drawn meanwhile
             try:
                 await self.poll()
             except (CheckpointError, OSError) as error:
@@ -77,7 +77,7 @@ class _Poller:
             self.pause_s = max(self._every_s, (time.process_time() - busy_s) / MOST_OF_A_CORE)
 
     def unanswered(self) -> str:
-        """Return in words for how long storage has not answered, where what is shown is old; else empty."""
+        """Return a sentence on how long storage has not answered, where the view is stale; else empty."""
         silent_s = time.monotonic() - self.answered_s
         if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
             return ""
@@ -87,10 +87,10 @@ class _Poller:
 async def follow(root: str, backend: Backend, every_s: float) -> None:
     """Show the state of the job, every *every_s* seconds, until the task is cancelled or the job has ended.
 
-    A screen is drawn when there is something new to see.
+    A screen is drawn only when its content has changed.
 
     Raises:
-        CheckpointError: storage fails at the first poll. Later that is shown, and the poll repeated.
+        CheckpointError: storage fails at the first poll. Later failures are shown, and the poll is repeated.
     """
     poller = _Poller(backend, every_s)
     drawn: tuple[JobNow | None, str] | None = None
@@ -135,7 +135,7 @@ def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> Rende
 
 
 def _line(markup: str) -> Text:
-    """Return one line, cut where the terminal ends: more lines would push the ranks out of it."""
+    """Return one line, cut at the width of the terminal: further lines would push the ranks off the screen."""
     line = Text.from_markup(markup)
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
@@ -179,7 +179,7 @@ def _header(root: str, job: JobNow) -> list[str]:
 
 
 def _slow(one: Straggler) -> str:
-    """Return a straggler in so few words that the cause is on the screen."""
+    """Return a straggler in few words, so that the cause fits the screen."""
     return (
         f"rank {one.rank} ({one.host}) is slow: {one.stage} takes {one.factor:.1f} ×, {one.extra_s:.3g} s more each "
         f"{one.operation} since step {one.since}; {one.cause}"

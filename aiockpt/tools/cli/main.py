@@ -33,7 +33,7 @@ def _errors_reported() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line."""
-    for library in ("botocore", "aiobotocore"):  # they print tracebacks of what they raise as well
+    for library in ("botocore", "aiobotocore"):  # they also log tracebacks of the errors that they raise
         logging.getLogger(library).addHandler(logging.NullHandler())
     with _errors_reported():
         app()

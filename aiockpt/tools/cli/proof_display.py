@@ -1,4 +1,4 @@
-"""Display of a proof, while it runs and when it is over."""
+"""Display of a proof, during and after its run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIGNS = {"certified": "[bold green]✓", "differs": "[bold red]✗", "proves no
 
 
 class ProofDisplay:
-    """Shows what runs now, on standard error: a line that changes on a terminal, one line for each start elsewhere."""
+    """Shows the current start on standard error: a changing line on a terminal, else one line for each start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = shlex.join(command)
@@ -45,7 +45,7 @@ class ProofDisplay:
         self._status.stop()
 
     def tick(self, name: str, seconds: float, folder: Path) -> None:
-        """Show how far a start is."""
+        """Show the progress of a start."""
         if not err.is_terminal:
             return
         if folder != self._folder:
@@ -56,7 +56,7 @@ class ProofDisplay:
         self._status.update(f"{name}{where} [dim]· {seconds:.0f} s[/]")
 
     def show_start(self, start: Start) -> None:
-        """Show what became of a start."""
+        """Show the outcome of a start."""
         came = f"from step {start.loaded}" if start.loaded is not None else "from the beginning"
         ended = "killed" if start.died is not None else "to its end"
         err.print(f"  {start.name:<11} {came}, {ended} [dim]· {start.seconds:.1f} s[/]")

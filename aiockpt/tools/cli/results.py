@@ -27,9 +27,9 @@ KEPT_SHOWN = 20
 
 
 class Check(msgspec.Struct, frozen=True):
-    """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for one that is damaged.
+    """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for a damaged step.
 
-    *left_out* is the number of names that were chosen not to be saved, *repaired* that of files that were written anew.
+    *left_out* is the number of names excluded when it was saved, *repaired* the number of rewritten files.
     """
 
     step: int
@@ -43,14 +43,14 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def note_left_out(number: int, step: int) -> None:
-    """Print how many names a step was saved without by choice; nothing for none."""
+    """Print how many names were excluded when a step was saved; nothing for none."""
     if number:
         were = "was" if number == 1 else "were"
         say(f"[dim]  {count(number, 'name')} of step {step} {were} left out when saved: see `aiockpt inspect`[/]")
 
 
 def show_check(result: Check) -> None:
-    """Print what a verification found."""
+    """Print the result of a verification."""
     if not result.valid:
         say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
         return
@@ -61,7 +61,7 @@ def show_check(result: Check) -> None:
 
 
 def show_copied(copied: Copied, left_out: int) -> None:
-    """Print one line about a copied step, and how many names it was saved without."""
+    """Print one line about a copied step, and the number of names excluded from it."""
     where = escape(copied.url)
     if copied.existed:
         say(f"[dim]– step {copied.step}: already in {where}[/]")
@@ -115,7 +115,7 @@ def _value_text(change: LeafChange) -> str:
 
 
 def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled: bool) -> None:
-    """Print what retention removed, or would remove, and why the rest is kept.
+    """Print the steps that retention removed, or would remove, and why the rest is kept.
 
     Args:
         sizes: bytes by folder, of steps and of attempts.
@@ -169,7 +169,7 @@ def ask_removal(found: Removal, everything: bool) -> bool:
     """Print what would be removed, and return whether the operator confirms it.
 
     Raises:
-        UsageError: standard input is not a terminal, so there is no answer to expect.
+        UsageError: standard input is not a terminal, so a prompt is impossible.
     """
     if not found.steps and not found.marks and not found.uploads:
         return True
@@ -185,7 +185,7 @@ def ask_removal(found: Removal, everything: bool) -> bool:
 
 
 def show_removed(found: Removal) -> None:
-    """Print what was removed, and what was not."""
+    """Print the removed objects and the kept ones."""
     if found.steps or found.marks or found.uploads:
         say(f"removed {escape(_removed(found))}")
     else:
@@ -201,7 +201,7 @@ def _removed(found: Removal) -> str:
 
 
 def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[UnfinishedSave]) -> None:
-    """Print which commits were finished, and what could not be."""
+    """Print the commits that were finished, and those that could not be."""
     for one in found:
         ranks = f" from the receipts of {one.world_size} ranks" if one.world_size > 1 else ""
         say(f"[green]✓ step {one.step}:[/] committed as generation {one.generation}{ranks}")

@@ -17,7 +17,7 @@ _TONES: dict[Level, str] = {"bad": "bold red", "warning": "yellow", "note": "dim
 
 
 def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> None:
-    """Print where the page is, and what is wrong."""
+    """Print the path of the page, and the problems."""
     show.title(page, f"{show.count(found.committed, 'save')} committed on {show.count(found.ranks, 'rank')}")
     _show_problems(problems[:MOST_FINDINGS])
     if len(problems) > MOST_FINDINGS:
@@ -34,7 +34,7 @@ def _show_problems(problems: Sequence[Finding]) -> None:
 
 
 def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None:
-    """Print a summary; what is wrong comes first."""
+    """Print a summary; problems come first."""
     lasted, begun = duration(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
     show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
     if found.forked_from:

@@ -41,14 +41,14 @@ __all__ = [
 ]  # fmt: skip
 
 PIPE_COLUMNS = 160
-"""Width where there is no terminal and no COLUMNS: nothing is folded or cut, so that grep and awk see whole rows."""
+"""Width without a terminal and COLUMNS: rows are never folded or cut, so that grep and awk read whole ones."""
 
 BROKEN_PIPE = 128 + 13
 """Exit status that a shell reports for a process that SIGPIPE ended."""
 
 
 class _PoliteConsole(Console):
-    """Ends as other tools do when `head` has seen enough: 1 would mean that a checkpoint is damaged."""
+    """Ends like other tools when `head` closes the pipe: status 1 would mean a damaged checkpoint."""
 
     def on_broken_pipe(self) -> None:
         try:
@@ -65,7 +65,7 @@ def _open_console(stderr: bool) -> Console:
 
 
 def _has_width(console: Console) -> bool:
-    """Return whether lines end somewhere: at the edge of a terminal, or where COLUMNS says."""
+    """Return whether lines have a limited width: of a terminal, or from COLUMNS."""
     return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
 
 
@@ -74,7 +74,7 @@ err = _open_console(stderr=True)
 
 
 def json_or(as_json: bool, value: object, people: Callable[[], None]) -> None:
-    """Print *value* as JSON, or let *people* print it."""
+    """Print *value* as JSON, or call *people* to print it as text."""
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
     else:
@@ -87,12 +87,12 @@ def say(text: str) -> None:
 
 
 def title(root: str, rest: str) -> None:
-    """Print what is shown, and where it is."""
+    """Print the title of an output: *root*, then *rest*."""
     say(f"[bold]{escape(root)}[/]   [dim]{escape(rest)}[/]")
 
 
 def problem(message: str) -> None:
-    """Print what went wrong."""
+    """Print an error."""
     err.print(f"[bold red]error:[/] {escape(redact(message))}", soft_wrap=not _has_width(err))
 
 
@@ -101,7 +101,7 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
 
     Args:
         right: headings of numbers.
-        folds: the column that is broken where the terminal is too narrow; the others are never cut.
+        folds: the column that wraps where the terminal is too narrow; the others are never cut.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for heading in headings:
@@ -116,7 +116,7 @@ Row = Sequence[str | Text]
 def print_table(
     headings: Sequence[str], rows: Iterable[Row], *, right: tuple[str, ...] = (), folds: str, gap: bool = True
 ) -> None:
-    """Print a table as `columns` makes it, below an empty line where *gap* says so; without rows nothing.
+    """Print a table made by `columns`, with *gap* after an empty line; nothing without rows.
 
     Headings that are all blank are not shown.
     """
@@ -134,7 +134,7 @@ def mark(passed: bool) -> str:
 
 
 def pace(bytes_moved: int, seconds: float) -> str:
-    """Return how long something took, and its speed."""
+    """Return a duration and its speed in words."""
     return f"{seconds:.2f} s ({speed(bytes_moved / max(seconds, 1e-9))})"
 
 
@@ -144,7 +144,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def freed(size_bytes: int, deleted: bool) -> str:
-    """Return what a deletion freed, or that a dry run would free."""
+    """Return the bytes that a deletion freed, or a dry run would free, in words."""
     return (
         f"freed {size(size_bytes)}"
         if deleted
@@ -153,7 +153,7 @@ def freed(size_bytes: int, deleted: bool) -> str:
 
 
 def moment(time_ns: int) -> str:
-    """Return a point in time as the wall clock here shows it."""
+    """Return a point in time in the local time zone."""
     return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S") if time_ns else "–"
 
 
@@ -167,13 +167,13 @@ def ago(time_ns: int) -> str:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return the sort key by which people order names: layers.2 before layers.10."""
+    """Return the sort key of natural order: layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 GAP = 2
 FOLDED_WIDTH = 16
-"""Width reserved for the column that may be broken, where it would be wider."""
+"""Width reserved for the column that may wrap, where it would be wider."""
 
 Cells = Mapping[str, Sequence[str]]
 
@@ -182,9 +182,9 @@ def print_wide(groups: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], *
     """Print a table of numbers, with an empty line above each of its parts.
 
     Args:
-        groups: headings; those of the first group name the rows and are in every part, those of another stay together.
+        groups: headings; the first group names the rows and is in every part; each other group stays together.
         rows: of cells with markup, one for each heading.
-        folds: the heading of the column of words, which may be broken.
+        folds: the heading of the column of words, which may wrap.
     """
     headings = [heading for group in groups for heading in group]
     cells = dict(zip(headings, zip(*rows, strict=True), strict=True))
@@ -199,7 +199,7 @@ def print_wide(groups: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], *
 
 
 def _split(cells: Cells, names: Sequence[str], group: Sequence[str], folds: str) -> Iterator[list[str]]:
-    """Yield the headings of *group* in as few parts as fit beside *names*."""
+    """Yield the headings of *group* in the fewest parts that fit beside *names*."""
     part: list[str] = []
     for heading in group:
         if part and _width(cells, [*names, *part, heading], folds) > out.width:
@@ -218,17 +218,17 @@ def _width(cells: Cells, headings: Sequence[str], folds: str) -> int:
 
 
 class SpeedColumn(ProgressColumn):
-    """The speed so far, in the units of everything else; rich's own column counts in powers of ten."""
+    """The speed so far, in the units of the other outputs; rich's own column uses powers of ten."""
 
     def render(self, task: Task) -> Text:
-        """Return the speed of *task*; nothing while it is not known."""
+        """Return the speed of *task*; empty while it is unknown."""
         bytes_per_s = task.finished_speed or task.speed
         return Text("" if bytes_per_s is None else speed(bytes_per_s), style="progress.data.speed")
 
 
 @contextmanager
 def bytes_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar for *total* bytes on standard error while the block runs; call what it yields with each advance."""
+    """Show a bar for *total* bytes on standard error during the block; call the yielded function with each advance."""
     bars = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -243,7 +243,7 @@ def bytes_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int
 
 @contextmanager
 def parts_progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on standard error which of *total* parts is done now; call what it yields with the name of each that begins."""
+    """Show the current one of *total* parts on standard error; call the yielded function with the name of each part."""
     bars = (TextColumn("{task.description:<28}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*bars, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=total)

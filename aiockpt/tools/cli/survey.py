@@ -1,7 +1,7 @@
-"""Roots that an operator names, and what is in them: damaged and unfinished steps included.
+"""Roots that an operator names, and their steps: damaged and unfinished ones included.
 
-Guarantees: nothing is changed, no missing folder is created, and torch is not imported. (`Checkpointer.steps` finishes the
-commits of dead jobs first, as a program that resumes needs it; an operator needs to see a place as it is.)
+Guarantees: nothing is changed, no missing folder is created, and torch is not imported. (`Checkpointer.steps` first
+finishes the commits of dead jobs, which a resuming program needs; an operator needs to see a place unchanged.)
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MANIFESTS_AT_ONCE = 8
 
 
 class UnfinishedSave(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
+    """An attempt that no manifest names: of a running save, of a dead one, or of one that another attempt overtook.
 
     Attributes:
-        missing_ranks: whose receipts are not there; None when no receipt has the number of ranks.
-        can_be_committed: all receipts are there, and no other attempt has overtaken it.
+        missing_ranks: ranks without a receipt; None when there is no receipt, which would have the number of ranks.
+        can_be_committed: all receipts exist, and no other attempt has overtaken it.
         manifest_is_damaged: a manifest of the step cannot be read, and may be the one that names this attempt.
-        changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
+        changed_ns: time of its last write, by the storage's clock; 0 when it is empty.
     """
 
     step: int
@@ -132,7 +132,7 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
     """Return the committed step of that number; the newest one, damaged or not, for None.
 
     Raises:
-        StepNotFoundError: there is none; the message lists what there is.
+        StepNotFoundError: there is none; the message lists the existing steps.
     """
     committed = [entry for entry in await scan(backend) if entry.committed]
     for entry in committed:
@@ -146,11 +146,11 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
 
 
 async def find_valid(backend: Backend) -> StepEntry:
-    """Return the step that a load of the newest would find; where there are weights alone, the newest of these.
+    """Return the step that a load of the newest would find; where only steps of weights exist, the newest of these.
 
     Raises:
         StepNotFoundError: nothing is committed.
-        NoValidCheckpointError: none of it is valid.
+        NoValidCheckpointError: no committed step is valid.
         NewerFormatError, StorageError: of a step that may be the newest.
     """
     skipped: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
 
 
 def check_metric(name: str, steps: Sequence[StepInfo]) -> None:
-    """Raise UsageError when none of *steps* carries the metric: a rule for it would keep nothing, silently."""
+    """Raise UsageError when none of *steps* has the metric: a rule for it would silently keep no step."""
     known = sorted({metric for step in steps for metric in step.metrics})
     if steps and name not in known:
         raise UsageError(f"no step has the metric {name!r}; the metrics there are: {', '.join(known) or 'none'}")
@@ -190,7 +190,7 @@ def open_place(root: str | os.PathLike[str]) -> Backend:
 
 
 def place_below(root: str, below: str) -> str | Path:
-    """Return the place of a folder *below* the root ("": the root itself): of files a Path, in which no slip is seen."""
+    """Return the place of a folder *below* the root ("": the root itself); a Path, whose text is not checked, for files."""
     folder = local_path(open_backend(root).url)
     return f"{root.rstrip('/')}/{below}".rstrip("/") if folder is None else folder / below
 
@@ -205,7 +205,7 @@ def local_folder(root: str) -> Path:
     """Return the folder that *root* names.
 
     Raises:
-        UsageError: it names none, or none that exists.
+        UsageError: it names no folder, or one that does not exist.
     """
     folder = local_path(open_backend(root).url)
     if folder is None:

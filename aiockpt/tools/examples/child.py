@@ -1,7 +1,7 @@
-"""The processes of the demo: what each one does, and how the demo starts them and records their events.
+"""The processes of the demo: their work, and how the demo starts them and records their events.
 
 A process trains, writes each event to standard output as a JSON line (the rank and the event), and kills itself on cue. A
-line is written by one call, before the next thing happens, so no event is lost with the process. The arithmetic is
+line is written by one call, before the process goes on, so no event is lost with it. The arithmetic is
 reproducible bit by bit.
 """
 
@@ -52,9 +52,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         url: where its checkpoints are.
         every: save every so many steps; None never saves.
         settings: further arguments of the trainer.
-        threads: of torch; the order of float additions depends on it.
-        die_in_save_of: the step whose save SIGKILL, sent by the last rank to itself, is to interrupt; None to live.
-        ranks: how many torchrun starts; None for a process by itself.
+        threads: of torch; the order of float additions depends on them.
+        die_in_save_of: the step in whose save the last rank sends SIGKILL to itself; None: no kill.
+        ranks: number that torchrun starts; None for a single process.
     """
 
     url: str
@@ -82,7 +82,7 @@ DemoEvent = (
 
 
 class StepReporter:
-    """Writes what happens to a pipe; the trainer's ``on_step`` and the checkpointer's observer."""
+    """Writes events to a pipe; it is the trainer's ``on_step`` and the checkpointer's observer."""
 
     def __init__(self, pipe: int, rank: int = 0) -> None:
         self._pipe = pipe
@@ -96,13 +96,13 @@ class StepReporter:
         self._last_ns = now_ns
 
     def on_event(self, event: Event) -> None:
-        """Emit an event; a line is short enough for the pipe to accept it at once, whatever else writes to it."""
+        """Emit an event; a line is short enough for an atomic write to the pipe, with other writers too."""
         if isinstance(event, DemoEvent):
             os.write(self._pipe, msgspec.json.encode((self._rank, event)) + b"\n")
 
 
 class DieInSave:
-    """Kills this process, as a power cut would, once the state is snapshotted and some of it is written."""
+    """Kills this process, like a power cut, once the state is snapshotted and partly written."""
 
     def __init__(self, step: int, die: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
         self._step, self._die = step, die
@@ -118,7 +118,7 @@ class DieInSave:
 
 
 def run(job: Job) -> None:
-    """Train as *job* says; what the trainer prints goes to standard error."""
+    """Run *job*; the trainer's output goes to standard error."""
     pipe = os.dup(1)
     os.dup2(2, 1)
     torch.use_deterministic_algorithms(True)
@@ -143,14 +143,14 @@ if __name__ == "__main__":
 
 
 SILENCE_S = 300.0
-"""A process that emits nothing for so long is ended."""
+"""Seconds without an event after which a process is ended."""
 LOG_TAIL_CHARACTERS = 2000
 
 E = TypeVar("E", bound=Event)
 
 
 class DemoError(Exception):
-    """The demo cannot be run, or one of its processes did not do its part; the message names what to read."""
+    """The demo cannot run, or one of its processes failed; the message names the log to read."""
 
 
 class RankRecord:
@@ -200,7 +200,7 @@ def run_job(
     The events go to ``<name>.jsonl`` in *folder* too, and the output to ``<name>.log``.
 
     Raises:
-        DemoError: they did not end as the job requires: well, or by SIGKILL.
+        DemoError: the processes did not end as the job requires: with status 0, or by SIGKILL.
     """
     records: dict[int, RankRecord] = defaultdict(RankRecord)
     decoder = msgspec.json.Decoder(tuple[int, DemoEvent])

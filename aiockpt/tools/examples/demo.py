@@ -1,11 +1,11 @@
-"""Demo of a run that is killed in the middle of a save and goes on as if nothing had happened, and of what saving cost.
+"""Demo of a run that is killed in the middle of a save and resumed without loss, and of the cost of saving.
 
     aiockpt demo
 
 Three processes run the same trainer. The *reference* never saves and is never interrupted. The *killed* one saves every
 few steps and dies by SIGKILL in the middle of a save. Started again it is *resumed*, and every loss must be the
-reference's, bit by bit. Read `train_sync` and `train_async` to see how a training loop uses aiockpt; this is only their
-director.
+reference's, bit by bit. Read `train_sync` and `train_async` to see how a training loop uses aiockpt; this module only
+runs them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def direct(console: Console, folder: Path | None, check: Callable[[], Any], work: Callable[[Path, Any], int]) -> int:
-    """Do *work* in a new folder with what *check* found, and return the exit status; the folder is removed if it can be."""
+    """Do *work* in a new folder with the result of *check*; return the status. Only a failure keeps a temporary folder."""
     made, status = None, FAILED
     try:
         found = check()
@@ -81,7 +81,7 @@ def make_work_folder(folder: Path | None) -> Path:
     """Return an empty folder: *folder*, made with its parents, or a new one in the current one for None.
 
     Raises:
-        DemoError: it cannot be made, or holds something.
+        DemoError: it cannot be made, or is not empty.
     """
     try:
         if folder is None:
@@ -100,7 +100,7 @@ def show(console: Console, text: str, style: str) -> None:
 
 
 def choose_doomed_save(options: DemoOptions) -> int:
-    """Return the step whose save is to be interrupted: well on in the run, with committed ones before it.
+    """Return the step whose save is to be interrupted: late in the run, with committed steps before it.
 
     Raises:
         DemoError: the options leave no such step.
@@ -146,7 +146,7 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
 
 
 def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, RankRecord]:
-    """Run *job* in view, and return the events of each rank."""
+    """Run *job* with a display, and return the events of each rank."""
     display.begin(name)
     records = run_job(job, name, folder, lambda record, event: display.show(record, event, job.steps))
     record, losses = records[0], list(records[0].losses.values())
@@ -163,14 +163,14 @@ def check_uncommitted(root: Path, step: int) -> None:
     """Check on the disk that the save of *step* has begun and has no manifest.
 
     Raises:
-        DemoError: it has one, so the kill came too late to show anything.
+        DemoError: it has one, so the kill came too late.
     """
     if any(parse_manifest(entry.name) is not None for entry in (root / step_id(step)).iterdir()):
         raise DemoError(f"the save of step {step} was committed before the kill, so that nothing is shown")
 
 
 def conclude(console: Console, options: DemoOptions, recovery: Figures, cost: Figures) -> int:
-    """Print what was found as *options* require and return the exit status that follows from it."""
+    """Print the result in the form of *options*, and return the exit status."""
     if options.json:
         found = {"exact": recovery["exact"], "options": options, "recovery": recovery, "cost": cost}
         sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")

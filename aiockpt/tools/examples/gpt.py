@@ -1,8 +1,8 @@
 """A small byte-level GPT, its text, its optimizer and its schedule: an ordinary PyTorch program without checkpoints.
 
-Two things make resuming it worth a test: dropout draws from torch's random state in every step, and the output layer shares
+Two things make its resume a good test: dropout draws from torch's random state in every step, and the output layer shares
 its weight with the embedding. The text is the source of the standard library, which is always there. The order of batches is
-a function of the seed and of the loader's own state, so a restored loader goes on with exactly the batch that came next.
+a function of the seed and of the loader's own state, so a restored loader continues with exactly the next batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everybody uses
+import torch.nn.functional as F  # noqa: N812  the customary name
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,11 +51,11 @@ class Batches:
         return rows[:, :-1], rows[:, 1:]
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the loader is; its order follows from that."""
+        """Return the position of the loader; its order follows from that."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to where another loader of the same text was."""
+        """Move to the position of another loader of the same text."""
         self._start_epoch(state["epoch"])
         self._position = state["position"]
 
@@ -80,7 +80,7 @@ DEFAULT_SIZE = GPTSize()
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention, then a perceptron, each with a residual connection."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
     inputs, targets = next(batches)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]  # so it is in torch
+    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     optimizer.step()
     scheduler.step()
     return loss.item()

@@ -2,8 +2,8 @@
 
     python -m aiockpt.tools.examples.train_async /data/run-7
 
-The training step runs on a worker thread, so that the event loop stays free for whatever else lives on it: here for
-tasks that wait until their save is durable, and print that.
+The training step runs on a worker thread, so that the event loop stays free for other tasks: here for those that wait
+until their save is durable, and print that.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everybody uses
+import torch.nn.functional as F  # noqa: N812  the customary name
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +24,7 @@ from aiockpt.events import Observer
 from aiockpt.tools.examples.gpt import GPT, GPTSize, build
 
 SMALL_SIZE = GPTSize(layers=2, width=128, context=64, batch=8, dropout=0.0)
-"""Without dropout: ranks draw their own random numbers, and other ranks would draw others."""
+"""Without dropout: each rank draws its own random numbers, so another number of ranks would change them."""
 
 
 def make_mesh(tensor_parallel: int) -> DeviceMesh:
@@ -59,12 +59,12 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "rng": aiockpt.RNG()}
     with aiockpt.Checkpointer(url, observers=observers) as ckpt:
-        loaded = ckpt.load(state).result()  # each rank its part, whatever wrote them
+        loaded = ckpt.load(state).result()  # each rank loads its part, from any number of writers
         for step in range(0 if loaded is None else loaded.step + 1, steps):
             loss = train_step(model, optimizer, next(batches), mesh["data"])
             on_step(step, loss)
             if every and step % every == 0:
-                ckpt.save(step, state)  # each rank its part; on every rank, in the same order
+                ckpt.save(step, state)  # each rank saves its part; on every rank, in the same order
 
 
 def train_step(
@@ -74,7 +74,7 @@ def train_step(
     inputs, targets = (part.chunk(data.size())[data.get_local_rank()] for part in batch)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]  # so it is in torch
+    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     optimizer.step()
     total = loss.detach()
     distributed.all_reduce(total, group=data.get_group())

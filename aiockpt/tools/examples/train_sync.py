@@ -2,8 +2,8 @@
 
     python -m aiockpt.tools.examples.train_sync /data/run-7
 
-Stop it whenever you like, with whatever signal you like, and start it again: it goes on from the newest checkpoint that
-was committed, with the losses that it would have had.
+Stop it at any time, with any signal, and start it again: it continues from the newest committed checkpoint, with the
+losses of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(
             on_step(step, loss)
             if every and step % every == 0:
                 ckpt.save(step, state)  # writing goes on in the background; a failure is raised by the next call
-    # leaving the block waited until all was committed
+    # at its end the block has waited until all was committed
 
 
 if __name__ == "__main__":

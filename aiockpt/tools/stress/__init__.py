@@ -1,4 +1,4 @@
 """Stress tests of a place, made through the storage contract, so that any backend and wrapper works.
 
-Independent of the command line; `measure` (one run from start to end) is the first to read.
+Independent of the command line; start reading with `measure` (one run from start to end).
 """

@@ -1,7 +1,7 @@
 """Speed of data files, in blocks as the engine writes and reads them, and of the small objects beside them.
 
-A multipart upload is what a file is to an object store: create, blocks in any order, finish. Blocks under way at once
-may belong to several files: a file of one block is moved by one worker, and others begin the next files meanwhile.
+On an object store a file is a multipart upload: create, blocks in any order, finish. Concurrent blocks may belong to
+several files: one worker moves a file of one block, and others begin the next files meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DataFile:
 
 
 async def measure_files(lab: Lab) -> None:
-    """Write and read data files of every size at every concurrency; each point removes what it wrote."""
+    """Write and read data files of every size at every concurrency; each point removes its files."""
     for size in lab.plan.sizes:
         for concurrency in lab.plan.concurrency:
             files: list[DataFile] = []
@@ -70,7 +70,7 @@ async def _write(lab: Lab, size: int, concurrency: int, files: list[DataFile]) -
 
 
 async def _abort(files: list[DataFile]) -> None:
-    """Give up the uploads that were not finished."""
+    """Abort the unfinished uploads."""
     with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
         for file in files:
             if file.upload is not None and not file.whole:
@@ -82,7 +82,7 @@ async def _write_block(lab: Lab, file: DataFile, block: int, meters: dict[str, M
     try:
         async with file.opening:
             if file.failed is not None:
-                return  # it was counted once
+                return  # the failure was already counted
             if file.upload is None:
                 with meters["create"].request():
                     file.upload = await lab.backend.create(file.key, file.size)
@@ -127,7 +127,7 @@ async def _read_block(lab: Lab, file: DataFile, block: int, free: list[memoryvie
         with meters["read"].request(found.nbytes):
             await file.reader.read(block * BLOCK_BYTES, [found])
         if not lab.content.is_block(file.number, block, found):
-            meters["read"].wrong.append(f"{file.key}: block {block} is not what was written")
+            meters["read"].wrong.append(f"{file.key}: block {block} differs from what was written")
     finally:
         free.append(buffer)
 
@@ -139,7 +139,7 @@ LISTED_FOLDER = "listed"
 
 
 async def measure_objects(lab: Lab) -> None:
-    """Measure every verb of small objects at every concurrency; each removes what it wrote."""
+    """Measure every verb of small objects at every concurrency; each point removes its objects."""
     for size in SMALL_SIZES:
         await _sweep(lab, size, put="put", use="get")
     await _fill_listed(lab)
@@ -149,7 +149,7 @@ async def measure_objects(lab: Lab) -> None:
 
 
 async def _sweep(lab: Lab, size: int, *, use: str, put: str | None = None) -> None:
-    """Measure how objects are *put*, then how those, or else the listed ones, are used; until a concurrency fails."""
+    """Measure the verb *put*, then the verb *use* on those objects or else the listed ones; stop where one fails."""
     for concurrency in lab.plan.concurrency:
         point = _Point(lab, size, concurrency)
         going_on = await point.measure(put) if put is not None else True
@@ -161,7 +161,7 @@ async def _sweep(lab: Lab, size: int, *, use: str, put: str | None = None) -> No
 
 
 async def _fill_listed(lab: Lab) -> None:
-    """Make the folder that is listed and read."""
+    """Create the folder for lists and reads."""
     keys = iter(range(LISTED_COUNT))
 
     async def some() -> None:
@@ -193,7 +193,7 @@ class _Point:
         self._tried: list[int] = []
 
     async def measure(self, operation: str, most: int = MOST_REQUESTS) -> bool:
-        """Measure one operation; return whether it is worth going on."""
+        """Measure one operation; return whether to continue."""
         make: Callable[[str, Meter, int], Awaitable[None]] = {
             "get": self._get,
             "delete": self._delete,
@@ -207,7 +207,7 @@ class _Point:
         return await self._lab.point(operation, self._size, self._concurrency, requests, {operation: meter})
 
     async def remove(self) -> None:
-        """Delete what was put."""
+        """Delete the objects that were put."""
         if self._tried:
             await self._lab.backend.delete([self._key(number) for number in self._tried])
 

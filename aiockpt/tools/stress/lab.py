@@ -1,12 +1,12 @@
-"""Means of all measurements: the bytes that are written, the counters of a point, and the workers that make its requests.
+"""Tools of all measurements: the bytes to write, the counters of a point, and the workers that make its requests.
 
 Guarantees:
 
 - A request that fails is counted and the next one is made; after too many failures in a row a point ends early, and
   the report notes it.
-- What a backend refuses as a call (`UsageError`) is skipped with its reason, not counted as a failure of the storage.
-- Two blocks of one place differ wherever a mix-up could put one in the place of the other: their neighbours in the file,
-  the same block of other files, other objects. Nothing compresses, and blocks begin at a page, as O_DIRECT requires.
+- A call that a backend refuses (`UsageError`) is skipped with its reason, not counted as a failure of the storage.
+- A block differs from every block that a mix-up could put in its place: its neighbours in the file, the same block of
+  other files, other objects. The data does not compress, and blocks begin at a page, as O_DIRECT requires.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Payload:
         self._sums: dict[tuple[int, int], bytes] = {}
 
     def block(self, file: int, block: int, size: int) -> memoryview:
-        """Return what block number *block* of file number *file* holds: *size* bytes."""
+        """Return the contents of block number *block* of file number *file*: *size* bytes."""
         start = self._run(file, block) * _PAGE_BYTES
         return self._memory[start : start + size]
 
@@ -64,7 +64,7 @@ class Payload:
         return hash_block(found) == self._sums[known]
 
     def document(self, number: int, size: int) -> bytes:
-        """Return what small object number *number* holds: *size* bytes, its number in front."""
+        """Return the contents of small object number *number*: *size* bytes, its number first."""
         stamp = number.to_bytes(8, "big")[-size:]
         return stamp + bytes(self.block(number, 0, size - len(stamp)))
 
@@ -73,7 +73,7 @@ class Payload:
 
 
 def new_buffer(size: int) -> memoryview:
-    """Return *size* bytes of memory that begin at a page and are there: no page fault is timed."""
+    """Return *size* bytes of page-aligned, pre-faulted memory: no page fault is timed."""
     memory = memoryview(mmap.mmap(-1, size))
     memory[:] = bytes(size)
     return memory
@@ -83,7 +83,7 @@ GIB = 1 << 30
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float | None:
-    """Return the smallest of *ordered* that at least *fraction* of them do not exceed; None of none."""
+    """Return the smallest of *ordered* that at least *fraction* of them do not exceed; None if empty."""
     if not ordered:
         return None
     return ordered[max(0, -(-round(fraction * 1000) * len(ordered) // 1000) - 1)]
@@ -107,7 +107,7 @@ class Meter:
 
     @contextmanager
     def request(self, size_bytes: int = 0) -> Iterator[None]:
-        """Time one request that moves *size_bytes*; its error is counted and goes on."""
+        """Time one request that moves *size_bytes*; an error is counted and raised again."""
         began_ns = self._clock.monotonic_ns()
         try:
             yield
@@ -121,7 +121,7 @@ class Meter:
     def point(
         self, operation: str, size_bytes: int, concurrency: int, wall_s: float, cpu_s: float | None, retries: int
     ) -> Point:
-        """Return what was counted."""
+        """Return the counts as a point."""
         ordered = sorted(taken / 1e6 for taken in self._taken_ns)
         return Point(
             operation=operation,
@@ -154,7 +154,7 @@ class Stopwatch:
 
     @property
     def wall_s(self) -> float:
-        """Seconds; never 0, so that a rate can be had of it."""
+        """Seconds; never 0, so that rates are finite."""
         return max(1, self._clock.monotonic_ns() - self._wall_ns) / 1e9
 
     @property
@@ -164,7 +164,7 @@ class Stopwatch:
 
 
 FAILURES_TO_LEAVE = 10
-"""In a row, of all workers together, before a point is given up."""
+"""Consecutive failures, of all workers together, that end a point."""
 
 T = TypeVar("T")
 Request = Callable[[], Awaitable[None]]
@@ -178,11 +178,11 @@ class _Retries(Protocol):
 
 
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
-    """Place and means of all measurements.
+    """Place and tools of all measurements.
 
     Attributes:
         prefix: the folder of this run; all keys are below it.
-        report: what was found so far.
+        report: the results so far.
     """
 
     backend: Backend
@@ -202,13 +202,13 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         self.report.skipped.append(Skipped(what, why))
 
     def retries(self) -> int:
-        """Return how many further attempts the backend has made so far; 0 where it retries nothing."""
+        """Return the number of retries that the backend has made so far; 0 without a retrying backend."""
         if not isinstance(self.backend, _Retries):
             return 0
         return getattr(self.backend.statistics(), "retries", 0)
 
     def in_time(self, items: Iterable[T], least: int) -> Iterator[T]:
-        """Yield *items* as long as a point lasts, but *least* in any case."""
+        """Yield *items* for the duration of a point, and at least *least*."""
         stopwatch = Stopwatch(self.clock)
         for number, item in enumerate(items):
             if number >= least and stopwatch.wall_s >= self.plan.seconds:
@@ -218,13 +218,13 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
     async def point(
         self, operation: str, size: int, concurrency: int, requests: Iterator[Request], meters: Mapping[str, Meter]
     ) -> bool:
-        """Make *requests*, *concurrency* at once, and put what was counted into the report.
+        """Make *requests*, *concurrency* at once, and add the counts to the report.
 
         Args:
-            meters: that of *operation*, and those of other operations that these requests bring along.
+            meters: that of *operation*, and those of other operations that these requests include.
 
         Returns:
-            Whether it is worth going on with this operation.
+            Whether to continue with this operation.
         """
         self.watch(f"{operation} {size_text(size)} × {concurrency}")
         retries = self.retries()
@@ -275,7 +275,7 @@ async def _work(requests: Iterator[Request], concurrency: int) -> StorageError |
 
 
 def size_text(size: int) -> str:
-    """Return bytes as people write them on the command line: 16MiB."""
+    """Return bytes in the form of the command line: 16MiB."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor and not size % factor:
             return f"{size // factor} {unit}"

@@ -1,10 +1,10 @@
-"""One run from start to end: a scratch folder, floors, checks, data files, small objects, the soak, and a clean place.
+"""One run from start to end: a scratch folder, floors, checks, data files, small objects, the soak, and cleaning.
 
 Guarantees:
 
 - No key outside the scratch folder is touched; its name was never used before.
 - A place that cannot be cleaned is refused before anything large is written.
-- The folder is emptied however the run ends, and listed to check that it is.
+- The folder is emptied however the run ends, and listed to verify that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aiockpt.tools.stress.report import Floor, StorageCheck, StressReport
 from aiockpt.tools.stress.soak import soak
 
 _ROOM = 1.1
-"""Files take a little more than their bytes."""
+"""Files occupy a little more than their bytes."""
 
 
 async def measure(
@@ -46,15 +46,15 @@ async def measure(
     watch: Watch = lambda _: None,
     say: Callable[[str], object] = lambda _: None,
 ) -> StressReport:
-    """Measure *backend* as *plan* says, and return the report; all that was written is removed.
+    """Measure *backend* by *plan*, and return the report; all written objects are removed.
 
     Args:
         world: its clock and random bytes.
-        watch: called with what begins, point by point.
-        say: called with where it is measured, how long that will take, and that it was removed.
+        watch: called with the name of each point as it begins.
+        say: called with messages: the folder, the expected duration, and its removal.
 
     Raises:
-        UsageError: the place has no room for the plan.
+        UsageError: the place has too little space for the plan.
         StorageError: the place cannot be written to, or cannot be cleaned.
     """
     world = world or World()
@@ -106,7 +106,7 @@ _DISK_BYTES = 256 << 20
 
 
 async def measure_floors(lab: Lab) -> None:
-    """Measure what is cheap to measure, and record what was not."""
+    """Measure the floors that are cheap to measure; record the others as skipped."""
     lab.watch("floors: memory and disk")
     working = Limiter("floors", 1)
     lab.report.floors.append(Floor("memory copy", await run_blocking(working, _copy_bytes_per_s)))
@@ -148,14 +148,14 @@ _SHOWN = 300
 
 @asynccontextmanager
 async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object]) -> AsyncIterator[str]:
-    """Lend a folder of *backend* for the length of the block; remove all that is in it afterwards.
+    """Yield a folder of *backend* for the length of the block; remove its contents afterwards.
 
     Args:
         token: random bytes that name it.
-        say: called with where it is, and that it was removed.
+        say: called with messages: the folder, and its removal.
 
     Raises:
-        StorageError: what is written here cannot be removed, or was not all removed at the end.
+        StorageError: objects cannot be deleted here, or some were left at the end.
     """
     prefix = f"aiockpt-bench-{token.hex()}"
     where = backend.url + ("" if backend.url.endswith("/") else "/") + prefix
@@ -173,7 +173,7 @@ async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object
 
 
 async def _prove_cleanable(backend: Backend, prefix: str, where: str) -> None:
-    """Write one small object, see it, remove it, and see that it is gone."""
+    """Write one small object, find it, delete it, and verify that it is gone."""
     key = f"{prefix}/may-be-removed"
     await backend.put(key, b"written by aiockpt bench")
     try:
@@ -196,7 +196,7 @@ async def _prove_cleanable(backend: Backend, prefix: str, where: str) -> None:
 
 
 async def _clean(backend: Backend, prefix: str) -> str:
-    """Remove everything below *prefix*, as far as that can be done; return what is wrong, or nothing."""
+    """Remove everything below *prefix* as far as possible; return the problems, or an empty text."""
     problems: list[str] = []
     folders = [prefix]
     for folder in folders:
@@ -234,7 +234,7 @@ RACERS = 16
 
 
 async def check_place(lab: Lab) -> None:
-    """Try each, and add the outcome to the report."""
+    """Run each check, and add its outcome to the report."""
     lab.watch("what commits rely on")
     # The names are in the JSON of the report: they stay as they are.
     tried: tuple[tuple[str, Callable[[Lab], Awaitable[tuple[bool, str]]]], ...] = (
@@ -254,7 +254,7 @@ async def check_place(lab: Lab) -> None:
 
 
 async def _one_winner(lab: Lab) -> tuple[bool, str]:
-    """Race for a few keys: one caller wins each, and its bytes are there."""
+    """Race for a few keys: one caller wins each, and the object has its bytes."""
     for race in range(RACES):
         key = lab.key("checks", f"race-{race}")
         winners: list[int] = []
@@ -296,7 +296,7 @@ async def _seen_at_once(lab: Lab) -> tuple[bool, str]:
 
 
 async def _replaced(lab: Lab) -> tuple[bool, str]:
-    """Replace one object again and again, and read it meanwhile: always one of the versions, whole."""
+    """Replace one object repeatedly, and read it meanwhile: each read returns one whole version."""
     key = lab.key("checks", "replaced")
     versions = [lab.content.document(number, RECEIPT_BYTES * (1 + number % 2)) for number in range(RACERS)]
     await lab.backend.put(key, versions[0])

@@ -1,6 +1,6 @@
 """Plot of a report: throughput and p99 over concurrency, a line for each operation, in one picture.
 
-matplotlib is imported when a picture is drawn (extra ``[plot]``); no window and no global state of it are touched.
+matplotlib is imported when a picture is drawn (extra ``[plot]``); no window is opened, no global state changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLOURS = {
     "list": "#b38600",
     "delete": "#666666",
 }
-"""Okabe and Ito's, which colour-blind people can distinguish; yellow and black are darker and lighter than theirs."""
+"""Okabe and Ito's colours, which colour-blind people can distinguish, with a darker yellow and a lighter black."""
 _MARKERS = "osD^v"
 _INK, _FAINT = "#222222", "#8a8a8a"
 _TITLE_CHARACTERS = 90
@@ -51,7 +51,7 @@ _PANELS = (
 
 
 def check_picture(path: Path) -> None:
-    """Check that *path* can become a picture, before anything is measured for it.
+    """Check that a picture can be written to *path*, before the measurements.
 
     Raises:
         UsageError: the suffix is not known, the folder is not there, or matplotlib is not installed.

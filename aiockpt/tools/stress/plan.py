@@ -1,4 +1,4 @@
-"""Plan of a run: what is measured and how much of it, checked before the first request is made."""
+"""Plan of a run: the measurements and their sizes, checked before the first request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiockpt.errors import UsageError
 from aiockpt.options import IO, MIB
 
 BLOCK_BYTES = IO().slab_bytes
-"""Bytes of one write and of one read of a data file: what the engine moves at once."""
+"""Bytes of one write and of one read of a data file: the block of the engine."""
 
 RECEIPT_BYTES = 4 << 10
 MANIFEST_BYTES = MIB
@@ -35,7 +35,7 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
         sizes: bytes of the data files.
         concurrency: requests under way at once, one point for each.
         seconds: of one point; a data file that was begun is finished.
-        most_bytes: moved in one point, and so the most that lies in the place at once.
+        most_bytes: moved in one point, and so the maximum in the place at once.
         soak_s: seconds of the soak after the points; 0: none.
         faults: fraction of the soak's calls that fail on purpose.
         seed: of the bytes, and of the soak's random faults.
@@ -68,14 +68,14 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def point_count(self) -> int:
-        """Number of points and other parts, of which each is announced."""
+        """Number of points and other parts; each is announced."""
         small_operations = 2 * len(SMALL_SIZES) + 4
         floors_and_checks = 2
         sweeps = 2 * len(self.sizes) + small_operations
         return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
 
     def announce(self) -> str:
-        """Return how long it will take, as far as that is planned."""
+        """Return the planned duration in words."""
         whole_s = self.point_count * self.seconds + self.soak_s
         about = f"{whole_s / 60:.0f} min" if whole_s >= 90 else f"{whole_s:.0f} s"
         soak = f" and a soak of {self.soak_s:g} s" if self.soak_s else ""

@@ -23,7 +23,7 @@ system, all threads, the verification's included), ``mb_per_s`` (10⁶ bytes). W
 Operations of data files: ``create``, ``write`` (one block of at most 16 MiB: a part of a multipart upload), ``finish``,
 ``open``, ``read`` (one ranged read, the same blocks); ``size_bytes`` is that of the file. Of small objects: ``put``,
 ``get``, ``put_new`` (create exclusively), ``stat``, ``list`` (a folder of 100), ``delete`` (one); ``size_bytes`` is that of
-the object. ``plan`` has the options as they were used. ``problems`` is empty exactly when every check passed, no byte was
+the object. ``plan`` has the options that were used. ``problems`` is empty exactly when every check passed, no byte was
 wrong, no operation was stopped for its failures, and no call of the soak failed after its retries.
 """
 
@@ -38,13 +38,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One operation at one size and one concurrency.
 
     Attributes:
-        requests: that succeeded; ``p50_ms`` … ``max_ms`` are theirs, retries and their waits included.
+        requests: that succeeded; ``p50_ms`` … ``max_ms`` are theirs, including retries and their waits.
         bytes: that they moved; 0 for an operation that moves none.
         wall_s: of the whole point.
         cpu_s, cpu_s_per_gib: None where other operations ran in the same time (``create``, ``finish``, ``open``).
         errors: requests that failed, retried or not, by class of their error.
         retries: further attempts, where the backend retries.
-        wrong: reads whose bytes were not those that were written.
+        wrong: reads that returned other bytes than were written.
     """
 
     operation: str
@@ -72,7 +72,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageCheck(msgspec.Struct, frozen=True):
-    """Something that commits rely on, tried."""
+    """A check of a property that commits rely on."""
 
     name: str
     passed: bool
@@ -80,14 +80,14 @@ class StorageCheck(msgspec.Struct, frozen=True):
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """Something that was not measured, and why."""
+    """A skipped measurement, and the reason."""
 
     what: str
     why: str
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """A figure of this machine by itself, for context."""
+    """A figure of this machine alone, for context."""
 
     name: str
     bytes_per_s: float
@@ -97,13 +97,13 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     """A mixed workload with faults injected below the retries; every byte read was compared.
 
     Attributes:
-        seed, fraction: repeat the faults with these.
-        calls: of the workload; *attempts* is what became of them.
-        injected: faults, by what was done to which verb.
+        seed, fraction: of the faults, to repeat them.
+        calls: of the workload; *attempts*: those made for them, retries included.
+        injected: number of faults, by kind and verb.
         retried, recovered: calls that needed another attempt; those of them that succeeded.
-        reread: blocks and objects that came damaged and were right when read again.
+        reread: blocks and objects that were damaged in one read and intact in a later one.
         errors: calls that failed in the end, by class.
-        wrong: what was not as it had to be, a sentence each.
+        wrong: violations of the guarantees, a sentence each.
     """
 
     seed: int

@@ -1,8 +1,8 @@
 """Soak test of a place: a mixed workload for a while, with faults injected below the retries; every byte must survive.
 
-Workers write, read back, replace, list and delete, each in a folder of its own, so that what must be there is known.
-Whatever was acknowledged is compared whenever it is read, and once more at the end. A read that brings damaged bytes is
-repeated, as a load does; what is damaged every time is wrong. So is an object that is missing, a list that lacks one, a
+Workers write, read back, replace, list and delete, each in a folder of its own, so that its expected contents are known.
+Acknowledged data is compared whenever it is read, and once more at the end. A read that returns damaged bytes is repeated,
+as a load does; data that is damaged every time is wrong. So is an object that is missing, a list that lacks one, a
 create that succeeds although the object exists, and a deleted one that is found.
 """
 
@@ -33,11 +33,11 @@ from aiockpt.tools.stress.report import Soak
 MOST_WORKERS = 8
 MOST_FILE_BYTES = 64 << 20
 READS_OF_DAMAGED = 12
-"""Times that bytes which came damaged are read, before they are wrong: as often as a call is made that fails. With fewer,
-bits that the soak itself flips would in the end count as damage."""
+"""Reads of damaged bytes before they count as wrong: as many as the attempts of a failing call. With fewer, bits that the
+soak itself flips would in the end count as damage."""
 
 POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait_s=0.1)
-"""Short waits: most of these faults are our own."""
+"""Short waits: most of these faults are injected."""
 
 
 class SoakTally(msgspec.Struct):
@@ -112,7 +112,7 @@ class _Worker:
         self._next = number << 20  # the workers' contents differ
 
     async def run(self, is_time: Callable[[], bool]) -> None:
-        """Do everything once, then at random until time is over; then read everything that is left once more."""
+        """Do every action once, then random ones until the time is over; then read all remaining objects again."""
         actions: tuple[tuple[Callable[[], Awaitable[None]], int], ...] = (
             (self._write_file, 30),
             (self._read_some_file, 30),
@@ -133,7 +133,7 @@ class _Worker:
             await self._try(partial(self._get, key))
 
     async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Do something; an error is counted, and missing what must be there is wrong."""
+        """Run *action*; an error is counted, and a missing object that must exist is wrong."""
         try:
             await action()
         except ObjectNotFoundError as error:
@@ -206,7 +206,7 @@ class _Worker:
         key, number = self._key("objects")
         if len(self._objects) > MOST_WORKERS:
             key = self._dice.choice(list(self._objects))
-        before = self._objects.pop(key, None)  # while it is replaced, and when that fails, either may be there
+        before = self._objects.pop(key, None)  # during a replacement, or if it fails, either may be there
         await self._backend.put(key, self._lab.content.document(number, RECEIPT_BYTES))
         self._objects[key] = number
         self._tally.objects += before is None
@@ -232,9 +232,7 @@ class _Worker:
         self._tally.objects += 1
         self._tally.bytes_written += RECEIPT_BYTES
         if not created:
-            await self._get(
-                key
-            )  # the read that identifies the owner may have come damaged: wrong only if it is not ours
+            await self._get(key)  # the read that identifies the owner may be damaged: wrong only if it is not ours
         if await put_once(self._backend, key, self._lab.content.document(number + 1, RECEIPT_BYTES)):
             self._wrong(f"{key} was created twice")
 
@@ -276,16 +274,16 @@ _POSSIBLE: dict[str, tuple[Action, ...]] = {
 
 
 class DrawnFaults(FaultSchedule):
-    """A random schedule: *fraction* of the calls get a fault that a faithful backend could have and a caller can repair.
+    """A random schedule: *fraction* of the calls get a fault that a correct backend may have and a caller can repair.
 
     - *fail* without effect, at every verb.
     - *lose the answer* after the effect, where a repeated call is distinguished from another writer's: ``put``, ``put_new``,
-      ``delete``. (Of ``create``, ``Upload.write`` and ``Upload.finish`` it is lost below a backend, which detects it; lost
-      above one, the backend would rightly report that this block, or file, exists.)
-    - *flip* a bit of what was read. One flipped in what is written would be damage that no reader can repair.
+      ``delete``. (For ``create``, ``Upload.write`` and ``Upload.finish``, an answer is lost below a backend, which
+      detects that; lost above one, the backend would rightly report that this block, or file, exists.)
+    - *flip* a bit of read data. A bit flipped in written data would be damage that no reader can repair.
 
     Attributes:
-        injected: how often each thing happened to each verb.
+        injected: number of faults, by kind and verb.
     """
 
     def __init__(self, seed: int, fraction: float) -> None:

@@ -3,7 +3,7 @@
 Typer writes a flag as ``--json <bool>`` and an argument as ``{root}``; here they are ``--json`` and ``ROOT``. The error for
 an unknown option names the likeliest one: a similar spelling, or the option that has this name in other tools.
 
-What a command needs is imported when it runs, so that ``--help`` and a mistyped command answer at once.
+The imports of a command happen when it runs, so that ``--help`` and a mistyped command respond at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ORDER = [
 
 @runtime_checkable
 class _NoSuchOption(Protocol):
-    """Click's error for an unknown option, by its attributes: typer carries a click of its own, so not by its class."""
+    """Click's error for an unknown option, by its attributes: typer vendors its own click, so the class cannot be used."""
 
     option_name: str
     message: str
@@ -109,7 +109,7 @@ class App(typer.Typer):
 
 @contextmanager
 def _advice(parameters: Sequence[Any]) -> Iterator[None]:
-    """Add to the error of an unknown option what was probably meant."""
+    """Add the likeliest option to the error of an unknown option."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def _add_advice(error: _NoSuchOption, parameters: Sequence[Any]) -> None:
 
 
 def suggest(option: str, known: Collection[str]) -> list[str]:
-    """Return which of the *known* options was meant by *option*, the likeliest first; all with their dashes."""
+    """Return the *known* options that *option* may stand for, the likeliest first; all with their dashes."""
     name = option.lstrip("-").replace("_", "-").lower()
     meant = f"--{_SYNONYMS.get(name, '')}"
     if meant in known:
@@ -239,14 +239,14 @@ def open_checkpointer(root: str) -> Checkpointer:
 
 
 def chosen_steps(root: str, step: int | None, every: bool, *, valid: bool = False) -> list[int]:
-    """Return the steps of *root* that a command is for, the newest first: that one, the newest, or all.
+    """Return the steps of *root* for a command, the newest first: the given one, the newest, or all.
 
     Args:
-        valid: the newest is the newest with a valid manifest.
+        valid: whether the newest must have a valid manifest.
 
     Raises:
         UsageError: both one and all are requested.
-        StepNotFoundError: it is not there; with *every* nothing is raised, and the list is empty.
+        StepNotFoundError: the step does not exist; with *every* the list is empty instead.
     """
     from aiockpt.tools.cli.survey import find_committed, find_valid, open_place, survey
 

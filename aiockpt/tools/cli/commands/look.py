@@ -117,7 +117,7 @@ def _repair_one(ckpt: Checkpointer, step: int, source: Backend, quiet: bool) -> 
     try:
         total = finish(ckpt.describe(step)).info.bytes
     except CorruptionError:
-        total = 0  # its manifest is what is bad
+        total = 0  # its manifest is damaged
     with show.bytes_progress(f"reading step {step}", total, quiet) as tick:
         (done,) = finish(ckpt.repair(step, source, on_read=tick))
     if done.left:

@@ -60,7 +60,7 @@ def report(
     to_stdout = Path("-") in (out, chrome)
     if to_stdout and sum((out is not None, chrome is not None, text, as_json)) > 1:
         raise UsageError("- is stdout, which has room for one of -o, --chrome, --text and --json")
-    gc.disable()  # millions of events are kept to the end: looking for cycles among them finds none
+    gc.disable()  # millions of events are kept to the end, and have no cycles to collect
     try:
         run_events = read_run(run)
         timeline = spans(run_events)
@@ -151,7 +151,7 @@ def watch(
 
 
 def _sizes(roots: list[str]) -> SizeMap | None:
-    """Return what the newest step below the first of *roots* that has one consists of."""
+    """Return the size map of the newest step below the first of *roots* that has one."""
     from aiockpt.errors import CheckpointError
     from aiockpt.monitor.html.html_report import size_map
 
@@ -216,7 +216,7 @@ def prove(
     )
     try:
         with ended_by_signals(), ProofDisplay(command) as display:
-            found = certify(command, how, folder=folder, tick=display.tick, told=display.show_start)
+            found = certify(command, how, folder=folder, tick=display.tick, on_start=display.show_start)
     except Interrupted as interruption:
         raise typer.Exit(128 + interruption.number) from None
     if json_to is not None and str(json_to) != "-":

@@ -159,7 +159,7 @@ def plan(
 
 
 def _parse_count(text: str) -> float:
-    """Return the number that people write as 7B, 350M or 7e9."""
+    """Return the number of *text*: 7B, 350M or 7e9."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     try:
         return float(text if factor == 1.0 else text[:-1]) * factor
