@@ -144,7 +144,13 @@ _HOMES = (
 """The modules that define the public names; the cheapest to import are tried first."""
 
 
+_SUBMODULES = ("backends", "convert", "integrations", "monitor", "prove", "testing")
+"""Imported when first used as an attribute, as in ``aiockpt.monitor.TraceFile()``."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return import_module(f"aiockpt.{name}")
     if name in __all__:
         for home in _HOMES:
             module = import_module(home)
@@ -155,4 +161,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "import_module", "_HOMES"})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "import_module", "_HOMES", "_SUBMODULES"})

@@ -53,14 +53,14 @@ class Buffers:
     def take(self, size_bytes: int) -> Iterator[memoryview]:
         """Yield the next *size_bytes* in runs: they are filled, or about to be."""
         views = self._views
-        self.left_bytes -= size_bytes
-        while size_bytes > 0:
+        while size_bytes:
             run = views.popleft()
-            beyond = run.nbytes - size_bytes
-            if beyond > 0:
+            if run.nbytes > size_bytes:
                 views.appendleft(run[size_bytes:])
                 run = run[:size_bytes]
-            size_bytes = -beyond
+            size = run.nbytes
+            self.left_bytes -= size
+            size_bytes -= size
             yield run
 
     def advance(self, size_bytes: int) -> None:

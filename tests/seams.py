@@ -86,7 +86,7 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
 
 def lazy_of(ckpt: aiockpt.Checkpointer) -> LazySnapshotter:
     """Return what captures the lazy saves of a checkpointer."""
-    beside: Any = ckpt._submitter._beside
+    beside: Any = ckpt._submitter._snapshotter
     assert isinstance(beside, LazySnapshotter)
     return beside
 

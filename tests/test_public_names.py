@@ -44,6 +44,12 @@ def test_each_method_is_told_by_itself_and_with_defaults_that_can_be_read(face: 
         assert "<lambda>" not in str(inspect.signature(method)), method
 
 
+def test_a_module_of_the_package_is_imported_when_it_is_first_used() -> None:
+    script = "import sys, aiockpt; print('aiockpt.monitor' in sys.modules, aiockpt.monitor.TraceFile.__name__)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
+    assert run.stdout.split() == ["False", "TraceFile"]
+
+
 def test_importing_starts_nothing() -> None:
     script = "import threading, sys, aiockpt; print(threading.active_count(), 'trio' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)

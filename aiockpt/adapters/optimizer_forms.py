@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, default_keys, innermost
 from aiockpt.adapters.plain_values import same_content
 from aiockpt.adapters.stored import is_tensor_node, members_of
+from aiockpt.format.document import described
 from aiockpt.format.names import dotted, join_name, name_within
 from aiockpt.format.optimizers import OptimizerNode, OptimizerRow
 from aiockpt.state.codecs import class_name
@@ -109,7 +110,7 @@ def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
         ManifestError: the node is malformed.
     """
     try:
-        wire = msgspec.convert(node, OptimizerNode)
+        wire = msgspec.convert(node, described(OptimizerNode))
         rows = wire.rows()
     except (msgspec.ValidationError, IndexError) as error:
         raise damaged(path, f"is not an optimizer that was ever saved ({error})") from error

@@ -83,7 +83,7 @@ async def convert_folder(
     entry = await list_step(place.backend, step_id(request.step))
     if entry.committed and not request.replace:
         raise StepExistsError(
-            f"{place.backend.url} has step {request.step} already: give another number, or replace it (--force)"
+            f"{place.backend.url} has step {request.step} already: give another number, or use replace=True (--force)"
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)

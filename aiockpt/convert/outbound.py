@@ -19,7 +19,7 @@ from aiockpt.convert.publish import check_target, open_target
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.load import Places
+from aiockpt.engine.load import LoadMemory
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import Windows
@@ -61,12 +61,12 @@ class Slices:
         Raises:
             CorruptionError: a block is not what was saved.
         """
-        places = await run_blocking(self._engine.state_work, Places, self._manifest, wanted)
-        for landings in places.plan.passes:
+        memory = await run_blocking(self._engine.state_work, LoadMemory, self._manifest, wanted)
+        for landings in memory.plan.passes:
             async with open_tasks() as tasks:
                 for index, some in landings.items():
-                    tasks.start_soon(self._fill_from, index, some, places.memories)
-        await run_blocking(self._engine.state_work, places.finish)
+                    tasks.start_soon(self._fill_from, index, some, memory.views)
+        await run_blocking(self._engine.state_work, memory.finish)
 
     async def _fill_from(self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview]) -> None:
         header_bytes = await self._files.header_bytes(index)

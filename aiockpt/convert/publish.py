@@ -130,11 +130,13 @@ async def check_target(folder: Backend, replace: bool) -> None:
         raise UsageError(f"{folder.url} holds checkpoints ({steps[0]}): name a folder of its own for the weights")
     there = [stat.key for stat in listing.objects if is_weights(stat.key)]
     if there and not replace:
-        raise ObjectExistsError(f"{folder.url} holds {there[0]} already: name another folder, or replace it (--force)")
+        raise ObjectExistsError(
+            f"{folder.url} holds {there[0]} already: name another folder, or use replace=True (--force)"
+        )
     left = [stat.key for stat in listing.objects if stat.key.startswith(STAGING_PREFIX)]
     if left and not replace:
         raise ObjectExistsError(
-            f"{folder.url} holds {left[0]}, of a conversion that runs or was killed: wait, or remove it (--force)"
+            f"{folder.url} holds {left[0]}, of a conversion that runs or was killed: wait, or use replace=True (--force)"
         )
 
 

@@ -23,7 +23,7 @@ from aiockpt.errors import UsageError, kind_in_words
 
 
 _UNCHANGING = (bool, int, float, complex, str, bytes, type(None))
-_NOBODY = object()
+_EMPTY = object()
 
 
 class HandedOut(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class HandedOut(msgspec.Struct, frozen=True):
 class Untrained:
     """The batches that are not trained yet, in the order in which they were yielded."""
 
-    NOTHING = _NOBODY
+    NOTHING = _EMPTY
 
     def __init__(self) -> None:
         self._waiting: dict[int, HandedOut] = {}
@@ -118,7 +118,7 @@ class Untrained:
         self._first = self._next
 
     def _refuse_same(self, held: Any, advice: str) -> None:
-        if held is _NOBODY or isinstance(held, _UNCHANGING) or id(held) not in self._numbers:
+        if held is _EMPTY or isinstance(held, _UNCHANGING) or id(held) not in self._numbers:
             return
         number = self._numbers[id(held)][0]
         raise UsageError(
@@ -127,7 +127,7 @@ class Untrained:
 
     def _objects(self, one: HandedOut) -> list[Any]:
         """Return the objects that are kept of a batch, each once."""
-        return list({id(held): held for held in (one.given, one.batch) if held is not _NOBODY}.values())
+        return list({id(held): held for held in (one.given, one.batch) if held is not _EMPTY}.values())
 
 
 class EpochLeft(msgspec.Struct, frozen=True):

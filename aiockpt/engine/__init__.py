@@ -1,5 +1,5 @@
-"""The operations: how a state is saved (`save`), loaded (`load`) and maintained (`maintenance`), as coroutines.
+"""The operations of one checkpointer: saves (`submit`, `job`, `save`), loads (`load`) and upkeep (`maintenance`).
 
-Everything here runs on the engine's loop thread; only `aiockpt.engine.job.SaveJob.copy` runs where the state does not
-change. The thread-safe face is `aiockpt.session.checkpointer`.
+Calls begin on the caller's thread or on a worker (`submit`, `SaveJob.prepare` and `copy`); all coroutines run on the loop
+thread. The thread-safe object in front of them is `aiockpt.session.checkpointer.Checkpointer`.
 """

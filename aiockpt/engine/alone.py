@@ -1,6 +1,6 @@
-"""A process that saves and loads by itself, into one place: the plain implementation of each protocol of the core.
+"""A process that saves and loads by itself, into one place: the plain implementations of its protocols.
 
-`Alone`, `RoundAlone` and `OnePlace` replace `aiockpt.ranks` and `aiockpt.places.tiers`; `NeverInterrupted` and `Unwatched`
+`Alone`, `RoundAlone` and `OnePlace` stand for `aiockpt.ranks` and `aiockpt.places.tiers`, `NeverInterrupted` and `Unwatched`
 for `aiockpt.session.preemption` and `aiockpt.prove`.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 from aiockpt.engine.context import Place
 from aiockpt.engine.coordinator import LoadRound
-from aiockpt.engine.find import ListedStep, Look
+from aiockpt.engine.find import ListedStep, ListEntries
 from aiockpt.engine.job import Round, RoundName, SaveJob, SaveRequest
 from aiockpt.engine.maintenance import clean_up, making_room
 from aiockpt.engine.save import OneAtATime, save_alone
@@ -152,7 +152,7 @@ class OnePlace:
     async def close(self, patience_s: float) -> None:
         await self.places[0].backend.close()
 
-    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: ListEntries) -> Sequence[ListedStep]:
         (place,) = self.places
         return [ListedStep(place.backend, entry, place) for entry in await list_entries(place)]
 
@@ -182,7 +182,7 @@ class Unwatched:
     def asked(self, request: LoadRequest) -> LoadRequest:
         return request
 
-    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
+    def wrap_apply(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
         """Return the function that fills the objects; None where there is nothing to fill."""
         return None if filled is None else filled.apply
 

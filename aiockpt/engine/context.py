@@ -1,7 +1,7 @@
 """State that operations share: all those of one checkpointer (`Engine`), and those on one place (`Place`).
 
-An `Engine` has the loop, the pool, the plan, the lineage and the observers; a `Place` its storage, uploader and readers, and
-what retention knows of it.
+An `Engine` has the loop, the pool, the lineage and the observers; a `Place` its storage, uploader and leases, and what
+retention knows of it.
 """
 
 from __future__ import annotations
@@ -394,17 +394,17 @@ class Place:
 
     @contextmanager
     def _pinning(self, step_id: str) -> Iterator[None]:
-        self.pin(step_id)
+        self.protect(step_id)
         try:
             yield
         finally:
-            self.unpin(step_id)
+            self.unprotect(step_id)
 
-    def pin(self, step_id: str) -> None:
+    def protect(self, step_id: str) -> None:
         """Protect a step from this process's retention until `unpin`. On the loop."""
         self._reading[step_id] = self._reading.get(step_id, 0) + 1
 
-    def unpin(self, step_id: str) -> None:
+    def unprotect(self, step_id: str) -> None:
         """Undo one `pin`."""
         self._reading[step_id] -= 1
         if not self._reading[step_id]:

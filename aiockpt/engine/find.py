@@ -67,7 +67,7 @@ class ListedStep(Listed, frozen=True):
         return ListedStep(self.backend, entry, self.place)
 
 
-Look = Callable[[Place], Awaitable[list[StepEntry]]]
+ListEntries = Callable[[Place], Awaitable[list[StepEntry]]]
 """Finds steps in one place."""
 
 
@@ -79,7 +79,7 @@ class StepPlaces(Protocol):
     @property
     def places(self) -> Sequence[Place]: ...
 
-    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: ListEntries) -> Sequence[ListedStep]:
         """Return what *list_entries* finds in each place; of one step the nearest copy comes first.
 
         Raises:

@@ -111,7 +111,7 @@ async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
             place, manifest = found.place, found.manifest
             place.engine.stages("load", manifest.step).ended("find", sought_ns)
             try:
-                target = await open_manifest(place, request, manifest)
+                target = await match_state(place, request, manifest)
             except StateMismatchError as error:
                 lacking.pass_over(place, manifest, error)
                 sought_ns = place.engine.now_ns()
@@ -227,7 +227,7 @@ def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
     )
 
 
-async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) -> LoadTarget:
+async def match_state(place: Place, request: LoadRequest, manifest: Manifest) -> LoadTarget:
     """Match the state with a checkpoint; nothing of it changes.
 
     Raises:
@@ -356,13 +356,13 @@ async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[Tensor
     """Fill the tensors of *wanted* from the files of *manifest*, every block verified."""
     stages = place.engine.stages("load", manifest.step)
     with stages.time("plan"):
-        places = await run_blocking(place.engine.state_work, Places, manifest, wanted, scratch_limit_bytes(place))
+        memory = await run_blocking(place.engine.state_work, LoadMemory, manifest, wanted, scratch_limit_bytes(place))
     tally = Tally()
-    fetcher = open_fetcher(place, manifest, places, tally)
-    for number, landings in enumerate(places.plan.passes):
+    fetcher = open_fetcher(place, manifest, memory, tally)
+    for number, landings in enumerate(memory.plan.passes):
         await fetcher.fetch(landings)
         with stages.time("scatter"):
-            await run_blocking(place.engine.state_work, places.finish, number)
+            await run_blocking(place.engine.state_work, memory.finish, number)
     return Traffic(tally.bytes)
 
 
@@ -381,13 +381,13 @@ class Tally:
         self.bytes += size
 
 
-def open_fetcher(place: Place, manifest: Manifest, places: Places, on_read: Callable[[int], object]) -> Fetcher:
-    """Return the reader of the files of *manifest* into *places*, by the engine's options."""
+def open_fetcher(place: Place, manifest: Manifest, memory: LoadMemory, on_read: Callable[[int], object]) -> Fetcher:
+    """Return the reader of the files of *manifest* into *memory*, by the engine's options."""
     io = place.engine.options.io
     return Fetcher(
         place.backend,
         manifest,
-        places.memories,
+        memory.views,
         read_bytes=io.read_bytes,
         verify=io.verify != "none",
         on_read=on_read,
@@ -504,12 +504,12 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
     return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))
 
 
-def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
-    """Log a load whose tensors are filled, or one that found no checkpoint at all."""
+def log_loaded(loaded: LoadResult | None, url: str, *, forked: bool = False) -> None:
+    """Log a load whose tensors are filled, or one that found no checkpoint at all at *url*."""
     if not logger.isEnabledFor(logging.INFO):
         return
     if loaded is None:
-        logger.info("nothing to load: there is no checkpoint yet")
+        logger.info("nothing to load: there is no checkpoint yet in %s", url)
         return
     over = f", passed over: {list_names([name for name, _ in loaded.skipped])}" if loaded.skipped else ""
     differing = f", {len(loaded.differences)} differences" if loaded.differences else ""
@@ -532,7 +532,7 @@ def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
 # limited: then the passes of a load use it one after the other.
 
 
-class Places:
+class LoadMemory:
     """The memory that a load fills.
 
     Args:
@@ -564,7 +564,7 @@ class Places:
         self._unplaced: dict[int, list[Scattered]] = {}
         for piece in self.plan.scattered:
             self._unplaced.setdefault(piece.pass_number, []).append(piece)
-        self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
+        self.views = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
 
     def _add_boxes(self, shard: TensorShard, dense: torch.Tensor) -> None:
         flat = dense.view(-1)

@@ -52,16 +52,16 @@ class Submitter:
         destination: where saves go.
         coordinator: of this process and those that save with it.
         copies: which copies are made beside the program, and which changes of the state are made by hand.
-        beside: captures the states that are not copied in the call alone.
+        snapshotter: captures the states that are not copied in the call alone.
     """
 
     def __init__(
-        self, destination: Destination, coordinator: Coordinator, copies: PendingCopies, beside: Snapshotter
+        self, destination: Destination, coordinator: Coordinator, copies: PendingCopies, snapshotter: Snapshotter
     ) -> None:
         self._destination, self._coordinator = destination, coordinator
         self._engine = engine = destination.engine
         self._copies = copies
-        self._beside = beside
+        self._snapshotter = snapshotter
         self._walker = StateWalker(rank=engine.rank, alone=engine.world_size == 1)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._saving: set[int] = set()  # the threads that are inside `submit`
@@ -158,8 +158,8 @@ class Submitter:
         engine = self._engine
         engine.pin(walked)
         if snapshot != "eager" or runs_event_loop():
-            return self._beside.capture(walked, state, snapshot, busy=busy, waits=waits)
-        guard = self._beside.guard_in_call(walked) if engine.options.debug == "digest" else Unguarded()
+            return self._snapshotter.capture(walked, state, snapshot, busy=busy, waits=waits)
+        guard = self._snapshotter.guard_in_call(walked) if engine.options.debug == "digest" else Unguarded()
         return Capture(state=walked, after=engine.compute_events(walked), guard=guard)
 
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:

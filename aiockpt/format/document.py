@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -144,6 +145,29 @@ def unseal(data: bytes, what: str) -> bytes:
     return head + b"}"
 
 
+_described: set[object] = set()
+_describing = threading.Lock()
+_DESCRIBING_S = 0.25
+"""Long for one description. A process forked while another thread held the lock waits no longer for it."""
+
+
+def described(kind: T) -> T:
+    """Return *kind*, which may be decoded on any thread from now on.
+
+    msgspec describes a Struct when it is first decoded, and a second thread that finds the description half-made ends the
+    process with a segmentation fault (0.22.0). So each type is described once, by one thread.
+    """
+    if kind not in _described:
+        held = _describing.acquire(timeout=_DESCRIBING_S)
+        try:
+            msgspec.json.Decoder(kind)
+            _described.add(kind)
+        finally:
+            if held:
+                _describing.release()
+    return kind
+
+
 def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
     """Decode JSON from outside as *kind*, with the garbage collector paused.
 
@@ -152,7 +176,7 @@ def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
     """
     try:
         with collector_paused():
-            return msgspec.json.decode(body, type=kind)
+            return msgspec.json.decode(body, type=described(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
         raise ManifestError(f"{what} cannot be read: {error}") from error
 
@@ -201,10 +225,14 @@ def check_unique_keys(body: bytes, what: str) -> None:
 
 
 def without(body: bytes, member: str, part: bytes, instead: bytes = b"{}") -> bytes:
-    """Return *body* with *instead* in place of *part*, the value of *member*; or of the first equal bytes before it."""
-    start = body.find(f'"{member}":'.encode()) + len(member) + 3
-    if not body.startswith(part, start):  # with spaces, or in another object with such a member
-        return body.replace(part, instead, 1)
+    """Return valid JSON *body* with *instead* for *part* where a member of that name has it, at any depth; else *body*.
+
+    A quoted name and a colon are a key: in a string the quotes would be escaped.
+    """
+    found = body.find(f'"{member}":'.encode())
+    start = found + len(member) + 3
+    if found < 0 or not body.startswith(part, start):
+        return body
     return b"".join((body[:start], instead, memoryview(body)[start + len(part) :]))
 
 

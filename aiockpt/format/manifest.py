@@ -386,11 +386,11 @@ def _decode(data: bytes, expected_format: str, kind: type[D], what: str) -> D:
     document = parse(body if known is None else without(body, "tensors", tensors), kind, what)
     if known is not None and not document.tensors:
         document = replace(document, tensors=dict(known))
-    elif known is not None:  # the same bytes occur earlier, in another member
+    elif known is not None:  # an earlier member of that name, in another object, has the same value
         document = parse(body, kind, what)
     elif len(tensors) <= MEMO_BYTES:
         _decoded.remember(tensors, dict(document.tensors))
-    _check_keys(body, envelope, document, what)
+    _check_keys(body, tensors, bytes(envelope.state), document, what)
     return document
 
 
@@ -461,16 +461,16 @@ def _check_reader(envelope: _Envelope, what: str) -> None:
         raise NewerFormatError(f"{what} requires {named}, which this aiockpt cannot read: install a newer one")
 
 
-def _check_keys(body: bytes, envelope: _Envelope, document: Manifest | Receipt, what: str) -> None:
+def _check_keys(body: bytes, tensors: bytes, state: bytes, document: Manifest | Receipt, what: str) -> None:
     """Refuse duplicate keys, without tokenising the two large parts where a quicker check proves that they have none.
 
     A decoded tensor accounts for 10 quotes (its name, three keys, the dtype), and for 12 where it has axes. When there are
     no more, no key was dropped; an escaped quote or an unknown member only leads to the slow check. A state that encodes
     to the bytes that were read has lost no key, either.
     """
-    tensors, read, entries = bytes(envelope.tensors), bytes(envelope.state), document.tensors
-    if msgspec.json.encode(document.state) == read:
-        body = without(body, "state", read)
+    entries = document.tensors
+    if msgspec.json.encode(document.state) == state:
+        body = without(body, "state", state)
     with_axes = sum(entry.axes is not msgspec.UNSET for entry in entries.values()) if _AXES in tensors else 0
     if tensors.count(b'"') == 10 * len(entries) + 2 * with_axes:
         body = without(body, "tensors", tensors)

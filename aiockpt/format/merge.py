@@ -360,8 +360,8 @@ def check_replicas(votes: Sequence[Receipt]) -> None:
         return
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise ReplicasDifferError(
-        f"{votes[0].id}: the ranks have other values of the same tensors, of which one rank's would come back on all of "
-        f"them: {'; '.join(map(str, found[:_SHOWN]))}{more}. Nothing was published. What belongs to each rank: "
+        f"{votes[0].id}: the ranks have different values of the same tensors, and a load would return those of one "
+        f"rank on all: {'; '.join(map(str, found[:_SHOWN]))}{more}. Nothing was published. What belongs to each rank: "
         "aiockpt.per_rank(…); what is a part of a larger tensor: a DTensor, or aiockpt.Shards(…). If one rank's are meant: "
         'Checkpointer(replicas="first"). See docs/guide/ranks.md#replicas-that-differ',
         tensors=[one.name for one in found],

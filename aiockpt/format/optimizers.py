@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from aiockpt.format.document import described
+
 TAG = "$"
 Votes = Sequence[tuple[int, Any]]
 """The ranks' nodes at one place of the tree: (rank, node)."""
@@ -106,7 +108,7 @@ def read_optimizer(node: dict[str, Any]) -> OptimizerNode | None:
     if node.get(TAG) != "optimizer":
         return None
     try:
-        optimizer = msgspec.convert(node, OptimizerNode)
+        optimizer = msgspec.convert(node, described(OptimizerNode))
         optimizer.rows()
     except (msgspec.ValidationError, IndexError):
         return None

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 import aiockpt
+from aiockpt.format.document import described
 
 _train: Any = import_module("ray.train")
 
@@ -97,7 +98,7 @@ def read_handle(checkpoint: Any) -> RayHandle:
                 f"{checkpoint.path} has no {HANDLE}: it was not made by aiockpt.integrations.ray.report; begin a run of "
                 "another name, or load it as it was saved and save that once"
             )
-        return msgspec.json.decode(path.read_bytes(), type=RayHandle)
+        return msgspec.json.decode(path.read_bytes(), type=described(RayHandle))
 
 
 def _was_skipped(save: aiockpt.SaveFuture) -> bool:

@@ -430,7 +430,7 @@ def _retries(run: RunLog) -> Iterator[Finding]:
         again = "1 call to storage was" if len(calls) == 1 else f"{len(calls)} calls to storage were"
         yield Finding(
             level="note",
-            what=f"{again} made again, most of them {verb}, {many} on rank {rank}.",
+            what=f"{again} retried, most of them {verb}, {many} on rank {rank}.",
             advice=f"The last error was {last[2].error}.",
             since_s=min(calls, key=lambda call: call[0])[0],
             rank=rank,

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import msgspec
 
+from aiockpt.format.document import described
 from aiockpt.monitor.heartbeat import BEGINS, Beat, beat_key
 from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
@@ -18,7 +19,7 @@ from aiockpt.monitor.under_way import PendingWork
 from aiockpt.storage.backend import Backend, Stat
 from aiockpt.storage.transfer import get_many
 
-_decoder = msgspec.json.Decoder(Beat)
+_decoder = msgspec.json.Decoder(described(Beat))
 MISSED = 3
 """Consecutive missing beats from which on a rank counts as silent."""
 GRACE_S = 2.0

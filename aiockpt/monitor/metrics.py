@@ -125,7 +125,7 @@ _METRICS: tuple[tuple[str, ...], ...] = (
     ("Gauge", "durable_timestamp_seconds", "When that was, since 1970."),
     ("Counter", "saves_not_finite", "Saves with NaN or infinite numbers."),
     ("Counter", "scrub_found", "Damaged steps, by what came of them.", "outcome"),
-    ("Counter", "storage_retries", "Calls to storage made again.", "verb"),
+    ("Counter", "storage_retries", "Retried calls to storage.", "verb"),
     ("Counter", "copies", "Copies to farther places, by how they ended.", "url", "outcome"),
     ("Gauge", "copy_lag_seconds", "Of the last copy, from its commit on.", "url"),
     ("Counter", "loaded_bytes", "Bytes of the tensors that loads filled."),

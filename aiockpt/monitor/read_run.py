@@ -20,6 +20,7 @@ import msgspec
 from aiockpt import events
 from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.events import Committed, Event, Opened, StageEnded
+from aiockpt.format.document import described
 from aiockpt.monitor.run_log import ProcessLog, RunLog, UnreadFile, start_numbers
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.redaction import redact
@@ -85,7 +86,7 @@ def _shift(first: _Seen, other: _Seen) -> int:
 
 _kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
 _times = {kind: tuple(one.name for one in msgspec.structs.fields(kind) if one.type is float) for kind in _kinds}
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, _kinds))
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(described(reduce(or_, _kinds)))
 
 ENDING = ".jsonl"
 READS = 16

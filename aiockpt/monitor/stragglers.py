@@ -28,6 +28,7 @@ import anyio.to_thread
 import msgspec
 
 from aiockpt.events import Event, Opened, Operation, SnapshotTaken, StageEnded, StragglerFound
+from aiockpt.format.document import described
 from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan
 from aiockpt.monitor.trace import FOLDER
@@ -335,7 +336,7 @@ class PeerTimes:
 def _add_times(times: StageTimes, data: bytes, opened: Opened) -> None:
     """Add the times of one rank, unless they are of an earlier start, or of another version."""
     try:
-        found = msgspec.json.decode(data, type=RankTimes)
+        found = msgspec.json.decode(data, type=described(RankTimes))
     except msgspec.MsgspecError:
         return
     if found.rank < opened.world_size and found.time_s * 1e9 >= opened.time_ns:

@@ -1,5 +1,5 @@
-"""The stages of a save and a load, one a file: no stage imports another, `aiockpt.engine` connects them.
+"""The stages of a save: snapshot (live tensors → slabs) · upload (slabs → files and their checksums) · commit · lineage.
 
-snapshot (live tensors → slabs) · serialize (slabs → checksums) · upload (slabs → data files) · commit (votes → manifest)
-and back: discover (which steps are there) · fetch (files → memory, verified) · place (memory → live tensors) · collect.
+And back: discover (the steps of a place) · receipts (manifests and receipts, read) · fetch (files → memory, verified) · copy
+(a step to another place) · collect (retention, garbage). `aiockpt.engine` connects them.
 """

@@ -27,6 +27,7 @@ from aiockpt.errors import (
     ReplicasDifferError,
     StorageFullError,
 )
+from aiockpt.format.document import described
 from aiockpt.format.manifest import (
     RECEIPT_START,
     Ancestors,
@@ -251,7 +252,7 @@ async def _decided(backend: Backend, key: str) -> Verdict:
         data = await read_start(backend, key, DECISION_LIMIT_BYTES + 1)
         if _is_of_attempt(data):
             return "collect"
-        return msgspec.json.decode(data, type=Decision).decision
+        return msgspec.json.decode(data, type=described(Decision)).decision
     except ObjectNotFoundError:
         return "collect"  # the record was deleted while we read: the attempt is being removed
     except (msgspec.DecodeError, UnicodeDecodeError, ManifestError) as error:  # msgspec lets the second one through

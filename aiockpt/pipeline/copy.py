@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, ObjectExistsError, UsageError
-from aiockpt.format.document import SUM_BYTES, block_count, digest128
+from aiockpt.format.document import SUM_BYTES, block_count, described, digest128
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB, Content
@@ -218,7 +218,7 @@ def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
     """Return the file that a mark describes; None when that cannot be file number *index*."""
     wanted = source.files[index]
     try:
-        file = msgspec.json.decode(data, type=FileEntry)
+        file = msgspec.json.decode(data, type=described(FileEntry))
     except (msgspec.DecodeError, UnicodeDecodeError):  # msgspec lets the second one through
         return None
     if not file.p.startswith(f"{attempt_prefix(source.attempt)}/d/"):

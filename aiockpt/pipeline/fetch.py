@@ -30,7 +30,7 @@ from aiockpt.errors import (
     StorageTransferError,
 )
 from aiockpt.format.document import MEMO_BYTES, MEMO_PIECES, BlockHasher, Memo, block_range
-from aiockpt.format.manifest import FileEntry, Manifest, TensorEntry, has_table
+from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
@@ -110,8 +110,8 @@ class BlockCheck:
             self._left -= len(view)
 
 
-_agreed: Memo[tuple[bytes, int, int, dict[str, TensorEntry]], bool] = Memo()
-"""The last header that agreed with its manifest: the header, the file's size and number, and the manifest's tensors."""
+_agreed: Memo[tuple[bytes, int, Sequence[Placed], list[str]], bool] = Memo()
+"""The last header that agreed with its manifest: the header, the file's size, its pieces, and the dtype of each."""
 
 Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
 """Finds the other copies of a save."""
@@ -341,12 +341,13 @@ class StepFiles:
 
     def _compare_header(self, index: int, prefix: bytes) -> None:
         """Runs on a worker thread: a header that is padded to a block takes 20 ms; the loop starts reads meanwhile."""
-        size, tensors = self._manifest.files[index].size, self._manifest.tensors
-        if _agreed.recall((prefix, size, index, tensors)):
+        size, placed, tensors = self._manifest.files[index].size, self._placed[index], self._manifest.tensors
+        question = (prefix, size, placed, [tensors[name].dtype for name, _ in placed])
+        if _agreed.recall(question):
             return
-        check_header(index, self._manifest, decode_header(prefix, size), self._placed[index])
-        if len(prefix) <= MEMO_BYTES and len(tensors) <= MEMO_PIECES and not has_table(tensors):
-            _agreed.remember((prefix, size, index, dict(tensors)), True)
+        check_header(index, self._manifest, decode_header(prefix, size), placed)
+        if len(prefix) <= MEMO_BYTES and len(placed) <= MEMO_PIECES:
+            _agreed.remember(question, True)
 
     def _corruption(self, key: str, index: int, block: int) -> CorruptionError:
         file = self._manifest.files[index]

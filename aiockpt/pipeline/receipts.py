@@ -1,4 +1,4 @@
-"""Receipts, the votes of ranks: read one by one, or many at once where a group has gathered them.
+"""Manifests and receipts, read: a receipt one by one, or many at once where a group of ranks has gathered them.
 
 Guarantees:
 
@@ -210,7 +210,7 @@ async def read_head(backend: Backend, step_id: str, generation: int) -> Head:
     """Return the head of one manifest: from its first bytes, or from all of it where those do not prove the head.
 
     Raises:
-        ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: see the module.
+        ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: as the section above says.
     """
     key = manifest_key(step_id, generation)
     start = await read_start(backend, key, HEAD_BYTES)
@@ -231,7 +231,7 @@ async def read_manifest(backend: Backend, step_id: str, generation: int, *, come
         come: its bytes, where they were read already.
 
     Raises:
-        ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: see the module.
+        ManifestError, NewerFormatError, ObjectNotFoundError, StorageError: as the section above says.
     """
     key = manifest_key(step_id, generation)
     seen: set[str] = set()

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-- When `CopyProgram.run` returns, every byte was copied: the state may change. The last window is delivered only when no
-  tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from the old address
-  of a tensor, unless the tensor moves during that very copy.
+- When `CopyProgram.run` returns, every byte was copied, if it was *wanted* to the end: the state may change. The last window
+  is delivered only when no tensor has moved meanwhile, so a torn snapshot is never written whole; nor is one copied from
+  the old address of a tensor, unless the tensor moves during that very copy.
 - It copies in file order and delivers each window as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
 - Where the caller waits, the state is large and on the host, its slabs are free and there are several processors, some

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from aiockpt.format.document import described
+
 VARIABLE = "AIOCKPT_PROVE"
 KILLED = "killed"
 """A file of this name in a run's folder: one process has killed itself, and the others are to be killed."""
@@ -80,4 +82,4 @@ def write_job(job: ProofJob) -> Path:
 def read_job() -> ProofJob | None:
     """Return the job of this process; None outside of `aiockpt prove`."""
     path = os.environ.get(VARIABLE)
-    return msgspec.json.decode(Path(path).read_bytes(), type=ProofJob) if path else None
+    return msgspec.json.decode(Path(path).read_bytes(), type=described(ProofJob)) if path else None

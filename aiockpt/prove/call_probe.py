@@ -40,7 +40,7 @@ class CallProbe(Protocol):
         """Return the request to load in place of *request*."""
         ...
 
-    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
+    def wrap_apply(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
         """Return a function that completes a load on its waiter's thread; None where nothing is left to do."""
         ...
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from aiockpt.format.document import described
+
 Place = tuple[int | None, int]
 """(label, count), see above; the label is None before the first one."""
 
@@ -142,7 +144,7 @@ class Ended(Record, frozen=True, kw_only=True, tag=True):
 
 
 AnyRecord = Begun | Stepped | Labelled | Loaded | Told | Committed | Died | Ended
-_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
+_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(described(AnyRecord))
 
 
 def encode(record: AnyRecord) -> bytes:

@@ -125,7 +125,7 @@ class WatchedCalls:
             return request
         return msgspec.structs.replace(request, state={}, only=None, rename=None, strict=False)
 
-    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None]:
+    def wrap_apply(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None]:
         """Return a function that completes a load on its waiter's thread, and records the result."""
 
         def finish() -> LoadResult | None:

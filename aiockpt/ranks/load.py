@@ -33,7 +33,7 @@ from aiockpt.engine.load import (
     check_rewritten,
     fill,
     finish,
-    open_manifest,
+    match_state,
     skip_or_raise,
 )
 from aiockpt.errors import (
@@ -183,7 +183,7 @@ async def _read(place: Place, choice: Choice) -> Manifest:
 async def _fit(
     place: Place, request: LoadRequest, manifest: Manifest, touched: frozenset[str], skipped: Skipped
 ) -> LoadTarget:
-    target = await open_manifest(place, request, manifest)
+    target = await match_state(place, request, manifest)
     check_rewritten(manifest, target, touched, skipped)
     return target
 

@@ -23,7 +23,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine, Place
-from aiockpt.engine.load import Places, Tally, Traffic, open_fetcher
+from aiockpt.engine.load import LoadMemory, Tally, Traffic, open_fetcher
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.planning.exchange import Exchange, FileSpan, plan_exchange, wanted_spans
@@ -100,25 +100,25 @@ class ReadOnce:
             UnservedError: another rank could not read what this one was to receive.
         """
         engine = place.engine
-        places = await run_blocking(engine.state_work, Places, manifest, wanted)
-        spans = await run_blocking(engine.state_work, _spans, manifest, places)
+        memory = await run_blocking(engine.state_work, LoadMemory, manifest, wanted)
+        spans = await run_blocking(engine.state_work, _spans, manifest, memory)
         terms = await self._agree(Wants(tuple(spans), broken=self._peers.broken), engine.options.deadlines.ranks_s)
         if terms.failed_rank >= 0:
             raise UnservedError(f"{manifest.id}: rank {terms.failed_rank} failed before it could read its part")
         tally = Tally()
-        fetcher = open_fetcher(place, manifest, places, tally)
+        fetcher = open_fetcher(place, manifest, memory, tally)
         try:
             if terms.broken is None:
                 with engine.stages("load", manifest.step).time("exchange") as exchange:
-                    received_bytes = exchange.bytes = await self._exchange(engine, manifest, places, fetcher, terms)
+                    received_bytes = exchange.bytes = await self._exchange(engine, manifest, memory, fetcher, terms)
             else:
                 logger.warning("load_group: not used; each rank reads alone: %s", terms.broken)
                 received_bytes = 0
-                for landings in places.plan.passes:
+                for landings in memory.plan.passes:
                     await fetcher.fetch(landings)
         finally:
             await fetcher.close()
-        await run_blocking(engine.state_work, places.finish)
+        await run_blocking(engine.state_work, memory.finish)
         return Traffic(tally.bytes, received_bytes)
 
     async def abandon(self, error: BaseException) -> None:
@@ -162,7 +162,7 @@ class ReadOnce:
         return f"{self._key}/terms/{self._peers.ranks[0]}"
 
     async def _exchange(
-        self, engine: Engine, manifest: Manifest, places: Places, fetcher: Fetcher, terms: Terms
+        self, engine: Engine, manifest: Manifest, memory: LoadMemory, fetcher: Fetcher, terms: Terms
     ) -> int:
         """Read, send and receive; return the bytes received."""
         exchange = await run_blocking(engine.state_work, _plan, manifest, terms)
@@ -170,8 +170,8 @@ class ReadOnce:
             self._peers,
             manifest,
             fetcher,
-            places.memories,
-            places.plan.passes,
+            memory.views,
+            memory.plan.passes,
             exchange,
             verify=engine.options.io.verify != "none",
             deadline_s=engine.options.deadlines.ranks_s,
@@ -183,8 +183,8 @@ class ReadOnce:
         return delivered.received_bytes
 
 
-def _spans(manifest: Manifest, places: Places) -> list[FileSpan]:
-    return wanted_spans(places.plan.passes, [(file.size, file.block) for file in manifest.files])
+def _spans(manifest: Manifest, memory: LoadMemory) -> list[FileSpan]:
+    return wanted_spans(memory.plan.passes, [(file.size, file.block) for file in manifest.files])
 
 
 def _plan(manifest: Manifest, terms: Terms) -> Exchange:

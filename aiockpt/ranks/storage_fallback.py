@@ -29,6 +29,7 @@ from aiockpt.errors import (
     RankTimeoutError,
     UsageError,
 )
+from aiockpt.format.document import described
 from aiockpt.format.manifest import Receipt, decode_receipt
 from aiockpt.format.names import failure_key, parse_failure, receipt_folder, receipt_key, step_id
 from aiockpt.format.validate import check_receipt
@@ -113,7 +114,7 @@ class StorageFallback:
     async def _read_failure(self, rank: int) -> FailureRecord:
         try:
             data = await read_record(self._backend, failure_key(self._id, self._nonce, rank))
-            return msgspec.json.decode(data, type=FailureRecord)
+            return msgspec.json.decode(data, type=described(FailureRecord))
         except (ManifestError, msgspec.DecodeError, UnicodeDecodeError):
             return FailureRecord(rank, "its record cannot be read")
 

@@ -1,4 +1,4 @@
-"""The bridge between training threads and the event loop: the one file in which work crosses threads.
+"""The bridge between training threads and the event loop, over which work crosses threads.
 
 Each engine owns one loop thread (anyio's portal) and worker threads: two from the beginning, more when all are busy.
 Guarantees:

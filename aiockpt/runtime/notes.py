@@ -19,6 +19,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, RankFailedError, RankTimeoutError
+from aiockpt.format.document import described
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.units import name_numbers
 
@@ -105,13 +106,13 @@ class NoteBoard:
     async def find(self, key: str, kind: type[T]) -> T | None:
         """Return the note under *key*; None while there is none."""
         found = await self._call(lambda: self._read([self._key(key)]))
-        return msgspec.msgpack.decode(found[0], type=kind) if found else None
+        return msgspec.msgpack.decode(found[0], type=described(kind)) if found else None
 
     async def find_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
         """Return the note under each of *keys*; None where there is none."""
         names = list(map(self._key, keys))
         found = await self._call(lambda: self._read_any(names))
-        return [None if note is None else msgspec.msgpack.decode(note, type=kind) for note in found]
+        return [None if note is None else msgspec.msgpack.decode(note, type=described(kind)) for note in found]
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run *work*, which blocks briefly, under the limiter of the store's calls."""
@@ -151,7 +152,7 @@ class NoteBoard:
             notes = await self._call(lambda: self._read_any([self._key(missing[rank]) for rank in ranks]))
             for rank, note in zip(ranks, notes, strict=True):
                 if note is not None:
-                    found[rank] = msgspec.msgpack.decode(note, type=kind)
+                    found[rank] = msgspec.msgpack.decode(note, type=described(kind))
                     del missing[rank]
             return None if missing else found
 

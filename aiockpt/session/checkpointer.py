@@ -1,7 +1,7 @@
-"""The public API: what a training program calls, from any thread. Every operation returns a future.
+"""The public API: what a training program calls, from any thread. Saves, loads and queries return futures.
 
-``Checkpointer`` walks the state and takes the snapshot on the caller's thread; everything else happens on its own loop
-thread (`aiockpt.engine`).
+``Checkpointer`` walks the state and takes the snapshot on the caller's thread; the rest runs on its own loop thread
+(`aiockpt.engine`) and on workers.
 """
 
 from __future__ import annotations
@@ -435,8 +435,9 @@ class Checkpointer:
                     load, forked = forking, True
                     filled = await (foreign.load() if foreign else self._load_fork(fork, request, forking))
             if self._engine.rank == 0:
-                log_loaded(None if filled is None else filled.result, forked=forked)
-            promise.on_finish = self._probe.watch_load(asked, filled)
+                url = self._destination.places[0].backend.url
+                log_loaded(None if filled is None else filled.result, url, forked=forked)
+            promise.on_finish = self._probe.wrap_apply(asked, filled)
             if filled is not None and filled.agree:
                 promise.agree = partial(self._agree_applied, load)
             return None if filled is None else filled.result

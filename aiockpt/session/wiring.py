@@ -1,4 +1,4 @@
-"""Assembly of one checkpointer from the core's parts and optional packages, each imported where it is used; and its end.
+"""Assembly of one checkpointer, and its end. Ranks, tiers and the writer process are imported only if they are used.
 
 The writer process puts its own parts together (`aiockpt.worker.root`).
 """

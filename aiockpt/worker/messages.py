@@ -16,6 +16,7 @@ import msgspec
 from aiockpt import errors, events
 from aiockpt.engine.job import RoundName
 from aiockpt.errors import CheckpointError
+from aiockpt.format.document import described
 from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
@@ -245,8 +246,8 @@ Answer = Freed | Happened | Written | Reached | Settled | Tidied | GaveUp | Aske
 to_json, from_json = msgspec.json.encode, msgspec.json.decode
 """For trees of values, which are JSON in the receipt, too."""
 encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_order = msgspec.msgpack.Decoder(described(Order)).decode
+decode_answer = msgspec.msgpack.Decoder(described(Answer)).decode
 
 
 def strip_plan(plan: SavePlan) -> SavePlan:

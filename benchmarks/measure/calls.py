@@ -134,7 +134,7 @@ def watching(turn: Turn, outcome: Outcome) -> None:
 
 def _split_of(ckpt: aiockpt.Checkpointer) -> Any:
     """Return the last lazy save's description of its state; it is the same object while the structure is unchanged."""
-    beside: Any = ckpt._submitter._beside
+    beside: Any = ckpt._submitter._snapshotter
     return beside._mutability._known.find(SplitState, (False, frozenset()))
 
 

@@ -808,7 +808,7 @@ def test_a_manifest_that_is_too_long_is_not_read(run: Path) -> None:
     )
     value, skipped = load(place)
     assert value == NEWEST - 1
-    assert "is no document of aiockpt" in skipped[folder(NEWEST)]
+    assert "too many for a document of aiockpt" in skipped[folder(NEWEST)]
 
 
 class Deleting(LocalBackend):

@@ -32,7 +32,7 @@ def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: p
         ckpt.save(7, run.state).result()
         ckpt.load(run.state).result()
     nothing, first, again, loaded = infos(caplog)
-    assert nothing == "nothing to load: there is no checkpoint yet"
+    assert nothing == f"nothing to load: there is no checkpoint yet in file://{tmp_path}"
     assert first.startswith("saved step 7: ")
     assert first.endswith(f" s, to file://{tmp_path}")
     assert "KiB in " in first

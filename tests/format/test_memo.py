@@ -11,7 +11,15 @@ from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import document, merge, validate
 from aiockpt.format import manifest as manifests
 from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree, seal, unseal
-from aiockpt.format.manifest import Manifest, Receipt, TensorEntry, decode_manifest, encode_manifest
+from aiockpt.format.manifest import (
+    Manifest,
+    Receipt,
+    TensorEntry,
+    decode_manifest,
+    decode_receipt,
+    encode_manifest,
+    encode_receipt,
+)
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.validate import check_manifest
 
@@ -137,6 +145,30 @@ def test_a_member_with_the_bytes_of_the_tensors_before_them_keeps_them(manifest:
     for stored in (data, data, close, close):
         found = decode_manifest(stored)
         assert (found.tensors, found.user) == (manifest.tensors, user)
+
+
+@pytest.mark.parametrize(
+    ("user", "tensors"), [('"{ }"', " { }"), ('{"tensors":1,"x":"{ }"}', "{ }"), ('{"{ }":1,"{}":2}', " { }")]
+)
+def test_tensors_that_are_none_but_spaces_leave_the_same_bytes_elsewhere(
+    manifest: Manifest, user: str, tensors: str
+) -> None:
+    fields = json.loads(unseal(encode_manifest(manifest), "it")) | {"alias": {}, "user": 0, "tensors": 1}
+    body = json.dumps({"user": 0} | fields, separators=(",", ":"))
+    data = seal(body.replace('"user":0', f'"user":{user}').replace(',"tensors":1,', f',"tensors":{tensors},').encode())
+    for _ in range(2):
+        found = decode_manifest(data)
+        assert (found.user, found.tensors) == (json.loads(user), {})
+
+
+@pytest.mark.parametrize("state", ['"state": "a"', '"state":"a"'])
+def test_a_key_that_stands_twice_beside_the_bytes_of_the_state_is_refused(receipts: list[Receipt], state: str) -> None:
+    fields = json.loads(unseal(encode_receipt(receipts[0]), "it"))
+    body = json.dumps({"user": 0} | fields | {"user": 0, "state": 1}, separators=(",", ":"))
+    user = '"user":{"state":0,"a":1,"a":2}'
+    data = seal(body.replace('"user":0', user).replace('"state":1', state).encode())
+    with pytest.raises(ManifestError, match="has the key 'a' twice"):
+        decode_receipt(data)
 
 
 def test_a_name_that_stands_twice_is_refused_again_and_again(manifest: Manifest) -> None:

@@ -226,7 +226,7 @@ def test_of_a_thousand_ranks_only_the_beats_that_are_new_are_read(tmp_path: Path
         rows = [line.split()[0] for line in text.splitlines() if "host" in line][1:]
         assert rows[:3] == ["17", "0", "1"]
         assert "save 20: write" in text
-        assert "1000 of 1000 ranks heard" in text
+        assert "1000 of 1000 ranks reporting" in text
         assert f"{1000 - len(rows)} ranks more" in text
 
     anyio.run(main)
@@ -240,9 +240,9 @@ def test_what_is_wrong_is_said_above_the_table(tmp_path: Path) -> None:
         beat_of(2, pending=[pending(11, 3000.0)]),
     )
     text = shown(view(str(tmp_path), look(tmp_path), height=40))
-    assert "2 of 4 ranks heard" in text
+    assert "2 of 4 ranks reporting" in text
     above, _, rows = text.partition("rank  host")
-    for told in ("silent: rank 1", "never heard of: rank 3", "no space [left]", "step 10 is durable", "1 save failed"):
+    for told in ("silent: rank 1", "no report yet: rank 3", "no space [left]", "step 10 is durable", "1 save failed"):
         assert told in above
     first = rows.splitlines()[1]
     assert first.split()[0] == "1"
@@ -355,7 +355,7 @@ def test_the_command_looks_once_where_there_is_no_terminal(tmp_path: Path) -> No
     run = CliRunner()
     assert "no rank has said anything yet" in run.invoke(app, ["top", str(tmp_path)]).output
     write(tmp_path, beat_of(0, world_size=1))
-    assert "1 of 1 rank heard" in run.invoke(app, ["top", str(tmp_path)]).output
+    assert "1 of 1 rank reporting" in run.invoke(app, ["top", str(tmp_path)]).output
     found = json.loads(run.invoke(app, ["top", str(tmp_path), "--json"]).output)
     assert found["ranks"][0]["beat"]["host"] == "host0"
     assert isinstance(run.invoke(app, ["top", str(tmp_path / "nowhere")]).exception, aiockpt.UsageError)
@@ -488,7 +488,7 @@ def test_a_heartbeat_that_is_damaged_is_told_as_damaged(tmp_path: Path) -> None:
     job = look(tmp_path)
     assert (job.damaged, job.missing, len(job.ranks)) == (["monitor/beat-00001.json"], [], 3)
     assert "damaged, or of another version of aiockpt: monitor/beat-00001.json" in shown(view("run", job, 40))
-    assert "3 of 4 ranks heard" in shown(view("run", job, 40))
+    assert "3 of 4 ranks reporting" in shown(view("run", job, 40))
     for path in (tmp_path / "monitor").iterdir():
         path.unlink()
     first.write_bytes(b"")

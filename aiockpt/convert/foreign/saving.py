@@ -51,7 +51,7 @@ def save_as_step(
         place, on_exists=on_exists, limits=Limits(io=io), ranks=ranks, observers=[_Written(on_written)]
     ) as ckpt:
         if not replace and any(info.step == step for info in ckpt.steps().result()):
-            raise StepExistsError(f"{url} has step {step} already: give another number, or replace it (--force)")
+            raise StepExistsError(f"{url} has step {step} already: give another number, or use replace=True (--force)")
         if not dry_run:
             source = {"converted_from": str(checkpoint.path), "kind": checkpoint.kind}
             saved = ckpt.save(step, checkpoint.state, user=source).result()

@@ -132,7 +132,9 @@ def write_dcp(
         raise UsageError(f"{address.text!r}: a checkpoint of DCP is written to a folder of this machine; give a path")
     target = Path(address.text)
     if (target / METADATA).exists() and not replace:
-        raise UsageError(f"{target} holds a checkpoint of DCP already: give another folder, or replace it (--force)")
+        raise UsageError(
+            f"{target} holds a checkpoint of DCP already: give another folder, or use replace=True (--force)"
+        )
     manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()
     flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
     try:

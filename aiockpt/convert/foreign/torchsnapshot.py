@@ -22,6 +22,7 @@ from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, reported_as_damage
 from aiockpt.convert.foreign.torch_files import read_tensor, unpickle
 from aiockpt.errors import CorruptionError, UsageError
+from aiockpt.format.document import described
 from aiockpt.state.geometry import Box
 
 # The manifest of a torchsnapshot: the entries of each rank, and those that all ranks share.
@@ -205,13 +206,15 @@ def read_manifest(folder: Path) -> dict[int, dict[str, Entry]]:
 
 def _decode(data: bytes) -> _Metadata:
     if data.lstrip()[:1] == b"{":
-        return msgspec.json.decode(data, type=_Metadata)
+        return msgspec.json.decode(data, type=described(_Metadata))
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise UsageError(f"{METADATA}: {_INSTALL_YAML}") from error
     try:
-        return msgspec.convert(yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), type=_Metadata)
+        return msgspec.convert(
+            yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), type=described(_Metadata)
+        )
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 

@@ -16,6 +16,7 @@ import torch
 
 from aiockpt.convert.foreign.to_dcp import DCP_NOTE
 from aiockpt.errors import CorruptionError
+from aiockpt.format.document import described
 
 Parts = tuple[str | int, ...]
 
@@ -50,7 +51,7 @@ def read_note(values: object) -> ItemNote | None:
     if found is None:
         return None
     try:
-        return msgspec.convert(found, ItemNote)
+        return msgspec.convert(found, described(ItemNote))
     except msgspec.ValidationError as error:
         raise CorruptionError(f"the note of DCP's names is damaged: {error}") from error
 

@@ -25,6 +25,7 @@ import msgspec
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import committed_steps
 from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, UsageError
+from aiockpt.format.document import described
 from aiockpt.futures import Future
 from aiockpt.places.readers.hold import HeldStep, Hold, Holds
 from aiockpt.storage.backend import Backend
@@ -196,7 +197,7 @@ class StepWatch:
 
     async def _read_cursor(self, backend: Backend) -> Cursor:
         try:
-            return msgspec.json.decode(await backend.get(self._key, CURSOR_BYTES), type=Cursor)
+            return msgspec.json.decode(await backend.get(self._key, CURSOR_BYTES), type=described(Cursor))
         except ObjectNotFoundError:
             return Cursor(set())
         except msgspec.MsgspecError as error:

@@ -17,6 +17,7 @@ import msgspec
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.destination import Destination
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, StepNotFoundError
+from aiockpt.format.document import described
 from aiockpt.format.names import damaged_key, verified_key
 from aiockpt.options import Scrub
 from aiockpt.pipeline.discover import StepEntry, scan
@@ -109,7 +110,9 @@ class Scrubber:
         for key, marked in ((verified_key, entry.verified), (damaged_key, entry.damaged)):
             if not known and generation in marked:
                 try:
-                    mark = msgspec.json.decode(await read_record(place.backend, key(entry.id, generation)), type=_Mark)
+                    mark = msgspec.json.decode(
+                        await read_record(place.backend, key(entry.id, generation)), type=described(_Mark)
+                    )
                     known = mark.verified_ns
                 except (ObjectNotFoundError, msgspec.MsgspecError):  # replaced at this moment, or nonsense
                     continue

@@ -157,7 +157,7 @@ class Promoter:
         """Have *promotion* copied here in the background."""
         held = tuple(number for number in promotion.copies if self._destination.places[number].backend.traits.durable)
         for number in held:
-            self._destination.places[number].pin(promotion.result.id)
+            self._destination.places[number].protect(promotion.result.id)
         self._waiting.append(_Waiting(promotion, stage, held))
         self._waiting[1:] = sorted(
             self._waiting[1:], key=lambda waiting: waiting.promotion.age
@@ -222,7 +222,7 @@ class Promoter:
             place = self._destination.places[number]
             if place.backend.traits.durable:
                 continue
-            place.pin(promotion.result.id)
+            place.protect(promotion.result.id)
             waiting.held += (number,)
             with suppress(CheckpointError):
                 if await find_copy(place.backend, promotion.result.id, promotion.attempt) is not None:
@@ -385,7 +385,7 @@ class Promoter:
     def _release(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
-            self._destination.places[number].unpin(left.promotion.result.id)
+            self._destination.places[number].unprotect(left.promotion.result.id)
         return left
 
     def _report_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:

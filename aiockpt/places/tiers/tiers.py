@@ -22,7 +22,7 @@ import msgspec
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.find import ListedStep, Look
+from aiockpt.engine.find import ListedStep, ListEntries
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.save import OneAtATime, records_bytes
 from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
@@ -280,7 +280,7 @@ class Tiers:
 
     # ------------------------------------------------------------------ loads
 
-    async def list_steps(self, list_entries: Look) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: ListEntries) -> Sequence[ListedStep]:
         """Return what *list_entries* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
 
         A step that one tier cannot describe now is read from another tier that can.

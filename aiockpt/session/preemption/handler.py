@@ -66,7 +66,7 @@ class PreemptionHandler:
 
     Attributes:
         saves: the last ones.
-        heard: what requested the end of the run; None while nothing has.
+        notice: what requested the end of the run; None while nothing has.
         observers: to be notified of events.
     """
 

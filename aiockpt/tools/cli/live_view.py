@@ -148,7 +148,7 @@ def _urgency(rank: RankNow) -> tuple[bool, float, int]:
 
 def _header(root: str, job: JobNow) -> list[str]:
     well = sum(not one.silent for one in job.ranks)
-    state = "[dim]ended[/]" if job.ended else f"{well} of {show.count(job.world_size, 'rank')} heard"
+    state = "[dim]ended[/]" if job.ended else f"{well} of {show.count(job.world_size, 'rank')} reporting"
     if job.durable_step is None or job.durable_s is None:
         durable = "[yellow]no step is durable yet[/]"
     else:
@@ -158,12 +158,12 @@ def _header(root: str, job: JobNow) -> list[str]:
         f"[bold]{state}[/]   {escape(root)}",
         durable,
         f"in flight: {steps}   {show.speed(job.bytes_per_s)}   {show.count(job.failed, 'save')} failed, "
-        f"{show.count(job.retried, 'call')} made again",
+        f"{show.count(job.retried, 'call')} retried",
     ]
     for ranks, what in (
         (job.doubled, "two processes report as one rank, so two jobs have one place"),
         (job.silent, "silent"),
-        (job.missing, "never heard of"),
+        (job.missing, "no report yet"),
     ):
         if ranks:
             lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
@@ -188,8 +188,8 @@ def _slow(one: Straggler) -> str:
 
 def _table(ranks: list[RankNow]) -> Table:
     table = show.columns(
-        "rank", "host", "doing", "for", "written", "speed", "durable", "heard",
-        right=("rank", "for", "written", "speed", "durable", "heard"), folds="host",
+        "rank", "host", "doing", "for", "written", "speed", "durable", "report",
+        right=("rank", "for", "written", "speed", "durable", "report"), folds="host",
     )  # fmt: skip
     for one in ranks:
         work, beat = one.oldest, one.beat

@@ -43,7 +43,7 @@ def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None
     show.say("")
     last = "" if found.last_step is None else f", the last of step {found.last_step}"
     retried = show.count(found.retries, "call")
-    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {retried} made again")
+    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {retried} retried")
     if found.committed or found.failed:
         show.say(f"pause       {duration(found.pauses_s[0])}, at most {duration(found.pauses_s[1])}")
     if found.committed:

@@ -41,7 +41,7 @@ function drawHistory() {
     `step ${one.step}: ${one.durable_s === null ? name : `durable after ${seconds(one.durable_s)}`}<br>${size(one.bytes)}`])));
   kinds.push(marks("failed", "x", "bad", "failures", 12, failures.map((one) => [one.at_s,
     `step ${one.step} on rank ${one.rank}${one.ranks > 1 ? ` and ${one.ranks - 1} more` : ""}<br>${escapeText(one.error)}`])));
-  kinds.push(marks("made again", "diamond", "warning", "retries", 9, report.retries.map(([at, rank, what]) => [at, `rank ${rank}<br>${escapeText(what)}`])));
+  kinds.push(marks("retry", "diamond", "warning", "retries", 9, report.retries.map(([at, rank, what]) => [at, `rank ${rank}<br>${escapeText(what)}`])));
   kinds.push(marks("begun", "triangle-right", "accent", "starts", 11, report.starts.map((at, number) => [at,
     number ? startText(restarts[number - 1]) : "the run began"])));
   const span = (from, to, tone) => ({ type: "rect", xref: "x", yref: "paper", x0: plotTime(from), x1: plotTime(to), y0: 0, y1: 1, fillcolor: colour(tone), line: { width: 0 }, layer: "below" });

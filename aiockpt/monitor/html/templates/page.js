@@ -51,7 +51,7 @@ function showTiles() {
     [last ? speed(median(report.saves.filter((one) => one.durable_s).map((one) => one.bytes / one.durable_s))) : "–", last ? `bandwidth; ${size(last.bytes)} a save` : "bandwidth"],
     [`${(100 * summary.effective).toFixed(1)} %`, "of the time trained: not held, loading, lost or down (ETTR)"],
     [`${summary.restarts.length}`, summary.restarts.length ? `restarts, ${seconds(summary.restarts.reduce((sum, one) => sum + one.lost_s, 0))} of work lost` : "restarts"],
-    [`${summary.retries}`, "calls to storage made again"],
+    [`${summary.retries}`, "retried calls to storage"],
   ];
   for (const [number, what] of tiles) byId("tiles").append(element("div", { class: "tile" }, element("b", {}, number), element("span", {}, what)));
 }
