@@ -371,7 +371,7 @@ def test_in_a_terminal_it_goes_on_until_the_job_has_ended_or_somebody_ends_it(tm
         mine, theirs = pty.openpty()
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
             os.close(theirs)
-            seen = _read_until(mine, b"1 of 1 rank heard")
+            seen = _read_until(mine, b"1 of 1 rank reporting")
             assert b"\x1b[?1049h" in seen, "a screen of its own, which leaves the terminal as it was"
             if ends == "job":
                 write(tmp_path, beat_of(0, world_size=1, ended=True, number=2))
@@ -416,7 +416,7 @@ def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanw
     fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process, _killed(process):
         os.close(theirs)
-        _read_until(mine, b"1 of 1 rank heard")
+        _read_until(mine, b"1 of 1 rank reporting")
         for how, told in (("fails", b"mount is away"), ("hangs", b"it hangs")):
             flag.write_text(how)
             seen = _read_until(mine, told)
