@@ -323,13 +323,20 @@ class Differences:
     def _add_hints(self, unexpected: Sequence[str]) -> None:
         """Add to each missing leaf the similar names that are unused in the checkpoint."""
         free = {part for name in unexpected for part in prefixes(name)}
-        there = {part for name in self._stored.names() for part in prefixes(name)}
+        names = set(self._stored.names())
+        there = {part for name in names for part in prefixes(name)}
         notes: dict[str, str] = {}
         for problem, name in self._hints:
             wrong = next((part for part in reversed(prefixes(name)) if part not in there), "")
             if wrong and wrong not in notes:
-                notes[wrong] = near_key(wrong, free)
+                notes[wrong] = near_key(wrong, free) or self._other_key(wrong, free, names)
             problem.text += notes.get(wrong, "")
+
+    def _other_key(self, wrong: str, free: Collection[str], names: Collection[str]) -> str:
+        """Return how to rename *wrong*, where one unused part of the checkpoint has all that is missing below it."""
+        below = [name[len(wrong) :] for _, name in self._hints if name.startswith(f"{wrong}.")]
+        same = [part for part in free if below and all(f"{part}{rest}" in names for rest in below)]
+        return f"; the checkpoint has it below {same[0]!r}: map={{{wrong!r}: {same[0]!r}}}" if len(same) == 1 else ""
 
 
 def _not_here(name: str) -> str:

@@ -70,3 +70,26 @@ def test_an_entry_that_names_nothing_is_refused_with_what_is_near_it(save: Any) 
 def test_what_says_neither_is_refused(save: Any, strict: Any) -> None:
     with pytest.raises(UsageError, match="strict= takes True, False, or a dict for parts"):
         save({"a": 1}).open({"a": 1}, strict=strict)
+
+
+def test_a_part_under_another_key_is_reported_with_the_map_that_renames_it(save: Any) -> None:
+    stored = save({"model": nn.Linear(2, 2), "extra": 1})
+    with pytest.raises(StateMismatchError, match=r"net\.bias: .* it below 'model': map=\{'net': 'model'\}"):
+        stored.open({"net": nn.Linear(2, 2)})
+    assert not stored.load({"net": nn.Linear(2, 2)}, rename={"net": "model"}).missing
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"model": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)},
+        {"model": nn.Linear(2, 2, bias=False)},
+        {"model": torch.ones(1)},
+    ],
+    ids=["two have its names", "it lacks one", "a leaf"],
+)
+def test_where_it_is_not_clear_no_map_is_named(save: Any, saved: dict[str, Any]) -> None:
+    found = {"net": torch.ones(1) if isinstance(saved["model"], torch.Tensor) else nn.Linear(2, 2)}
+    with pytest.raises(StateMismatchError) as caught:
+        save(saved).open(found)
+    assert "map={" not in str(caught.value.problems)
