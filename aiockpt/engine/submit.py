@@ -227,7 +227,7 @@ class Submitter:
                 _log_saved(result, self._engine.world_size)
                 if not result.existed:
                     await self._destination.clean_up(result)
-        if not self._engine.pool.is_settled:
+        if not self._engine.pool.is_huge:
             await run_blocking(self._engine.state_work, self._engine.pool.make_huge)
 
     async def _fill_pool(self, job: SaveJob) -> None:

@@ -157,7 +157,7 @@ class SlabPool:
             self._memory.make_huge(slab.address, self._slab_bytes)
 
     @property
-    def is_settled(self) -> bool:
+    def is_huge(self) -> bool:
         """Whether `make_huge` has nothing to do."""
         return not self._new
 

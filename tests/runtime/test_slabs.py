@@ -118,9 +118,9 @@ def test_each_new_slab_is_settled_once_wherever_it_was_made() -> None:
     pool = SlabPool(4 * KIB, 12 * KIB, memory)
     pool.warm_up(1)
     slabs = [pool.acquire(1), pool.acquire(1)]
-    seen = [pool.is_settled]
+    seen = [pool.is_huge]
     for _ in range(2):
         pool.make_huge()
-        seen.append(pool.is_settled)
+        seen.append(pool.is_huge)
         assert sorted(memory.huge) == sorted(slab.address for slab in slabs)
     assert seen == [False, True, True]

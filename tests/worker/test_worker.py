@@ -166,7 +166,7 @@ def test_when_it_has_warmed_up_no_new_slab_waits_for_huge_pages(tmp_path: Path) 
         assert made_bytes(ckpt) == 0
         ckpt.warm_up(STATES[0]).result()
         assert made_bytes(ckpt) >= STATES[0]["x"].nbytes
-        assert ckpt._engine.pool.is_settled
+        assert ckpt._engine.pool.is_huge
 
 
 def test_after_each_save_the_slabs_that_it_made_get_huge_pages(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_after_each_save_the_slabs_that_it_made_get_huge_pages(tmp_path: Path) -
             assert made_bytes(ckpt) < state["x"].nbytes
             ckpt.save(step, state).result()
             until(partial(lambda size: made_bytes(ckpt) >= size, state["x"].nbytes), "slabs for all of the state")
-            until(lambda: ckpt._engine.pool.is_settled, "their huge pages", timeout_s=10)
+            until(lambda: ckpt._engine.pool.is_huge, "their huge pages", timeout_s=10)
 
 
 # ------------------------------------------------------------------ failures
