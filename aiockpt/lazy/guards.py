@@ -67,7 +67,7 @@ class Change(msgspec.Struct, frozen=True):
 
 KINDS = (
     Kind("named", "what `mutable=[…]` names"),
-    Kind("torn", "what was seen to change during an earlier copy"),
+    Kind("torn", "what changed during an earlier copy"),
     Kind("uncounted", "tensors of `torch.inference_mode`: torch counts no changes of them"),
     Kind("immutable", "what `immutable=[…]` names", copied=False),
     Kind(
@@ -76,7 +76,7 @@ KINDS = (
         "whose `step` calls no hooks of torch",
     ),
     Kind("owned", "parameters of optimizers of torch (subclasses too), and their state", copied=False),
-    Kind("other", "all else: buffers, frozen parameters, an EMA, tensors by themselves"),
+    Kind("other", "all else: buffers, frozen parameters, an EMA, bare tensors"),
     Kind("near", "what shares a storage, and so perhaps torch's counter, with one that is copied"),
 )
 """In the order of the checks: the first kind that fits decides; "near" is found last, from all copied tensors."""

@@ -146,7 +146,7 @@ def test_a_manifest_that_is_not_true_is_told(told: str, tmp_path: Path) -> None:
 
 WRONG_SHARDS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "do not add up to its shape": lambda shards: shards.pop(0),
-    "lie over each other": lambda shards: shards[0].update(offsets=[1, 0]),
+    "overlap": lambda shards: shards[0].update(offsets=[1, 0]),
     "is damaged": lambda shards: shards[0].update(offsets=[0]),
     "other sizes than their tensors": lambda shards: shards[0].update(sizes=[1, 3]),
 }

@@ -138,13 +138,13 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
         ckpt = crew.checkpointers[0]
         crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result())
         board: Any = coordinator_of(ckpt).board
-        forget, forgotten = board.forget, list[str]()
+        forget, forgotten = board.delete, list[str]()
 
         async def noted(keys: Sequence[str]) -> None:
             forgotten.extend(keys)
             await forget(keys)
 
-        board.forget = noted
+        board.delete = noted
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
             ckpt._loop.submit(
@@ -240,7 +240,7 @@ def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path
     def places(rank: int) -> list[Any]:
         return [open_own(tmp_path / f"host-{rank // 2}"), tmp_path / "shared"][:tiers]
 
-    with mock.patch.object(storage_fallback, "LOOK_FOR_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
+    with mock.patch.object(storage_fallback, "PROBE_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
     refused = [error for error in errors if isinstance(error, UsageError)]
     assert refused
