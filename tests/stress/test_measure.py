@@ -147,7 +147,7 @@ async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: StressPlan, v
     wrong = [point.operation for point in report.points if point.wrong]
     assert wrong == [operation]
     assert len(report.problems) >= 1
-    assert ("not what was" in report.problems[0] or "differs from what was written" in report.problems[0])
+    assert "not what was" in report.problems[0] or "differs from what was written" in report.problems[0]
 
 
 async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, plan: StressPlan) -> None:
