@@ -262,7 +262,8 @@ class LocalShards:
         begin(self.weight)
         gate.open.set()
         snapshotted = self.save._save.snapshotted  # asked in the back of those who compare
-        until(lambda: snapshotted.is_settled, "the end of the copy")
+        host_copied = [copy.host_copied for copy in ckpt._copies._unchecked.values()]  # resolved a moment later
+        until(lambda: snapshotted.is_settled and host_copied[0].is_settled, "the end of the copy")
 
 
 @pytest.mark.parametrize("ends", [False, True])
