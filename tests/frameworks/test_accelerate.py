@@ -604,7 +604,7 @@ def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
     again = go_on(tmp_path)
     assert again.accelerator.project_configuration.iteration == 2
     fresh = attached(tmp_path)
-    with pytest.raises(ValueError, match="go on from it by load_state"):
+    with pytest.raises(ValueError, match="resume from it by load_state"):
         fresh.accelerator.save_state()
     fresh.accelerator.project_configuration.iteration = 7
     fresh.accelerator.save_state()
