@@ -321,14 +321,14 @@ class Differences:
         return None if part is None else self._claimed[part] + name[len(part) :]
 
     def _add_hints(self, unexpected: Sequence[str]) -> None:
-        """Add to each missing leaf the similar names that are unused in the checkpoint."""
+        """Add similar unused names of the checkpoint to missing leaves: to as many as an error shows, the search is slow."""
         free = {part for name in unexpected for part in prefixes(name)}
         names = set(self._stored.names())
         there = {part for name in names for part in prefixes(name)}
         notes: dict[str, str] = {}
-        for problem, name in self._hints:
+        for problem, name in sorted(self._hints, key=lambda hint: str(hint[0])):
             wrong = next((part for part in reversed(prefixes(name)) if part not in there), "")
-            if wrong and wrong not in notes:
+            if wrong and wrong not in notes and len(notes) < StateMismatchError.SHOWN:
                 notes[wrong] = near_key(wrong, free) or self._other_key(wrong, free, names)
             problem.text += notes.get(wrong, "")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from aiockpt.adapters import differences
 from aiockpt.errors import StateMismatchError, UsageError
 
 
@@ -93,3 +94,20 @@ def test_where_it_is_not_clear_no_map_is_named(save: Any, saved: dict[str, Any])
     with pytest.raises(StateMismatchError) as caught:
         save(saved).open(found)
     assert "map={" not in str(caught.value.problems)
+
+
+def test_similar_names_are_searched_for_as_many_leaves_as_an_error_shows(
+    save: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def near(name: str, names: object) -> str:
+        asked.append(name)
+        return " (near)"
+
+    monkeypatch.setattr(differences, "near_key", near)
+    stored = save({f"old{number:03}": torch.ones(1) for number in range(200)})
+    with pytest.raises(StateMismatchError) as caught:
+        stored.open({f"new{number:03}": torch.ones(1) for number in reversed(range(200))})
+    assert asked == [f"new{number:03}" for number in range(StateMismatchError.SHOWN)]
+    assert str(caught.value).count("(near)") == StateMismatchError.SHOWN

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import document, merge, validate
 from aiockpt.format import manifest as manifests
-from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree, seal, unseal
+from aiockpt.format.document import MAX_TREE_DEPTH, Memo, check_tree, seal, unseal, without
 from aiockpt.format.manifest import (
     Manifest,
     Receipt,
@@ -178,6 +178,12 @@ def test_a_name_that_stands_twice_is_refused_again_and_again(manifest: Manifest)
     for _ in range(2):
         with pytest.raises(ManifestError, match="has the key 'w' twice"):
             decode_manifest(twice)
+
+
+def test_what_is_no_member_stays_in_the_document() -> None:
+    assert without(b'{"a":1,"state":{}}', "state", b"{}", b"null") == b'{"a":1,"state":null}'
+    for body in (b"[1,2,3,{}]", b'{"a":{},"state": {}}', b'{"state":1,"a":{}}'):
+        assert without(body, "state", b"{}", b"null") == body
 
 
 def test_a_tree_is_refused_for_itself() -> None:

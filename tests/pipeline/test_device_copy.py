@@ -42,7 +42,7 @@ class Snapshot:
         self.used_devices = {device for device in map(twin.device_of, state.values()) if device is not None}
         self.events: Sequence[DeviceEvent] = ()
 
-    def acquire(self, enqueued: Callable[[], object] = lambda: None, **options: Any) -> dict[str, torch.Tensor]:
+    def take(self, enqueued: Callable[[], object] = lambda: None, **options: Any) -> dict[str, torch.Tensor]:
         """Copy; *enqueued* is what the program does when it may."""
 
         def note(events: Sequence[DeviceEvent]) -> None:
@@ -76,7 +76,7 @@ def test_a_slab_is_delivered_only_when_the_device_has_filled_it(pool_slabs: int)
     twin = TwinAccelerator("late")
     state = placed(twin, weight=torch.randn(5000), bias=torch.randn(7))
     snapshot = Snapshot(twin, state, pool_slabs)
-    assert_equal(snapshot.acquire(), state)
+    assert_equal(snapshot.take(), state)
     assert snapshot.pool.statistics().used_slabs == 0
     assert snapshot.writer.offsets == sorted(snapshot.writer.offsets)
 
@@ -85,7 +85,7 @@ def test_copies_come_after_what_the_program_has_asked_of_the_device_before() -> 
     twin = TwinAccelerator("early")
     state = placed(twin, weight=torch.zeros(3000), steps=torch.zeros(3))
     twin.compute(lambda: [tensor.add_(1) for tensor in state.values()])
-    found = Snapshot(twin, state).acquire()
+    found = Snapshot(twin, state).take()
     assert all(torch.equal(found[name], torch.ones_like(state[name])) for name in state)
 
 
@@ -100,7 +100,7 @@ def test_an_optimizer_behind_the_marks_changes_nothing_that_is_copied() -> None:
             event.order_before_compute()
         twin.compute(lambda: [tensor.add_(1) for tensor in state.values()])
 
-    found = snapshot.acquire(step)
+    found = snapshot.take(step)
     assert_equal(found, before)
     twin.finish()
     assert_equal(state, {name: tensor + 1 for name, tensor in before.items()})
@@ -109,7 +109,7 @@ def test_an_optimizer_behind_the_marks_changes_nothing_that_is_copied() -> None:
 def test_the_twin_tears_a_snapshot_whose_marks_nobody_waits_for() -> None:
     twin = TwinAccelerator("late")
     state = placed(twin, weight=torch.zeros(3000))
-    found = Snapshot(twin, state).acquire(lambda: twin.compute(lambda: state["weight"].add_(1)))
+    found = Snapshot(twin, state).take(lambda: twin.compute(lambda: state["weight"].add_(1)))
     assert found["weight"].ne(0).any()
 
 
@@ -117,7 +117,7 @@ def test_the_twin_tears_a_snapshot_that_does_not_follow_the_compute_stream() -> 
     twin = TwinAccelerator("early")
     state = placed(twin, weight=torch.zeros(3000))
     twin.compute(lambda: state["weight"].add_(1))
-    assert Snapshot(twin, state).acquire(after=())["weight"].eq(0).any()
+    assert Snapshot(twin, state).take(after=())["weight"].eq(0).any()
 
 
 def windows_of(program: CopyProgram) -> Sequence[Sequence[Any]]:
@@ -147,7 +147,7 @@ def test_what_travels_together_is_one_piece_of_work_and_exact() -> None:
     twin = TwinAccelerator("late")
     state = placed(twin, **{f"small{number}": torch.randn(number) for number in range(90)})
     snapshot = Snapshot(twin, state)
-    assert_equal(snapshot.acquire(), state)
+    assert_equal(snapshot.take(), state)
     assert twin.work_count == sum(map(len, windows_of(snapshot.program)))
 
 
@@ -158,7 +158,7 @@ def test_what_is_not_row_major_is_made_so_in_the_lane() -> None:
     state = {"turned": whole.t(), "striped": whole[:, ::2], "plain": whole}
     twin.compute(lambda: whole.mul_(2))
     snapshot = Snapshot(twin, state)
-    found = snapshot.acquire()
+    found = snapshot.take()
     assert_equal(found, {name: tensor.contiguous() for name, tensor in state.items()})
     assert snapshot.program.in_place
 
@@ -166,7 +166,7 @@ def test_what_is_not_row_major_is_made_so_in_the_lane() -> None:
 def test_of_what_is_made_row_major_the_device_holds_no_more_than_is_on_its_way() -> None:
     twin = TwinAccelerator("early")
     state = placed(twin, **{f"turned{number}": torch.randn(64, 100).t() for number in range(9)})
-    found = Snapshot(twin, state).acquire(after=())  # the lane waits for nobody
+    found = Snapshot(twin, state).take(after=())  # the lane waits for nobody
     assert_equal(found, {name: tensor.contiguous() for name, tensor in state.items()})
     assert twin.peak_scratch_bytes <= 2 * 64 * 100 * 4 + SLAB_BYTES
     assert twin.scratch_bytes == 0
@@ -180,7 +180,7 @@ def test_every_dtype_is_copied(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2, (3, 5)).to(dtype)
     state = placed(twin, some=raw, scalar=raw[0, 0].clone(), turned=raw.t(), none=torch.empty(0, dtype=dtype))
     twin.place([raw, state["scalar"]])
-    found = Snapshot(twin, state).acquire()
+    found = Snapshot(twin, state).take()
     for name, tensor in state.items():
         assert found[name].flatten().tolist() == tensor.flatten().tolist(), name
 
@@ -191,7 +191,7 @@ def test_tensors_of_two_devices_and_of_the_host_share_a_window() -> None:
     twin.place([state["first"], state["third"]], "cuda:0")
     twin.place([state["second"]], "cuda:1")
     snapshot = Snapshot(twin, state)
-    assert_equal(snapshot.acquire(), state)
+    assert_equal(snapshot.take(), state)
     assert set(twin.used_devices) == {CUDA0, CUDA1}
     assert len(snapshot.events) == 2
 
@@ -213,7 +213,7 @@ def test_a_copy_beside_the_program_or_from_a_device_starts_no_threads(
     state = {"host": torch.arange(3000.0), **(placed(twin, device=torch.arange(3000.0)) if on_device else {})}
     expected, taken = copied(state), Snapshot(twin, state)
     taken.pool.warm_up(64)
-    assert_equal(taken.acquire(beside=beside), expected)
+    assert_equal(taken.take(beside=beside), expected)
     assert asked == [count]
 
 
@@ -221,7 +221,7 @@ def test_a_state_in_host_memory_starts_no_device() -> None:
     twin = TwinAccelerator()
     state = {"weight": torch.randn(3000)}
     snapshot = Snapshot(twin, state)
-    assert_equal(snapshot.acquire(), state)
+    assert_equal(snapshot.take(), state)
     assert not twin.used_devices
     assert snapshot.events == ()
 
@@ -232,7 +232,7 @@ def test_a_program_serves_as_long_as_the_tensors_are_where_they_were() -> None:
     snapshot = Snapshot(twin, state)
     for _ in range(3):
         state["weight"].add_(1)
-        assert_equal(snapshot.acquire(), state)
+        assert_equal(snapshot.take(), state)
         assert snapshot.program.in_place
 
 
@@ -241,7 +241,7 @@ def test_a_snapshot_that_nobody_wants_any_more_leaves_no_slab_under_way() -> Non
     state = placed(twin, weight=torch.randn(9000))
     snapshot = Snapshot(twin, state)
     answers = iter([True, True, True, False])
-    snapshot.acquire(wanted=lambda: next(answers))
+    snapshot.take(wanted=lambda: next(answers))
     assert snapshot.pool.statistics().used_slabs == 0
     assert len(snapshot.writer.offsets) == 3
     assert snapshot.events == ()
@@ -253,7 +253,7 @@ def test_a_slab_that_the_device_never_fills_is_never_used_again() -> None:
     snapshot = Snapshot(twin, state)
     twin.hold()
     with pytest.raises(StorageTimeoutError, match="device"):
-        snapshot.acquire(timeout_s=0.05)
+        snapshot.take(timeout_s=0.05)
     assert snapshot.pool.statistics().used_slabs == sum(map(bool, windows_of(snapshot.program))) == 3
     twin.release()
     slab = snapshot.pool.acquire(1)
@@ -272,7 +272,7 @@ def test_moves_that_were_not_enqueued_are_not_waited_for() -> None:
 
     twin.stream(CUDA0).enqueue = broken  # type: ignore[assignment, method-assign]
     with pytest.raises(RuntimeError, match="launch failure"):
-        snapshot.acquire()
+        snapshot.take()
     assert snapshot.pool.statistics().used_slabs == 0
 
 
@@ -324,7 +324,7 @@ def test_the_bytes_are_those_of_the_call_whatever_the_devices_do_and_when(
         expected = {
             name: tensor + 1 if twin.device_of(state[name]) is not None else tensor for name, tensor in expected.items()
         }
-        found = snapshot.acquire(step)
+        found = snapshot.take(step)
         assert_equal(found, {name: tensor.contiguous() for name, tensor in expected.items()})
         if on_device:
             expected = {

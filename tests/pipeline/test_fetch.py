@@ -10,8 +10,10 @@ import pytest
 
 import aiockpt
 from aiockpt.errors import CorruptionError
+from aiockpt.format.document import Memo
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
+from aiockpt.pipeline import fetch
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.pipeline.fetch import LIKELY_HEADER_BYTES, Fetcher
 from aiockpt.pipeline.receipts import read_manifest
@@ -156,25 +158,38 @@ def test_a_header_that_says_something_else_is_corruption_whether_or_not_blocks_a
         run_inline(lambda: fetcher.verify_file(0))
 
 
-@pytest.mark.parametrize("change", ["header", "size", "manifest"])
-def test_a_header_that_agreed_before_is_compared_again_with_what_differs(change: str) -> None:
+@pytest.mark.parametrize("told", ["'base'", "the payload has", "is I32", "shares the bytes"])
+def test_a_header_that_agreed_before_is_compared_again_with_what_differs(told: str) -> None:
     store, key, size = store_with_a_step()
     fetcher, _ = fetcher_of(ObjectsBackend(store))
     run_inline(lambda: fetcher.verify_file(0))
     again, _ = fetcher_of(ObjectsBackend(store))
     body, manifest = store.objects[key].body, again._manifest
-    if change == "header":
+    if told == "'base'":
         changed(store, key, body.replace(b'"bias"', b'"base"'))
-    elif change == "size":
+    elif told == "the payload has":
         changed(store, key, body + b"more")
         file = msgspec.structs.replace(manifest.files[0], size=size + 4)
         manifest = msgspec.structs.replace(manifest, files=(file,))
     else:
-        bias = msgspec.structs.replace(manifest.tensors["bias"], dtype="I32")
-        manifest = msgspec.structs.replace(manifest, tensors={**manifest.tensors, "bias": bias})
+        bias = manifest.tensors["bias"]
+        weight = msgspec.structs.replace(manifest.tensors["weight"].pieces[0], sizes=bias.shape)
+        other = {"dtype": "I32"} if told == "is I32" else {"pieces": (weight,)}
+        changed_bias = msgspec.structs.replace(bias, **other)
+        manifest = msgspec.structs.replace(manifest, tensors={**manifest.tensors, "bias": changed_bias})
     later = Fetcher(ObjectsBackend(store), manifest, [], read_bytes=BLOCK, verify=False)
-    with pytest.raises(CorruptionError, match=r"base|the payload has|is I32"):
+    with pytest.raises(CorruptionError, match=told):
         run_inline(lambda: later.verify_file(0))
+
+
+@pytest.mark.parametrize("bound", ["MEMO_BYTES", "MEMO_PIECES"])
+def test_a_header_that_is_large_or_of_many_pieces_is_not_kept(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_agreed", Memo())
+    monkeypatch.setattr(fetch, bound, 2)
+    store, _, _ = store_with_a_step()
+    fetcher, _ = fetcher_of(ObjectsBackend(store))
+    run_inline(lambda: fetcher.verify_file(0))
+    assert fetch._agreed._last is None
 
 
 def test_where_two_blocks_are_damaged_the_other_copies_are_looked_for_once() -> None:

@@ -205,18 +205,18 @@ def state() -> dict[str, Any]:
 
 def tell(number: int = signal.SIGUSR1) -> None:
     """Tell this process to end; return when the loop thread knows: the test is faster than any training."""
-    notice = threading.Event()
+    heard = threading.Event()
 
     def note(record: logging.LogRecord) -> bool:
         if "the run ends in the next step() or save()" in record.getMessage():
-            notice.set()
+            heard.set()
         return True
 
     logger = logging.getLogger("aiockpt")
     logger.addFilter(note)
     try:
         os.kill(os.getpid(), number)
-        assert notice.wait(250)
+        assert heard.wait(250)
     finally:
         logger.removeFilter(note)
 
