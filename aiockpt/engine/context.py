@@ -401,11 +401,11 @@ class Place:
             self.unprotect(step_id)
 
     def protect(self, step_id: str) -> None:
-        """Protect a step from this process's retention until `unpin`. On the loop."""
+        """Protect a step from this process's retention until `unprotect`. On the loop."""
         self._reading[step_id] = self._reading.get(step_id, 0) + 1
 
     def unprotect(self, step_id: str) -> None:
-        """Undo one `pin`."""
+        """Undo one `protect`."""
         self._reading[step_id] -= 1
         if not self._reading[step_id]:
             del self._reading[step_id]

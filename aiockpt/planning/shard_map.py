@@ -96,7 +96,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         boxes: their numbers, in order of first appearance.
         ranks: the holders, ascending.
-        places: for each holder, which of a box's incidences is its own (see `ShardMap.rows_of`).
+        places: for each holder, which of a box's incidences is its own, counted from `ShardMap.first`.
     """
 
     boxes: Ints
