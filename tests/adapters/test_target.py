@@ -95,8 +95,10 @@ def test_every_difference_is_named_at_once(save: Any) -> None:
         "model.a.weight: shape (4, 2) in the state, (3, 2) in the checkpoint",
         "model.b.bias: in the checkpoint but not in the state",
         "model.b.weight: in the checkpoint but not in the state",
-        "model.c.bias: in the state but not in the checkpoint",
-        "model.c.weight: in the state but not in the checkpoint",
+        "model.c.bias: in the state but not in the checkpoint; "
+        "the checkpoint has it below 'model.b': map={'model.c': 'model.b'}",
+        "model.c.weight: in the state but not in the checkpoint; "
+        "the checkpoint has it below 'model.b': map={'model.c': 'model.b'}",
         "rng: in the state but not in the checkpoint",
         "step: in the state but not in the checkpoint",
         "t: torch.float64 in the state, torch.float32 in the checkpoint",
