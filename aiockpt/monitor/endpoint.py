@@ -72,7 +72,7 @@ class Endpoint:
         try:
             import aiohttp  # noqa: F401  fails now, and not in the background
         except ImportError as error:
-            raise UsageError("Endpoint() needs aiohttp: pip install 'aiockpt[metrics]'") from error
+            raise UsageError("Endpoint() needs aiohttp: pip install aiohttp") from error
         if not (isinstance(port, int) and 0 <= port < 1 << 16):
             raise UsageError(f"Endpoint(port={port!r}): give a port, from 0 (any free one) to 65535")
         if not overdue_s > 0:
@@ -167,7 +167,7 @@ class Endpoint:
         try:
             import prometheus_client as prometheus
         except ImportError:
-            return web.Response(text="prometheus_client is not installed: pip install 'aiockpt[metrics]'", status=404)
+            return web.Response(text="prometheus_client is not installed: pip install prometheus-client", status=404)
         registry = prometheus.REGISTRY if self._registry is None else self._registry
         headers = {"Content-Type": prometheus.CONTENT_TYPE_LATEST}
         return web.Response(body=prometheus.generate_latest(registry), headers=headers)

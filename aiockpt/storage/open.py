@@ -34,12 +34,12 @@ _HERE = {
     "memory": ("aiockpt.backends.memory", "MemoryBackend"),
     "shm": ("aiockpt.backends.shm", "ShmBackend"),
 }
-# Backends of ours that need a client library: scheme → module, class, the extra that installs it.
+# Backends of ours that need a client library: scheme → module, class, the extra, its packages.
 _OURS = {
-    "s3": ("aiockpt.backends.s3", "S3Backend", "s3"),
-    "hdfs": ("aiockpt.backends.hdfs", "HdfsBackend", "hdfs"),
-    "gs": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
-    "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
+    "s3": ("aiockpt.backends.s3", "S3Backend", "s3", "aiobotocore aiohttp awscrt"),
+    "hdfs": ("aiockpt.backends.hdfs", "HdfsBackend", "hdfs", "hdfs-native"),
+    "gs": ("aiockpt.backends.cloud", "CloudBackend", "cloud", "obstore"),
+    "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud", "obstore"),
 }
 
 # The files of a web server can be read one by one, but neither listed nor written.
@@ -131,12 +131,12 @@ def _fsspec_schemes() -> Collection[str]:
 
 def _unknown(scheme: str, url: str, registered: Collection[str], others: Collection[str]) -> UsageError:
     """Return the error that lists the known schemes, and how to install more."""
-    extras = {name: f" (extra {extra})" for name, (_, _, extra) in _OURS.items()}
+    extras = {name: f" (extra {extra})" for name, (_, _, extra, _) in _OURS.items()}
     names = sorted({*_HERE, *_OURS, *registered})
     known = ", ".join(f"{name}://{extras.get(name, '')}" for name in names)
     near = get_close_matches(scheme, names, 1, 0.5)
     hint = f"Did you mean {near[0]}://? " if near else ""
-    more = f"{len(others)} more are fsspec's" if others else "fsspec's are more: pip install 'aiockpt[fsspec]'"
+    more = f"{len(others)} more are fsspec's" if others else "fsspec's are more: pip install fsspec"
     return UsageError(
         f"{url!r}: no backend for {scheme}:// is installed. {hint}There are a path, {known}; {more}. Install a package with"
         f" an entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
@@ -153,13 +153,11 @@ def _no_place(scheme: str, url: str) -> UsageError:
 
 
 def _import_ours(scheme: str, url: str) -> Callable[..., Backend]:
-    module, name, extra = _OURS[scheme]
+    module, name, _, packages = _OURS[scheme]
     try:
         return _import(module, name)
     except ImportError as error:
-        raise UsageError(
-            f"{url!r}: {scheme}:// needs a client library: {error}; install it with: pip install 'aiockpt[{extra}]'"
-        ) from error
+        raise UsageError(f"{url!r}: {scheme}:// needs a client library: {error}; pip install {packages}") from error
 
 
 def _import(module: str, name: str) -> Callable[..., Backend]:

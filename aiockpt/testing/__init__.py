@@ -13,5 +13,5 @@
 
 `aiockpt.prove.certify` shows that a training script resumes as the same run; tests may call it, too.
 
-Import the modules by name; `backend_suite` needs pytest (``pip install 'aiockpt[testing]'``).
+Import the modules by name; `backend_suite` needs pytest (the extra *testing*).
 """

@@ -154,7 +154,7 @@ def test_what_cannot_be_meant_is_refused(given: dict[str, Any]) -> None:
 
 def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(aiockpt.UsageError, match="pip install 'aiockpt"):
+    with pytest.raises(aiockpt.UsageError, match="pip install aiohttp"):
         Endpoint()
 
 

@@ -331,7 +331,7 @@ def html_page(data: ReportData) -> str:
     try:
         plotly = import_module("plotly.offline")
     except ImportError as error:
-        raise UsageError('the HTML report needs plotly: pip install "aiockpt[report]"; --text needs nothing') from error
+        raise UsageError("the HTML report needs plotly: pip install plotly; --text needs nothing") from error
     templates = files("aiockpt.monitor.html") / "templates"
     page = Template((templates / "page.html").read_text("utf-8"))
     text = msgspec.json.encode(data).decode()

@@ -63,7 +63,7 @@ def check_picture(path: Path) -> None:
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib: {error}; install it with: pip install 'aiockpt[plot]'") from error
+        raise UsageError(f"--plot needs matplotlib: {error}; pip install matplotlib") from error
 
 
 def draw(report: StressReport, path: Path) -> None:
