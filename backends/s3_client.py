@@ -44,6 +44,8 @@ S3Client = Any
 
 Addressing = Literal["auto", "path", "virtual"]
 _CONNECTIONS = 64
+# Part of the time without a byte by which a call may be cancelled later.
+_SLACK = 1 / 32
 _SERVICE_FILES = (("s3", "service-2"), ("s3", "endpoint-rule-set-1"))
 _SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
 # The generators that close the open clients. One that was collected with its bucket would leave connections open: a loop
@@ -57,7 +59,18 @@ class StoreSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]
     aiohttp follows a 307 to any host by itself, with the body, and the client would accept the answer of that host. A
     store never needs that: where a bucket lies in another region AWS states it in its answer, and the client signs anew
     for the endpoint that it knows itself.
+
+    Attributes:
+        has_proxy: whether requests go through a proxy.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.has_proxy = bool(options.get("proxies"))
+
+    async def direct(self) -> _Direct:
+        """Return aiohttp's session, with the pool, the TLS and the timeouts of this one, for requests without a proxy."""
+        return await self._get_session(None)
 
     async def _get_session(self, proxy_url: str | None) -> _Direct:
         return _Direct(await super()._get_session(proxy_url))  # type: ignore[misc,unused-ignore]
@@ -69,8 +82,8 @@ class _Direct:
     def __init__(self, session: Any) -> None:
         self._session = session
 
-    async def request(self, method: str, **options: Any) -> Any:
-        return await self._session.request(method, allow_redirects=False, **options)
+    async def request(self, method: str, url: Any, **options: Any) -> Any:
+        return await self._session.request(method, url, allow_redirects=False, **options)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,16 +189,17 @@ class Bucket:
 
         The client's read timeout does not detect a store that accepts no more bytes.
         """
-        with anyio.CancelScope() as scope:
-
-            def extend() -> None:
-                scope.deadline = anyio.current_time() + self._settings.stall_s
+        stall_s, now_s = self._settings.stall_s, asyncio.get_running_loop().time
+        early_s = now_s() + stall_s * _SLACK
+        with anyio.CancelScope(deadline=early_s + stall_s) as scope:
 
             def moved() -> None:
-                extend()
+                nonlocal early_s
+                if now_s() > early_s:  # a new deadline costs more than sending a small object
+                    early_s = now_s() + stall_s * _SLACK
+                    scope.deadline = early_s + stall_s
                 note_progress()
 
-            extend()
             with self.errors(doing, key):
                 yield moved
         if scope.cancelled_caught:
@@ -274,7 +288,8 @@ class Bucket:
             self._expired = False
 
     def _make_requests(self, client: S3Client, session: AioSession) -> ObjectRequests:
-        return ObjectRequests(client, session, follows=_is_aws(client.meta.endpoint_url))
+        http = client._endpoint.http_session  # noqa: SLF001  not public; a test keeps it there
+        return ObjectRequests(client, http, session, follows=_is_aws(client.meta.endpoint_url))
 
     async def _open_client(self, client: AsyncGenerator[S3Client, None]) -> S3Client:
         try:

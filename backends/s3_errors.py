@@ -127,12 +127,16 @@ _FAILURES = (
     _Meaning((ConnectTimeoutError, ReadTimeoutError, TimeoutError), StorageTimeoutError),
     _Meaning((aiohttp.ClientPayloadError, FlexibleChecksumError), StorageTransferError),
     _Meaning(
-        (EndpointConnectionError, ProxyConnectionError),
+        (SSLError, aiohttp.ClientSSLError),
+        StorageError,
+        "Check the certificate (AWS_CA_BUNDLE) and https or http.",
+    ),
+    _Meaning(
+        (EndpointConnectionError, ProxyConnectionError, aiohttp.ClientConnectorError),
         StorageError,
         "Check that the store is up and AWS_ENDPOINT_URL is right.",
         retryable=True,
     ),
-    _Meaning(SSLError, StorageError, "Check the certificate (AWS_CA_BUNDLE) and https or http."),
 )
 
 

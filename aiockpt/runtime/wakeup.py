@@ -162,10 +162,7 @@ class _WakeupSlot:
         """Notify all watches of a signal; return whether there is one."""
         watches = [watch for watch in self.watches if number in watch.numbers]
         for watch in watches:
-            try:
-                watch.notified(number)
-            except Exception:
-                logger.exception("signal %d: a callback failed", number)
+            watch.notified(number)
         return bool(watches)
 
     def flush(self) -> None:
@@ -180,7 +177,10 @@ class _WakeupSlot:
         while received := self._receiver.recv(4096):
             numbers = bytes(number for number in received if number != _MARK)
             for number in numbers:
-                self.notify(number)
+                try:
+                    self.notify(number)
+                except Exception:
+                    logger.exception("signal %d: a callback failed", number)
             for _ in range(len(received) - len(numbers)):
                 self._marks.popleft().set()
             if (earlier := self._earlier) is not None and _is_still_there(earlier):
@@ -196,10 +196,12 @@ class _Handler:
         self._slot = slot
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        watched = self._slot.notify(number)
-        if callable(self.earlier):
-            self.earlier(number, frame)
-        elif self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
+        try:
+            watched = self._slot.notify(number)
+        finally:  # also when the handler of another signal, which came meanwhile, has raised
+            if callable(self.earlier):
+                self.earlier(number, frame)
+        if self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
             signal.signal(number, signal.SIG_DFL)  # it could not be restored where the last watch was closed
             signal.raise_signal(number)
 

@@ -101,8 +101,8 @@ def test_too_much_text_names_the_text() -> None:
 def test_a_log_that_grows_is_warned_of_before_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     walker, log = native.StateWalker(), list[Any]()
     told = []
-    for _ in range(20):
-        log += [[0.5, None]] * 20_000
+    for count in (160_000, 180_000, 200_000, 260_000, 280_000, 300_000, 320_000, 340_000):
+        log += [[0.5, None]] * (count - len(log))
         caplog.clear()
         with caplog.at_level(logging.WARNING, "aiockpt"):
             try:

@@ -22,6 +22,7 @@ from tests.servers.proxy import Fault, Proxy
 from tests.servers.seaweed import Seaweed
 
 NOW = datetime(2026, 11, 26, 17, 5, 9, tzinfo=UTC)
+USUAL = "AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3/aws4_request, SignedHeaders=host"
 ODD = "d/ü ~(1)+&=?#%20'!*@,;:$"
 
 
@@ -90,17 +91,18 @@ async def test_an_answer_of_aws_that_sends_elsewhere_is_left_to_botocore(proxy: 
 
 
 @pytest.mark.parametrize(
-    ("authorization", "more", "learned"),
+    ("authorization", "more", "has_proxy", "learned"),
     [
-        ("AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3/aws4_request, SignedHeaders=host", {}, True),
-        ("AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3express/aws4_request, SignedHeaders=host", {}, False),
-        ("AWS4-ECDSA-P256-SHA256 Credential=an-id/20261126/s3/aws4_request, SignedHeaders=host", {}, False),
-        ("AWS4-HMAC-SHA256 Credential=a/20261126/us/s3/aws4_request, S", {"X-Amz-Content-SHA256": "0a1b"}, False),
-        ("", {}, False),
+        (USUAL, {}, False, True),
+        (USUAL, {}, True, False),
+        (USUAL.replace("/s3/", "/s3express/"), {}, False, False),
+        (USUAL.replace("HMAC", "ECDSA-P256").replace("eu-west-1/", ""), {}, False, False),
+        (USUAL, {"X-Amz-Content-SHA256": "0a1b"}, False, False),
+        ("", {}, False, False),
     ],
 )
-async def test_what_is_signed_otherwise_is_left_to_botocore(
-    authorization: str, more: dict[str, str], learned: bool
+async def test_what_is_signed_otherwise_or_goes_through_a_proxy_is_left_to_botocore(
+    authorization: str, more: dict[str, str], has_proxy: bool, learned: bool
 ) -> None:
     class Client:
         def __init__(self) -> None:
@@ -123,7 +125,8 @@ async def test_what_is_signed_otherwise_is_left_to_botocore(
     async def no_credentials() -> None: ...
 
     client = Client()
-    requests = ObjectRequests(client, SimpleNamespace(get_credentials=no_credentials), follows=True)
+    http = SimpleNamespace(has_proxy=has_proxy)
+    requests = ObjectRequests(client, http, SimpleNamespace(get_credentials=no_credentials), follows=True)
     assert await requests.head("bucket", "run/key") == {"ETag": "it"}
     assert client.hooks == {}
     expected = Route("https://bucket.store:443/", "bucket.store", "/", "eu-west-1")

@@ -147,7 +147,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def main(arguments: list[str]) -> None:
     """Answer requests; see the head of this file."""
-    for name in SLOW:
+    for name in SLOW if Path("tests/conftest.py").exists() else ():  # a tree that a test has made needs none of them
         with suppress(ImportError):
             import_module(name)
     if arguments:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import aiockpt
+from aiockpt.runtime.loop import LoopThread
 from tests.preemption.programs import WAIT_S, Program, start, start_ranks
 from tests.preemption.test_alone import newest, tell
 from tests.small_run import SMALL
@@ -186,6 +189,36 @@ def test_the_end_of_a_worker_does_not_interrupt_the_last_save(tmp_path: Path) ->
     finally:
         signal.signal(signal.SIGCHLD, earlier)
     assert (ended.value.step, ended.value.code) == (7, aiockpt.Preempted.VERIFIED)
+
+
+def test_the_end_of_a_worker_is_told_though_it_comes_while_a_signal_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated. ")
+
+    def call_soon(loop: LoopThread, *work: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGCHLD)
+        really(loop, *work)
+
+    really = LoopThread.call_soon
+    earlier = signal.signal(signal.SIGCHLD, fail), signal.signal(signal.SIGUSR1, lambda *_: chained.append(1))
+    chained: list[int] = []
+    try:
+        with aiockpt.Checkpointer(tmp_path, on_preempt="save") as ckpt:
+            ckpt.step(7, {"own": Own()})
+            monkeypatch.setattr(LoopThread, "call_soon", call_soon)
+            with pytest.raises(RuntimeError, match="killed by signal"):
+                tell()
+            monkeypatch.undo()
+            assert chained == [1]
+            with pytest.raises(aiockpt.Preempted) as ended:
+                deque(ckpt.step(step, {"own": Own()}) for step in range(8, 10**6))  # the loop thread may not know yet
+    finally:
+        signal.signal(signal.SIGCHLD, earlier[0])
+        signal.signal(signal.SIGUSR1, earlier[1])
+    assert ended.value.code == aiockpt.Preempted.VERIFIED
 
 
 def test_workers_of_our_loader_outlive_a_signal_to_the_group_and_end_with_their_parent(tmp_path: Path) -> None:

@@ -251,8 +251,11 @@ class PreemptionHandler:
             self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
             self.notice = notice
         # Each time: the handler of another signal may have raised between the two on the main thread.
-        with suppress(RuntimeError):  # the loop has ended, and everything is committed
+        try:
             self.engine.loop.call_soon(self._woken.set)
+        except RuntimeError:
+            if self.engine.loop.usable:  # it is of the handler of another signal: torch's for a worker that was killed
+                raise
 
     # ------------------------------------------------------------------ the loop thread
 
