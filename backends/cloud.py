@@ -318,6 +318,7 @@ class CloudStream:
 
     async def abort(self) -> None:
         error = StorageError(f"{self._key!r} was aborted", key=self._key)
+        # The writer has no call to abort: it removes its parts where its block is left with an error.
         await self._try("its parts", self._writer.__aexit__(type(error), error, None))
         await self._try("its claim", self._release())
 

@@ -351,6 +351,7 @@ class _OpenFiles:
                 buffers.fill(memoryview(piece), seen)
                 offset += len(piece)
         finally:
+            # `release` closes idle files only: a read that ends after it closes its own.
             self._idle.append(file)
             if self._closed:
                 self._close()

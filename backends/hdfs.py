@@ -207,6 +207,7 @@ class HdfsBackend:
             flushed = FlushedWriter(writer, status)
             flushed.write(memoryview(data))
             flushed.close()
+            # The date of the new file is the NameNode's clock, which dates leftovers too; this machine's may differ.
             self._sweep_leftovers(status.modification_time)
         except BaseException:
             self._remove_temporary(path)

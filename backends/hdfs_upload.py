@@ -136,6 +136,7 @@ class HdfsUpload:
         if self._progress.over:
             return
         self._progress.over = True
+        # First: a write that waits for its turn would keep the upload busy.
         if self._way is not None:
             self._way.stop()
         with anyio.CancelScope(shield=True):
@@ -193,6 +194,7 @@ class JoinedParts:
         """Does nothing: no part waits for another."""
 
     def close(self) -> None:
+        # Joined to the first part, not to the empty file at the key: CONCAT needs a target with bytes, in its folder.
         whole, *others = [self._parts[offset] for offset in sorted(self._parts)]
         if others:
             self._webhdfs.concat(whole, others, self._user)

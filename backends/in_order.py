@@ -85,6 +85,7 @@ class InOrderUpload:
 
     async def _send(self, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         """Send *runs*, whose turn it is, and the blocks that were waiting for them."""
+        # Before any await: the next block in order then waits for its turn behind this one, and is not copied.
         self._claimed += size
         following = []
         while (held := self._early.pop(self._claimed, None)) is not None:

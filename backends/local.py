@@ -130,6 +130,7 @@ class LocalUpload:
             await run_blocking(self._limiter, self._close_and_remove)
 
     def _reserve(self) -> None:
+        # fallocate refuses a size of 0 with EINVAL, which would count as a file system without it.
         if not self._progress.size or not self._tree.optional.has("fallocate"):
             return
         try:
@@ -147,6 +148,8 @@ class LocalUpload:
             pages = self._direct_range(offset, data)
             done = pages.start
             write_all(self._files, self._buffered_fd, data[:done], offset)
+            # A short write may end inside a page, where O_DIRECT fails with EINVAL. That would count as a file system
+            # without it, so the page cache takes the rest of the run.
             while self._direct_fd is not None and done in pages and (done - pages.start) % PAGE_BYTES == 0:
                 rest = data[done : pages.stop]
                 try:
@@ -169,6 +172,7 @@ class LocalUpload:
         return range(start, stop) if (address + start) % PAGE_BYTES == 0 else range(0)
 
     def _flush_and_close(self) -> None:
+        # fdatasync flushes the size of the file, too, without which the bytes could not be read back.
         self._files.fdatasync(self._buffered_fd)
         self._handle.close()  # NFS reports late write errors here
         self._tree.persist(split_key(self._key)[0])
@@ -176,6 +180,7 @@ class LocalUpload:
     def _close_and_remove(self) -> None:
         with suppress(OSError):
             self._handle.close()
+        # A key that was taken leads here, too: its file is another writer's.
         if self._created:
             self._created = False
             self._files.unlink(self._path)
@@ -234,6 +239,7 @@ class LocalBackend:
         self._optional = self._tree.optional
         self._direct = DirectMode(direct, self._optional)
         self._hard_links: bool | None = None
+        # Simulated files lie on no mount of this machine, so the check for mounted buckets does not apply to them.
         self._may_keep = not isinstance(self._files, OsFiles)
         self._bounces = BouncePool()
         self._cached_read_bytes = 0
@@ -312,6 +318,7 @@ class LocalBackend:
 
     async def move(self, key: str, to: str, *, new: bool) -> None:
         with self._tree.errors(f"renaming {check_key(key)!r} to", check_key(to)):
+            # Not `_patiently`: where a stale handle hides that the move took effect, a second one would find no source.
             await run_blocking(self._small, self._move, key, to, new)
 
     async def now_ns(self) -> int:
@@ -373,8 +380,10 @@ class LocalBackend:
                 failure = error
                 if _is_stale(error):
                     on_stale()
+                # ObjectNotFoundError is a FileNotFoundError, too, and no sign of a missing folder.
                 elif not makes or isinstance(error, StorageError) or not isinstance(error, FileNotFoundError):
                     raise
+            # A folder that the tree knows may have been removed by another process; `make` would not make it again.
             self._tree.invalidate()
             if wait_s:
                 await anyio.sleep(wait_s)
@@ -591,10 +600,12 @@ class LocalBackend:
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, free_files)
 
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
+        # On the event loop, unlike what is above: two additions never run at once.
         self._cached_read_bytes += cached_bytes
         self._direct_read_bytes += direct_bytes
 
 
 def _is_stale(error: BaseException) -> bool:
     """Return whether a name led to a deleted object (ESTALE): a network file system resolves it anew next time."""
+    # Work that converts errors itself has the system's own as the cause.
     return errno.ESTALE in (getattr(error, "errno", None), getattr(error.__cause__, "errno", None))

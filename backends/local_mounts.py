@@ -12,6 +12,7 @@ import re
 import msgspec
 
 _BUCKETS = ("rclone", "s3fs", "goofys", "geesefs", "mountpoint-s3")
+# The kernel writes a blank, a tab or a backslash in a name as a backslash and its octal number.
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -41,6 +42,7 @@ def find_mount(path: str) -> Mount | None:
     for line in lines:
         source, at, kind, *_ = (_ESCAPED.sub(lambda found: chr(int(found[1], 8)), part) for part in line.split(" "))
         inside = path == at or path.startswith(at.rstrip("/") + "/")
+        # Not ">": of two mounts at one folder the later one hides the earlier.
         if inside and (best is None or len(at) >= len(best.at)):
             best = Mount(source, at, kind)
     return best

@@ -136,6 +136,7 @@ class LocalReader:
             return
         if (found.st_dev, found.st_ino, found.st_size) != (*self._identity, self._size):
             raise self._replaced()
+        # The stale descriptor stays open until `close`: other reads of this file may be using it.
         self._fd, self._direct_fd = fd, None
 
     def _replaced(self) -> StorageError:
@@ -167,6 +168,7 @@ class LocalReader:
         probe = buffers.peek(PAGE_BYTES)
         if not probe or not self._tree.optional.has("preadv2"):
             return True
+        # Several threads count here without a lock: a lost count only moves the next probe.
         if self._unasked_bytes > 0:
             self._unasked_bytes -= buffers.left_bytes
             return False
@@ -226,6 +228,7 @@ class LocalReader:
 
     def _open_direct(self) -> int | None:
         """Return an O_DIRECT descriptor of the very file that is open already; None where that cannot be done."""
+        # Two reads may open it at once: the handle has both descriptors, and closes them with the others.
         if self._direct_fd is None:
             fd = self._direct.open(self._handle, self._tree.path(self._key), os.O_RDONLY | os.O_NONBLOCK)
             if fd is None:

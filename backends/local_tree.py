@@ -164,6 +164,7 @@ class Handle:
         errors = []
         while self._fds:
             try:
+                # Taken out first: Linux frees the number even where close fails, and another file may have it by then.
                 self._files.close(self._fds.pop())
             except OSError as error:
                 errors.append(error)
@@ -230,6 +231,7 @@ class DirectMode:
 # Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder.
 LEFTOVER_PREFIX = ".tmp-"
 
+# Not empty (two names for it), a mount point, a missing right, or a file of that name.
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _ADVICE = {
     errno.EACCES: "give this user the right, or name another folder",
@@ -311,6 +313,7 @@ class Tree:
 
     def open_file(self, handle: Handle) -> tuple[int, os.stat_result]:
         """Open the object of *handle* for reading; return its descriptor and what it is. Raises as `stat_file`."""
+        # O_NOFOLLOW covers only the last part of the path, and opening a device may already have an effect.
         self.stat_file(handle.key)
         # O_NONBLOCK: a pipe put there this moment cannot hang us
         fd = handle.open(self.path(handle.key), os.O_RDONLY | os.O_NONBLOCK)
@@ -326,6 +329,7 @@ class Tree:
             self._durable[""] = era
         for ancestor in self._unflushed(folder):
             self._make(self.path(ancestor))
+        # After mkdir, which suppresses that a link or a file has the name.
         self.refuse_links(folder)
 
     def persist(self, folder: str) -> None:
@@ -333,6 +337,7 @@ class Tree:
 
         That follows the writing of what is in them: on a journal they share one commit then.
         """
+        # Read before the flush: a folder that is removed meanwhile, and made again, belongs to a later era.
         era = self._era
         self.flush(folder)
         for ancestor in self._unflushed(folder):  # also when another made it: it may not have flushed it yet
@@ -354,6 +359,7 @@ class Tree:
         what = "a file"
         if stat.S_ISLNK(mode):
             try:
+                # `Files` has no `stat` that follows a link; a listing does, and tells a folder from the rest.
                 self.files.listdir(path)
             except FileNotFoundError:
                 what = "a link to nothing"
@@ -420,6 +426,7 @@ class Tree:
             except FileNotFoundError as error:
                 if self._lookup(os.path.dirname(made)) is None:
                     raise  # removed under us
+                # The parent is there: /proc and its like refuse every new folder with ENOENT, and a retry cannot help.
                 raise StorageError(f"{self.root}: this folder cannot be made; name another one") from error
             self._flush_path(os.path.dirname(made))
         if not self._ancestors_flushed:

@@ -99,6 +99,7 @@ class MemoryBackend:
         start = f"{check_prefix(prefix)}/" if prefix else ""
         objects: list[Stat] = []
         folders: set[str] = set()
+        # Copying a dict is one step of the interpreter; iterating it fails when another thread adds a key meanwhile.
         for key, found in sorted(self._objects.copy().items()):
             if not key.startswith(start):
                 continue

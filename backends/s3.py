@@ -166,11 +166,13 @@ class S3Backend:
         return open_reader(self._bucket, key, found["ContentLength"], found["ETag"], self._hashing)
 
     async def create(self, key: str, size: int) -> S3Upload:
+        # An upload under way is invisible until it is completed, so the store would not refuse a second one.
         if check_size(key, size) in self._creating:
             raise ObjectExistsError(f"creating {key!r}: it is being created by this process already", key=key)
         self._creating.add(key)
         try:
             await self._creator.find_out()
+            # The condition of the completion decides; asked here, a taken key is refused before its bytes are sent.
             if await self._creator.owner(key) is not None:
                 raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
             multipart = Multipart(self._bucket, self._creator, key, self._checks, self._sending)
@@ -267,6 +269,7 @@ class S3Backend:
                 except ClientError as error:
                     if not says_unknown(error):
                         raise
+                    # Deletes at the same time meet the same refusal: only the first of them takes the next step.
                     if self._bucket.batches == tried:
                         self._bucket.batches = "with MD5" if tried == "plain" else "none"
                         logger.info(
@@ -308,6 +311,7 @@ def open_reader(bucket: Bucket, key: str, size: int, etag: str, hashing: Limiter
     """
 
     async def fill(offset: int, buffers: Buffers, seen: Seen | None) -> None:
+        # Before the read, which takes them from *buffers*.
         views = buffers.views
         await _get_range(bucket, key, size, etag, offset, buffers)
         if seen is None:

@@ -116,6 +116,7 @@ class Checks:
             if last_try or not damaged:
                 break
         result = await call({})
+        # Only after the call has worked without a checksum: the refusal may have had another cause.
         if self.summing is not None:
             self.summing = None
             logger.warning(

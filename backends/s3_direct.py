@@ -38,6 +38,7 @@ _HEADERS = {
     "ChecksumCRC32": "x-amz-checksum-crc32",
     "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
 }
+# Without them aiohttp adds its own, and asks for gzip, which this session does not unpack.
 _ALWAYS = {"user-agent": "aiockpt", "accept-encoding": "identity"}
 _META = "x-amz-meta-"
 _UNSIGNED = "UNSIGNED-PAYLOAD"
@@ -119,11 +120,13 @@ class ObjectRequests:
         headers |= _ALWAYS
         if body is not None:
             headers["content-length"] = str(len(body))
+        # Not quoted anew by yarl: the signature is over this very spelling.
         url = URL(route.base + quoted, encoded=True)
         http = await self._http.direct()
         async with await http.request(_METHODS[name], url, headers=headers, data=body) as answer:
             content = await answer.read()
         status = answer.status
+        # S3 can report an error inside a 200, which botocore turns into a 500.
         if name == "PutObject" and status == 200 and b"<Error" in content:
             status = 500
         if status < 300:

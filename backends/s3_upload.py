@@ -134,6 +134,7 @@ class S3Upload:
         sums = await self._hash(size, runs, seen, whole, partial)
         async with open_tasks() as tasks:
             for piece, gathered in partial:
+                # Counted here, on the loop, after the copy: of several writes only the last one finds the part whole.
                 gathered.count(piece)
                 if (memory := gathered.whole) is not None:
                     tasks.start_soon(self._send_gathered, piece.part, memory)
@@ -142,6 +143,7 @@ class S3Upload:
 
     async def finish(self) -> None:
         self._progress.check_open()
+        # A multipart upload needs a part, also for no bytes.
         if not self._progress.size and not self._multipart.sent:
             await self._multipart.send(0, (), self._multipart.sum(()))
         if len(self._multipart.sent) != self._part_count:
@@ -242,6 +244,7 @@ class Multipart:
         except BaseException as error:
             if not isinstance(error, StorageError) or error.retryable:  # it may have been started
                 with anyio.CancelScope(shield=True), suppress(StorageError):
+                    # Its id is not known, so every upload of this key goes: no other writer has the nonce in its name.
                     await abort_uploads(self._bucket, self._key)
             raise
         self._upload_id = answer["UploadId"]

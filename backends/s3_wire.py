@@ -61,6 +61,7 @@ async def receive(response: ClientResponse, buffers: Buffers, moved: Callable[[]
             came_bytes += _put(buffers, piece)
         return came_bytes
     with plain:
+        # Nothing was awaited since aiohttp's buffer was emptied, so what comes next is still in the socket.
         transport.pause_reading()
         await _receive_plain(plain, buffers, moved)
     content.feed_eof()  # for aiohttp the body is over, too: the connection goes back to its pool

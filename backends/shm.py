@@ -115,6 +115,13 @@ class ShmBackend:
         await self._guard("")
         return await self._local.now_ns()
 
+    async def folder_ns(self, key: str) -> int:
+        await self._guard(check_key(key))
+        return await self._local.folder_ns(key)
+
+    async def sync(self) -> None:
+        """Does nothing: deleted memory is free at once."""
+
     async def space(self) -> Space:
         """Return the free space of the mount, or of the host where that is less: other users may occupy the memory."""
         mounted = await self._local.space()

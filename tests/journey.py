@@ -121,7 +121,7 @@ class Passed:
 
     @property
     def body_lines(self) -> int:
-        """The lines of all functions that ran, without signatures, docstrings and blank lines."""
+        """The lines of all functions that ran, without signatures, docstrings, comments and blank lines."""
         return sum(_body_lines(file, names) for file, names in self.functions.items())
 
     @property
@@ -150,7 +150,8 @@ def _body_lines(file: str, names: set[str]) -> int:
     for name, node in _functions(ast.parse(text), ""):
         body = node.body[1:] if ast.get_docstring(node) else node.body
         if name in names and body:
-            total += sum(bool(line.strip()) for line in lines[body[0].lineno - 1 : body[-1].end_lineno])
+            inside = map(str.strip, lines[body[0].lineno - 1 : body[-1].end_lineno])
+            total += sum(bool(line) and not line.startswith("#") for line in inside)
     return total
 
 

@@ -43,6 +43,7 @@ class _Spans:
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         ordered = sorted(spans)
         self._starts = [start for start, _ in ordered]
+        # Running maxima: of the spans that begin before an address, the one that reaches furthest may not be the last.
         self._ends = list(accumulate((end for _, end in ordered), max))
 
     def hold(self, start: int, end: int) -> bool:

@@ -141,6 +141,7 @@ def _there(node: Mapping[str, Any]) -> str:
 
 def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher) -> str | None:
     """Return the key of the stored part with this rank's elements of *like*; None, which is noted, without one."""
+    # The parts of other ranks are not used here, and are no difference.
     matcher.pass_over(path)
     key, parts = box_key(boxes_of(like, path)), node.get("parts")
     if type(parts) is not dict or not all(map(is_composite_node, parts.values())):

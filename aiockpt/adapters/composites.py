@@ -154,6 +154,7 @@ def replace_content(live: torch.Tensor, made: torch.Tensor) -> bool:
     """Turn *live*, which other objects hold, into *made*; return False where torch refuses."""
     if live is made:
         return True
+    # `swap_tensors` exchanges the classes, too: *live* would be a parameter no longer.
     if isinstance(live, torch.nn.Parameter) and not isinstance(made, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=live.requires_grad)
     try:

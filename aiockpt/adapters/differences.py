@@ -132,17 +132,20 @@ def _put_together(cluster: list[Apart], where: str) -> None:
         StateMismatchError: the checkpoint has different values for the same memory.
     """
     spans = [span_of(one.live) for one in cluster]
+    # `set_` places a view in whole elements, so the distance from *base* must be a multiple of every element size.
     base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
     trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0].live.device)
     views = [_view_at(one.live, base, trial) for one in cluster]
     for view, one in zip(views, cluster, strict=True):
         _copy(one.read, view)
     for view, one in zip(views, cluster, strict=True):
+        # Bits are compared, not values: NaN does not equal itself.
         if not torch.equal(_bits(view), _bits(one.read)):
             others = ", ".join(other.name for other in cluster if other is not one)
             shared = f"shares a part of its memory with {others}" if others else "its elements share memory"
             raise StateMismatchError(where, [f"{one.name}: {shared}, and was saved with other values"], _ADVICE)
     for one in cluster:
+        # Else torch refuses to change in place an inference tensor, or a leaf that requires gradients.
         with torch.inference_mode(one.live.is_inference()), torch.no_grad():
             _copy(one.read, one.live)
 
@@ -326,6 +329,7 @@ class Differences:
         names = set(self._stored.names())
         there = {part for name in names for part in prefixes(name)}
         notes: dict[str, str] = {}
+        # In the order of the error's lines, so that the limited number of hints goes to those that it shows.
         for problem, name in sorted(self._hints, key=lambda hint: str(hint[0])):
             wrong = next((part for part in reversed(prefixes(name)) if part not in there), "")
             if wrong and wrong not in notes and len(notes) < StateMismatchError.SHOWN:

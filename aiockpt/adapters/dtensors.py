@@ -160,6 +160,7 @@ def _held_runs(spec: DTensorSpec, path: Path) -> list[list[Run]] | None:
     """Return the runs of indices that this rank has on each axis; None when it is not in the mesh."""
     coordinate = spec.device_mesh.get_coordinate()
     axes: list[list[Run]] = [[(0, size)] if size else [] for size in spec.shape]
+    # The coordinate is checked in the loop, after the placements: a rank outside the mesh refuses the same ones.
     for mesh_axis in _cutting_order(spec, path):
         if coordinate is None:
             return None

@@ -108,7 +108,8 @@ class Index:
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
     """Return a key that tensors of the same elements in the same memory share, even without elements on this rank."""
-    return tensor.shape, *(memory_key(local) for local in local_tensors(tensor))
+    # Without elements the storage tells them apart: a ``state_dict()`` detaches its tensors, which share it.
+    return tensor.shape, *(memory_key(own) or own.untyped_storage()._cdata for own in local_tensors(tensor))
 
 
 def check_key(key: object, path: Path) -> None:

@@ -40,6 +40,7 @@ def kind_of(value: Any) -> Kind:
     cls = type(value)
     if isinstance(value, torch.Tensor):
         return "tensor"
+    # A class whose objects have `state_dict()` has that attribute itself, and would pass for `Stateful`.
     if cls in _PLAIN or issubclass(cls, type):
         return "value"
     if cls in _CONTAINERS:

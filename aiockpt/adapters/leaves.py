@@ -71,6 +71,7 @@ class LeafWriter:
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
         """Store long bytes as a U8 tensor; the digest shows whether ranks, or two places of a state, have equal bytes."""
+        # A copy in a bytearray: torch warns of memory that cannot be written, such as that of bytes.
         name = self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return {TAG: "stored", "name": name, "digest": digest128(data)}
 
@@ -121,6 +122,7 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     """Return a tensor of the same elements, in the same memory where torch can; None where it has no such dtype."""
     if array.dtype.kind not in _TENSOR_KINDS or not array.dtype.isnative:
         return None
+    # `from_numpy` warns of read-only memory, and refuses steps backwards or between whole items (a field of records).
     if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
         array = array.copy()
     try:

@@ -235,11 +235,14 @@ class Matcher:
     def fill_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
         """Request those of *tensors* that fit the stored *names*, whatever `selects` returns; return which."""
         if not self.asks_for_all:
+            # `only=`, renaming and a ``strict=`` mapping refuse entries that match no name: only `want` notes names.
             return [False] * len(names)
+        # An alias is not in `tensors` and takes the long way: tied names are one tensor in `_wanted` and in `whole`.
         facts = list(map(self.stored.tensors.get, names))
         taken = []
         for name, tensor, known, address in zip(names, tensors, facts, plain_addresses(tensors, facts), strict=True):
             place = len(self._wanted)
+            # The address is entered last, only for a tensor that is then appended: *place* is its index in `_wanted`.
             if known is None or not address or self._places.setdefault(address, place) != place:
                 taken.append(False)
                 continue
@@ -277,6 +280,7 @@ class Matcher:
         """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
         if self._sorted_names is None:
             self._sorted_names = sorted({*self.stored.tensors, *self.stored.alias})
+        # In ASCII the slash follows the dot, so the names between the two are those that begin with *name* and a dot.
         start, end = (bisect_left(self._sorted_names, f"{name}{end}") for end in (".", "/"))
         return self._sorted_names[start:end]
 
@@ -303,6 +307,7 @@ class Matcher:
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         dtype, shape = torch_dtype(facts[0]), facts[1]
+        # Only state with the shape of its parameter is sliced like it; a step count is not.
         if isinstance(like, torch.device) or flat is None or flat.shape != shape:
             flat = None
         can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
@@ -335,7 +340,8 @@ class Matcher:
             is_first = other == state_name
         if is_first:
             self._wanted += shards_of(stored_as, facts[0], held)
-        if flat is None or not is_first:
+        # A slice of a parameter is not the whole tensor, which values may share.
+        if flat is None:
             self.values.note_filled(name, tensor)
         return True
 
@@ -468,6 +474,7 @@ class Matcher:
             refuse_idle("only", set(self._only.values()) - self._seen, self._names)
         if self._rename is not None:
             self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
+        # Before `make_tensors`: the values may need new tensors; before `judge`: what they use is no longer unexpected.
         if self._judge_unexpected:
             self.values.add_missing(self._differences.known_names)
         self.values.make_tensors()
@@ -488,6 +495,7 @@ class Matcher:
             problems=judged.problems,
             notes=self._notes,
             rewritten=self._rewritten,
+            # Overlapping tensors are filled first: a codec may make its object from them.
             steps=[*together, *self.values.decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
             renamed=renamed,

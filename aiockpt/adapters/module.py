@@ -59,6 +59,7 @@ def wrapped_name(module: nn.Module) -> str | None:
         return _FSDP1_WRAPPED
     if _CHECKPOINT_WRAPPED in module._modules:
         return _CHECKPOINT_WRAPPED
+    # By name: the class is in torch._dynamo, which would have to be imported.
     if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
         return "_orig_mod"
     return None
@@ -155,6 +156,7 @@ class ModulePart:
                 self._extras.append((member_path, member))
             elif has_extra(member):
                 plan.leave_out((*member_path, EXTRA))
+            # Versions are for `_load_from_state_dict()`, which is not called for modules that are filled directly.
             if not loads_directly(member):
                 self._metadata |= _versions(member, member_path[len(path) :])
 
@@ -412,6 +414,7 @@ def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Mat
     if not matcher.selects(name):
         return
     node = source.values.get(below(source.path, name))
+    # None may be the stored value itself.
     if node is None and below(source.path, name) not in source.values:
         if not matcher.stays(name, stored=source.stored_name(name, matcher)):
             matcher.miss(name)
@@ -459,6 +462,7 @@ class OwnLoad:
             matcher.rewrites(self._leaf(key))
             if key in tensors or key in values or key in stay:
                 continue
+            # A strict load leaves a missing key to the module: its `load_state_dict()` may refuse it or do without.
             if not matcher.is_strict(self._leaf(key)):
                 matcher.miss(self._leaf(key))
         metadata = self._metadata(versions)
@@ -480,6 +484,7 @@ class OwnLoad:
         own = chain(self._bare.parameters(), self._bare.buffers())
         try:
             trial = copy.deepcopy(self._bare, {id(one): _without_memory(one) for one in own})
+            # With ``assign`` the parameters of the copy are the stand-ins themselves, and are recognised by address.
             trial.load_state_dict(_as_state_dict(trial, made, self._metadata(versions)), strict=False, assign=True)
         except Exception:  # noqa: BLE001  a missing key is reported elsewhere; the load itself raises the error
             return {}

@@ -149,6 +149,7 @@ class StateWalker:
             UnsupportedStateError: a leaf cannot be saved; it is named.
             UsageError: *selection* names something that the state lacks, or a part of an object that is saved as a whole.
         """
+        # Taken out, and put back at the end when the walk has succeeded: the first plan is the least recently used.
         plan = self._plans.pop(selection, None)
         known = KnownState() if plan is None else plan.known
         if plan is not None and plan.watch.holds():
@@ -242,12 +243,14 @@ def _container(container: Any, path: Path, index: Index, plan: KeptTensors) -> R
     """Plan a dict, list or tuple that holds more than plain values; it may be another object in each walk."""
     cls, keys = type(container), [key for key, _ in members(container)]
     parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
+    # The format has a dict at the root, also where the caller gives an OrderedDict.
     written_as = cls if path else dict
     nodes = [(key, part.node if isinstance(part, _Kept) else None) for key, part in zip(keys, parts, strict=True)]
     # One pass of C code checks all tensors: a call for each took half of a lazy save of bare tensors.
     kept = [part.tensor for part in parts if isinstance(part, _Kept)]
     is_kept = [isinstance(part, _Kept) for part in parts]
     others = [(place, part) for place, part in enumerate(parts) if not isinstance(part, _Kept)]
+    # In a list the null stays, so that the items behind it keep their positions, which are their names.
     left_out = [place for place, part in others if part is _left_out and cls not in _SEQUENCES]
     is_plain_dict = written_as not in (OrderedDict, *_SEQUENCES) and _has_plain_keys(keys)
 
@@ -345,6 +348,7 @@ def _tie(
     distinct: list[TensorShard] = []
     alias: dict[str, str] = {}
     for leaf in leaves:
+        # *memory* has the dtype of the view that `bytes_of` makes, which different dtypes may share.
         key = (leaf.memory, leaf.shards[0].dtype)
         name = leaf.name if leaf.memory is None else known.get(key) or seen.setdefault(key, leaf.name)
         if name == leaf.name:

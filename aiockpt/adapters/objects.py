@@ -94,6 +94,7 @@ def load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
         return
     needed = [str(rank) for rank in loader.needed_ranks(size)]
     value = matcher.values.request(path, {"shared": shared, "owns": [readers[rank] for rank in needed]})
+    # The readers that this rank does not need are no difference.
     matcher.pass_over(path)
 
     def resume() -> None:
@@ -137,6 +138,7 @@ def load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
             path,
             holder.load_state_dict,
             lambda: without_data(holder, state()),
+            # Generators are set last: the ``load_state_dict()`` of other objects may draw numbers.
             last=isinstance(holder, RNG),
             may_refuse=may_refuse,
         )

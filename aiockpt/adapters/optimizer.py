@@ -325,6 +325,7 @@ class OptimizerPart:
         watch.attribute(attrgetter("state"), optimizer)
         for hooks in _hooks(optimizer):
             watch.mapping(hooks)
+        # Values that are no tensors are read anew in each walk (`refresh`): of them only the keys have to stay.
         if self._view.rest:
             watch.keys(optimizer.state, [key for key in optimizer.state if isinstance(key, torch.Tensor)])
         else:

@@ -85,6 +85,7 @@ class _ByParameter:
             groups.append(target.want_values(number, self._values_of(number, chosen)))
             sources |= {owner: (one.saved, one.ids[owner]) for owner, one in chosen.items()}
         states = target.want_states(sources, self._begin_anew)
+        # A parameter without a source begins anew: with no getters its present state is removed.
         met = {id(parameter) for parameter, _ in states}
         every = (parameter for _, parameter, _ in parameters_of(target.optimizer, target.members))
         states += ((one, Thunks()) for one in every if id(one) not in met)

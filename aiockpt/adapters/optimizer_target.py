@@ -163,6 +163,7 @@ class OptimizerTarget:
             refuse: called with each parameter that differs from the saved one, and the reason.
         """
         found: list[_Chosen] = []
+        # The keeper of a ZeroRedundancyOptimizer has only this rank's share of the parameters.
         kept = {id(parameter) for group in self.keeper.param_groups for parameter in group["params"]}
         for group, parameter, owner in parameters_of(self.optimizer, self.members):
             if owner not in sources:
@@ -188,6 +189,7 @@ class OptimizerTarget:
             live = {} if owner.is_spread else self.keeper.state.get(owner.parameter, {})
             for key, node in nodes.items():
                 tensor = live.get(key)
+                # In a contiguous tensor no two elements share memory; `Matcher.fill` replaces one in which they do.
                 if is_tensor_node(node) and isinstance(tensor, torch.Tensor) and tensor.is_contiguous():
                     names.append(node["name"])
                     tensors.append(tensor)
@@ -258,6 +260,7 @@ class OptimizerTarget:
             case "part":
                 spread = None if live is None else as_dtensor(live.detach(), parameter)
                 tensor = matcher.fill(place, name, spread, parameter, beside=beside)
+                # The DTensor lies in the memory of *live*, which stays in the optimizer itself.
                 if isinstance(live, torch.Tensor) and tensor is spread:
                     return live
                 return local_of(tensor) if is_dtensor(tensor) else tensor

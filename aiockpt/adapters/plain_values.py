@@ -46,6 +46,7 @@ class Filling:
         self.stored = stored
         self.codecs = codecs
         self._note = note
+        # By id. The entry keeps its object alive, so that no other one gets the id.
         self._held: dict[int, tuple[object, Node, Path]] = {}
         # Objects at several places whose saved contents differ: the first place keeps the object, the others get new
         # ones.
@@ -392,6 +393,7 @@ class ValueMatch:
         else:
             shared = share(here)
             fits = shared is not None and self._tensor_misfit(shared, node["name"], path) is None
+            # Not a copy, which `share` makes where torch cannot view the array: a load would fill only the copy.
             if fits and shared is not None and shared.data_ptr() == here.__array_interface__["data"][0]:
                 self.tensors[path] = shared
         if not (fits and here.flags.writeable):

@@ -37,6 +37,7 @@ class Rules:
             try:
                 old, new = pair
                 compiled = re.compile(old)
+                # This parses the replacement: a group that does not exist is refused now, not at the first match.
                 compiled.sub(new, "")
                 self._pairs.append((compiled, new))
             except (TypeError, ValueError, re.error, IndexError) as error:
@@ -137,6 +138,7 @@ class Renamed:
         self._old: dict[str, list[str]] = defaultdict(list)
         for name, new in self._new.items():
             self._old[new].append(name)
+        # Containers get new names, too: modules and optimizers are looked up by the names of their own.
         for part in {part for name in names for part in prefixes(name)} - set(names):
             if (new := rules(part)) != part:
                 self._old[new].append(part)

@@ -212,6 +212,7 @@ def _begins(pattern: Path, path: Path) -> bool:
     return any(_match(pattern, path[:length]) for length in range(len(path) + 1))
 
 
+# Several ``**`` come to the same rests of pattern and path again and again; the cache decides each once.
 @lru_cache(1 << 16)
 def _match(pattern: Path, path: Path) -> bool:
     if not pattern:

@@ -81,10 +81,12 @@ class Stored(msgspec.Struct, frozen=True):
             passed_over: parts whose unused rest is ignored.
             known: both, and parts that belong to the state, whose unused names are reported one by one.
         """
-        roots = set(_unknown_values(self.values, "", known, used | passed_over))
+        # What was left out of a list has a null there, so that the items behind it keep their places.
+        roots = set(_unknown_values(self.values, "", known, used | passed_over | self.left_out.keys()))
         yield from sorted(roots)
         notes = roots | passed_over
         for name in sorted({*self.tensors, *self.alias} - used):
+            # The tensors of single ranks are no difference: those of all other ranks are in the checkpoint, too.
             if not _OF_A_RANK.search(name) and not any(prefix in notes for prefix in prefixes(name)):
                 yield name
 

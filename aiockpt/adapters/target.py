@@ -86,6 +86,7 @@ def fill_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, 
         matcher.later(lambda: set_metadata(container, metadata()))
     order = list(members_of(found.node))
     matcher.values.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
+    # Last: the keys that only the checkpoint has are added by steps that `Matcher.finish` appends to all others.
     matcher.later(lambda: _put_in_order(container, order), last=True)
 
 
@@ -156,6 +157,7 @@ def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone
             continue
         # `only` can name a part even if the part is empty, such as a module without parameters.
         matcher.selects((*path, key))
+        # An item of a list that a save left out is null there, and would load as None; a key of a dict is absent.
         if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), matcher)):
             _load_part(container, key, (*path, key), index, matcher)
 

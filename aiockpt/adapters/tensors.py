@@ -349,6 +349,7 @@ def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 _CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
 _COPIED = {dtype for dtype in _CODES if not re.fullmatch(r"torch\.(u?int[1-7]|float4_e2m1fn_x2)", str(dtype))}
+# Without complex dtypes: such a tensor may be lazily conjugated, which `plain_addresses` does not check.
 _REAL = {dtype: code for dtype, code in _CODES.items() if dtype in _COPIED and not dtype.is_complex}
 _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 """All memory by address; only slices of it are accessed. A slice costs 0.2 µs, a view of a size new to ctypes 30 µs."""

@@ -170,10 +170,12 @@ class ValueRequests:
             ask(need)
         self._load.skip(self._load.stored_name(path))
         self._load.rewrites(path)
+        # Once: `decodes` calls it before the first step, and the step that sets the value must get the same objects.
         decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
         if probe.needs:
             self.decodes.append(decode)
         else:
+            # Now, so that a codec which refuses the value raises before the first tensor is overwritten.
             decode()
         return decode
 
@@ -222,6 +224,7 @@ class ValueRequests:
             return self._make(need)
         name = self._stored.same_tensor(need.name)
         known = self.whole.get(name)
+        # An array shares memory only with a tensor in host memory.
         if known is not None and (need.kind == "tensor" or known.device.type == "cpu"):
             return known
         made = self._make(need)

@@ -95,6 +95,7 @@ def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
             restored, and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
     """
     takes_seed = getattr(source, "generator", source) is None  # only a DataLoader has one
+    # No devices: by default the generators of all CUDA devices would be saved and restored, too.
     with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
         if goes_on:
             torch.default_generator.manual_seed(_draw())

@@ -221,6 +221,7 @@ class Loader(Generic[Batch]):
 
     def _iterate(self, deliver: Callable[[int, Batch], Given], *, by_number: bool) -> Iterator[Given]:
         while self._again:
+            # It stays in the queue until it is noted: neither a save in between nor an error of *prepare* may lose it.
             raw = self._again[0]
             prepared = self._prepared(raw)
             with self._lock:
@@ -233,6 +234,7 @@ class Loader(Generic[Batch]):
         if self.is_over:
             self._goes_on = False
             self._end_epoch()
+        # Before `_begin`, which resets `_goes_on`.
         may_be_over = self._goes_on and self._reader is None
         iteration, batches = self._begin()
         try:
@@ -243,6 +245,7 @@ class Loader(Generic[Batch]):
                 yield deliver(number, taken.prepared)
             self._end_epoch()
         finally:
+            # A load, or another loop, may have replaced it meanwhile.
             if self._iteration is iteration:
                 self._iteration = None
         if may_be_over:  # was the checkpoint made after the last batch? only an empty source shows it
@@ -257,6 +260,7 @@ class Loader(Generic[Batch]):
             iteration = self._iteration = object()
             self._goes_on = False
             if self._untrained is not None:
+                # The source is past its first batch before that is noted: a save on another thread must not read it.
                 self._after = self._read()
             return iteration, batches
 
@@ -412,6 +416,7 @@ class Loader(Generic[Batch]):
                 of_source = next(epoch for epoch in epochs if epoch.parts is not None)
                 self._go_back(of_source.parts)
             self._number, self._source_number = epochs[0].number, of_source.number
+            # Without a list of epochs the state has no number; the source has it after `_go_back`.
             if not any("epochs" in own for own in owns):
                 self._number = self._source_number = self._source_epoch() or 0
             self._again, self._later = deque(epochs[0].batches), deque(epochs[1:])

@@ -214,6 +214,7 @@ def _sewn(spans: Iterable[Span]) -> list[Span]:
     """Return the same samples, with spans joined where one continues another."""
     sewn: dict[int, Span] = {}
     apart: list[Span] = []
+    # From the end: `sewn` has each span under the position at which an earlier one must end to be joined to it.
     for span in reversed(list(spans)):
         last = span.positions[-1]
         next_one = sewn.get(last)

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
@@ -114,7 +114,10 @@ class Failures:
 
         One that this very call has started may have failed already: the next call reports it.
         """
-        ended = [self._untold.popleft() for _ in range(len(self._untold))]
+        ended = []
+        with suppress(IndexError):  # not by their number: another thread may take the last one
+            while True:
+                ended.append(self._untold.popleft())
         self._untold.extend(future for future in ended if future is just_started)
         return [future for future in ended if future is not just_started and not future.delivered]
 
@@ -185,6 +188,7 @@ class Engine:
         self.lineage = Lineage(rank, world_size, lambda: self.token(6))
         alone = world_size == 1
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
+        # Ranks load ranges of rows: if the payload begins with a block, ranges of a power of two are whole blocks.
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
         self.busy_attempts: set[str] = set()
         self.differing_buffers: tuple[str, ...] = ()
@@ -351,6 +355,7 @@ class Place:
         self.other_copies: Callable[[Manifest], Awaitable[Sequence[StepCopy]]] = no_other_copies
         self._listed_uploads_ns: int | None = None
         self._reading: dict[str, int] = {}
+        # Its steps count for the order of saves; `Checkpointer._load_fork` removes a place that is only read from.
         engine.lineage.places.append(backend)
         if isinstance(backend, Retrying):
             backend.add_listener(engine.emit)

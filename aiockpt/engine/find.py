@@ -191,6 +191,7 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     """Roll forward the attempts of a step that have all their votes and no manifest."""
     engine = place.engine
     idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
+    # The usual step, with one attempt that is committed, costs no request.
     if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
         return []
     try:

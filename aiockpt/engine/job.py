@@ -265,6 +265,7 @@ class SaveJob:
     def __init__(self, engine: Engine, save_round: Round, request: SaveRequest, capture: Capture) -> None:
         step = request.step
         self.begun_ns = engine.now_ns() if request.begun_ns is None else request.begun_ns
+        # The caller's future keeps the job alive, and must not keep the state alive with it.
         self.request = msgspec.structs.replace(request, state={})
         self.round = save_round
         self.state, self.guard = capture.state, capture.guard
@@ -280,6 +281,7 @@ class SaveJob:
         self.slabs: list[Handover] = []
         self.copied: Promise[None] = Promise(f"copy of step {step}")
         self.host_copied: Promise[Sequence[DeviceEvent]] = Promise(f"copy of step {step}, the host's part")
+        # However the save ends, waits for a part of its copy end with it.
         self.promise.snapshotted.when_settled(lambda: self.host_copied.resolve(()))
         self.promise.when_settled(lambda: self.copied.resolve(None))
         self.promise.snapshotted.on_retrieve = self.recheck
@@ -352,6 +354,7 @@ class SaveJob:
             begun={} if sampling is None else sampling.events,
             host_copied=self.host_copied.resolve,
         )
+        # The last window may be durable already: the vote waits for `copied`, and so for these samples.
         if sampling is not None and self._stopped_by is None:
             sampling.finish()
             self.hand_samples(sampling)
@@ -433,17 +436,20 @@ class SaveJob:
         failure: BaseException | None = None
         try:
             with anyio.CancelScope() as self._scope:
+                # It was stopped when there was no scope yet for `_cancel_scope` to cancel.
                 if self._stopped_by is not None:
                     self._scope.cancel()
                 yield
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             failure = error
         except BaseException:
+            # The task is cancelled from outside: no other code settles the promise.
             self._fail(self._stopped_by)
             raise
         finally:
             for handover in self.slabs:
                 handover.close()
+        # A scope that `stop` has cancelled ends without an error; an error in it may only follow from what stopped it.
         if not self.promise.is_settled:
             self._fail(self._stopped_by or failure)
 
@@ -455,6 +461,7 @@ class SaveJob:
         if self.promise.is_settled:
             return
         error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
+        # Ends the copy, if that is still being made (`wanted`).
         self._stopped_by = error
         self.guard.expedite()
         engine = self._engine

@@ -574,6 +574,7 @@ class LoadMemory:
             self._parts.append(flat[start : start + box.volume])
             start += box.volume
 
+    # Tensors that fit come as they are, not detached: torch refuses to change a parameter in place outside of this.
     @torch.no_grad()
     def finish(self, pass_number: int | None = None) -> None:
         """Copy staged and scratch data to the targets. Runs on a worker thread, after all blocks were verified.

@@ -272,6 +272,7 @@ async def _mark(
     """Replace the mark of an earlier verification of a generation by the result of this one."""
     mark = {"verified_ns": place.engine.world.clock.time_ns(), "write_id": manifest.write_id, **facts}
     try:
+        # The old one first: at most one of the two marks exists (docs/format.md#marks-and-hints).
         await place.backend.delete([old(manifest.id, manifest.generation)])
         await place.backend.put(new(manifest.id, manifest.generation), msgspec.json.encode(mark))
     except StorageError as error:  # a read-only place can be verified too
@@ -341,6 +342,7 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     engine = place.engine
     busy = set(engine.busy_attempts)  # before the scan: what is committed during it would seem abandoned
     entries = await scan(place.backend, place.heads)
+    # And after it: the scan may show attempts that have begun meanwhile.
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
     now_ns = None
@@ -430,6 +432,7 @@ class _Pruning:
         whole_count, verified = 0, False
         for fact in steps:
             with self._leaving(fact.id):
+                # Listed again: `collect` may have removed generations since the scan.
                 entry = await list_step(self._backend, fact.id)
                 highest = max(entry.generations, default=0)
                 if not highest or (fact.id, highest) in known:

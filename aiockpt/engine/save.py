@@ -57,6 +57,7 @@ class OneAtATime:
             async with lock:
                 yield
         finally:
+            # anyio hands a released lock to the next waiter at once: one that is not locked has no waiter.
             if not lock.locked():
                 self._locks.pop(step, None)
 
@@ -113,6 +114,7 @@ async def existing_save(place: Place, entry: StepEntry) -> SaveResult | None:
     try:
         found = await newest_manifest(place.backend, entry)
     except CorruptionError:
+        # None of its generations is valid: the step is saved again, whatever the policy.
         return None
     if policy == "raise":
         raise StepExistsError(
@@ -166,6 +168,7 @@ async def attempting(place: Place, job: SaveJob, attempt: Attempt) -> AsyncItera
     try:
         yield
     except BaseException:
+        # The vote may be in storage all the same, its answer lost: the decision *collect* then prevents a commit.
         if not job.promise.written.is_settled:
             await _drop_attempt(place, attempt)
         raise

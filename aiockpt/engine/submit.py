@@ -92,6 +92,7 @@ class Submitter:
             job, before = entered
             if before is not None:
                 try:
+                    # One that is stuck for longer is not waited for: this save then runs beside it.
                     for point in before:
                         point.wait_anyway(self._engine.options.deadlines.close_s)
                     self._start(job)
@@ -117,11 +118,13 @@ class Submitter:
     def _enter(self, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         engine, step = self._engine, request.step
+        # Before all that may skip or refuse the save: ranks number the saves of a step by their calls.
         save_round = self._coordinator.begin(step)
         try:
             snapshot = engine.options.snapshot if request.snapshot is None else request.snapshot
             check_choice("snapshot", snapshot, Snapshot)
             self._copies.check_unchanging()
+            # Before the capture: what is found torn in an earlier copy is copied in the call by this save.
             self._copies.recheck()
             if not self._destination.takes(step):
                 return self._skip(save_round, "no tier takes it (Tier(every=…))")
@@ -142,10 +145,10 @@ class Submitter:
             request = msgspec.structs.replace(request, metrics=metrics, user=user)
             job = SaveJob(engine, save_round, request, capture)
             job.stages.note("walk", walked_from_ns, walked_ns)
+            self._destination.prepare(job.promise)
         except BaseException as error:
             save_round.abort(error)
             raise
-        self._destination.prepare(job.promise)
         if not capture.beside:
             return job, before
         self._register(job, before)
@@ -205,12 +208,16 @@ class Submitter:
 
     def _start(self, job: SaveJob) -> None:
         """Plan this save, have it run (from there on it notifies the other ranks itself of failures), and copy its state."""
+        # The job's handovers have events and locks that are waited for on the loop alone, and the caller may run trio.
         with made_for_the_loop():
             job.prepare()
+        # Before it runs and is copied: with a writer process both use what this sets up.
         self._destination.announce(job)
         self._engine.pool.fit(job.plan.window_count, available_bytes)
+        # Before `submit`: an interrupt right after that must end a save that runs, and not its round alone.
         job.begun = True
         self._engine.loop.submit(self._run, job)
+        # For a save that is copied in the call: the others are in the list since `_register`.
         with self._calls:
             if job.promise not in self._saves:
                 self._saves.append(job.promise)
@@ -222,11 +229,13 @@ class Submitter:
                 tasks.start_soon(self._fill_pool, job)
             async with job.running():
                 job.promise.resolve(await self._destination.save(job))
+            # No await comes between the outcome and the lock of `clean_up`: `Shutdown` waits for one after the other.
             if job.promise.error is None and self._engine.rank == 0:
                 result = job.promise.value
                 _log_saved(result, self._engine.world_size)
                 if not result.existed:
                     await self._destination.clean_up(result)
+        # Last, when nothing waits for this save: it takes milliseconds for each new slab.
         if not self._engine.pool.is_huge:
             await run_blocking(self._engine.state_work, self._engine.pool.make_huge)
 
@@ -258,6 +267,7 @@ class Submitter:
 
     def _must_end_first(self) -> SavePromise | None:
         """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
+        # Counted from the newest: saves that wait are in the list, too, and each of them waits for another one.
         return self._saves[-self._engine.options.max_in_flight] if self._is_full() else None
 
     def _must_be_copied_first(self) -> Promise[None] | None:
@@ -309,6 +319,7 @@ def check_step(step: object) -> int:
         with suppress(TypeError, ValueError, RuntimeError):
             if 0 <= (number := operator.index(step)) < 2**63:  # type: ignore[arg-type]
                 return int(number)
+    # CPython refuses to print an int of more than 4,300 digits.
     if isinstance(step, int) and step.bit_length() > 64:
         given = f"an integer of {step.bit_length()} bits"
     else:

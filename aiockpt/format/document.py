@@ -86,6 +86,7 @@ MAX_TREE_DEPTH = 256
 
 _SEAL = b',"digest":"'
 _SEAL_BYTES = len(_SEAL) + len("xxh3_128:") + 32 + len(b'"}\n')
+# Possessive quantifiers: without backtracking the time is linear for any bytes, a hostile document among them.
 _TOKEN = re.compile(rb'[{}]|"(?:[^"\\]++|\\.)*+"[ \t\r\n]*+:?', re.DOTALL)
 _NOT_STRUCTURE = bytes(sorted(set(range(256)) - set(b"[]{},")))
 _LEVELS = np.zeros(256, np.int8)
@@ -192,6 +193,8 @@ def collector_paused() -> Iterator[None]:
     global _usual
     _pauses.append(None)  # one call of C code, like `pop`: two threads cannot lose a count
     first, *others = gc.get_threshold()
+    # 0 means that the program has switched automatic collection off. RARELY was set by another pause, and `_usual`
+    # has the thresholds before that.
     if 0 < first < RARELY:
         _usual = (first, *others)
         gc.set_threshold(RARELY, *others)
@@ -218,6 +221,7 @@ def check_unique_keys(body: bytes, what: str) -> None:
             open_objects.pop()
         elif token.endswith(b":"):
             quoted = token[:-1].rstrip()
+            # A key with escapes may be another spelling of one without.
             key = parse(quoted, str, what).encode() if b"\\" in quoted else quoted[1:-1]
             if key in open_objects[-1]:
                 raise ManifestError(f"{what} has the key {key.decode('utf-8', 'replace')!r} twice in one object")
@@ -253,6 +257,7 @@ class Memo(Generic[Q, A]):
 
     def recall(self, question: Q) -> A | None:
         """Return the answer to *question*; None when that was not the last one."""
+        # Read once: another thread may replace it between the comparison and the answer.
         last = self._last
         return last[1] if last is not None and last[0] == question else None
 

@@ -33,6 +33,7 @@ def encode_gathered(receipts: Sequence[Receipt]) -> bytes:
     said: dict[str, object] = {}
     lines = []
     for receipt in receipts:
+        # The states are compared, too: the digest is only what the receipt says, and decoding must give it back.
         if receipt.scalars_digest in said and said[receipt.scalars_digest] == receipt.state:
             receipt = msgspec.structs.replace(receipt, state=None)
         else:

@@ -399,6 +399,7 @@ _encoded: Memo[tuple[tuple[str, ...], dict[str, TensorEntry]], bytes] = Memo()
 
 def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
     """Return the sealed *document*, decoded once as a check; tensors equal to those of the last document are skipped."""
+    # Dicts are equal in any order of their keys, and their JSON is not: so the order is a part of the question.
     question = (tuple(document.tensors), document.tensors)
     known = _encoded.recall(question)
     try:

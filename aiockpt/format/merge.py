@@ -142,6 +142,7 @@ def _check_agreement(first: Receipt, vote: Receipt) -> None:
 
 def _merge_values(votes: Sequence[Receipt]) -> Any:
     """Unite the global trees; of ranks with equal digests, whose trees are equal, one is read."""
+    # Reversed: the last one set for a digest, which stays, is the lowest rank's.
     distinct = {vote.scalars_digest: vote for vote in reversed(votes)}
     said = sorted((vote.rank, vote.state) for vote in distinct.values())
     tree, conflicts = unite(said)
@@ -193,6 +194,7 @@ def _merge_pieces(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
         try:
             described.check(vote)
         except CommitError:
+            # Votes before this one may be unread yet: their faults come first, however many are read together.
             merging.read()
             raise
         merging.add(vote)

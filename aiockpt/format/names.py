@@ -226,6 +226,7 @@ def _parse_number(pattern: re.Pattern[str], name: str) -> int | None:
 
 def _parse_rank(pattern: re.Pattern[str], name: str) -> int | None:
     match = pattern.fullmatch(name)
+    # Only as it is written: two names for one rank would be two votes.
     if match is None or f"{int(match[1]):05d}" != match[1]:
         return None
     return int(match[1])

@@ -71,6 +71,7 @@ def attach(manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
     dimensions = [len(entry.shape) for entry in manifest.tensors.values()]
     if not len(names) == count == len(found["start"]) == len(found["end"]):
         raise _refusal(manifest, "have different lengths")
+    # Before `bincount`, which allocates as many numbers as the greatest name says.
     if count and (int(names.max()) >= len(dimensions) or bool((names[1:] < names[:-1]).any())):
         raise _refusal(manifest, "name tensors that are not there, or not in their order")
     counts = np.bincount(names, minlength=len(dimensions))
@@ -106,6 +107,7 @@ def _read_column(manifest: Manifest, entry: PartEntry, blobs: Mapping[str, bytes
             raise _refusal(manifest, f"are damaged: blob {index} of {entry.column!r} is not what was written")
         found.append(np.frombuffer(blob, f"<u{entry.width}"))
     column = np.concatenate(found) if len(found) != 1 else found[0]
+    # The checks compute in int64, where such a number would be negative.
     if entry.width == 8 and len(column) and int(column.max()) >= _TOO_LARGE:
         raise _refusal(manifest, f"have a number in {entry.column!r} that nothing of ours has")
     return column

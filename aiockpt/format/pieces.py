@@ -71,6 +71,7 @@ class PieceTable:
         numbers = iter(column.tolist())
         for some, counts in groupby(zip(self.dimensions.tolist(), self.counts.tolist(), strict=True), itemgetter(0)):
             count = sum(map(itemgetter(1), counts))
+            # `islice` ends each group of tensors: `zip` alone would go on into the numbers of the next.
             yield from islice(zip(*[numbers] * some, strict=False), count) if some else repeat((), count)
 
     def is_writable(self) -> bool:
@@ -318,6 +319,7 @@ class PieceMerge:
                 kept = kept[np.lexsort((*offsets[kept].T[::-1], owner[kept]))]
         table = rows[kept]
         counts = np.bincount(owner[kept], minlength=len(self._dimensions))
+        # Copies: a view of one column would keep the whole of *table* in memory.
         facts = {fact: table[:, place].copy() for place, fact in enumerate(_BYTES)}
         for (side, _), boxes in zip(_SIDES, np.split(table[:, 3:], 2, axis=1), strict=True):
             facts[side] = unpad(boxes, np.repeat(self._dimensions, counts))

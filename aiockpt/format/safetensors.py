@@ -138,6 +138,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
             check_unique_keys(body, "safetensors header")
     except ManifestError as error:
         raise CorruptionError(str(error)) from error
+    # By the end, too: an empty entry comes before the one that begins at its place.
     entries.sort(key=attrgetter("start", "end"))
     _check_tiling(entries, file_size - data_start)
     return Header(tuple(entries), metadata, data_start)

@@ -44,6 +44,7 @@ def are_tiled(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Flags:
         own = np.repeat(chosen, counts)
         shapes, offsets, sizes, counts = shapes[chosen], offsets[own], sizes[own], counts[chosen]
     starts = np.cumsum(counts) - counts
+    # `reduceat` has no empty result, for no boxes it returns that of the next one: such tensors were left out above.
     cut = np.logical_or.reduceat(sizes != np.repeat(shapes, counts, axis=0), starts, axis=0)
     axes = cut.sum(axis=1)
     found = counts == 1
@@ -87,6 +88,7 @@ def _weigh_as_much(shapes: Ints, counts: Ints, offsets: Ints, sizes: Ints) -> Fl
     starts = np.cumsum(counts) - counts
     tiled: Flags = np.ones(len(counts), bool)
     for key in keys:
+        # Each weight is below 2³¹, so the sum of up to 2³² of them does not wrap.
         found = np.add.reduceat(_weigh(offsets, offsets + sizes, key), starts) % _PRIME
         tiled &= found == _weigh(np.zeros_like(shapes), shapes, key)
     return tiled

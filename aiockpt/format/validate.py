@@ -222,6 +222,7 @@ def _check_tensors(
     if bad is not None:
         name, entry = next(islice(tensors.items(), bad[0], None))
         _refuse(what, f"a piece of {name!r} {look.find_problem(bad[0], entry.pieces[bad[1]])}")
+    # Without *whole*, `held` and `tiled` are empty.
     for name, shape, stored, tiled in zip(tensors, look.shapes, look.held, look.tiled, strict=False):
         volume = prod(shape)
         if stored != volume:
@@ -249,6 +250,7 @@ class _Look:
     def at(self, table: PieceTable) -> tuple[int, int] | None:
         """Return (number of the tensor, place among its pieces) of the first invalid piece; None when all are valid."""
         edges = np.flatnonzero(np.diff(table.bounds[1:] // _ROWS_AT_ONCE)) + 1
+        # The last limit is that of files which do not exist: every end is above it.
         limits = np.array([*self._file_sizes, -1], np.int64)
         for low, stop in pairwise([0, *edges.tolist(), len(self.shapes)]):
             counts, dimensions = table.counts[low:stop], table.dimensions[low:stop]
@@ -259,6 +261,7 @@ class _Look:
             file, start, end = (column[rows].astype(np.int64) for column in (table.file, table.start, table.end))
             offsets, sizes = table.boxes(low, stop)
             bad = (start > end) | (end > limits[np.minimum(file, len(self._file_sizes))])
+            # Not `offsets + sizes > shape`: numbers up to 2⁶³ − 1 may wrap.
             bad |= (sizes > shape[owner] - offsets).any(axis=1)
             # A product that might wrap is refused by its size in floating point, before it is compared.
             with np.errstate(over="ignore"):

@@ -59,9 +59,11 @@ class OptimizerFinder:
         """Return the living optimizers, and the modules of torch that may change parameters in forward."""
         kinds = (Optimizer, nn.Embedding, nn.EmbeddingBag, *_learned_ranges())
         classes = list(_with_subclasses(kinds))
+        # Before the search: for an object that another thread makes meanwhile the next save finds other counts.
         counts = [(id(cls), sys.getrefcount(cls)) for cls in classes]
         found = [known() for known in self._found]
         if counts != self._counts or None in found:
+            # Not isinstance(): it reads `__class__` of whatever refers to a class, which may run code of the program.
             found = [one for one in gc.get_referrers(*classes) if issubclass(type(one), kinds)]
             self._counts, self._found = counts, list(map(weakref.ref, found))
         return found

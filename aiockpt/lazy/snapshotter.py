@@ -59,6 +59,7 @@ def _before_step(*_: Any) -> None:
 
 def _order_step(copies: PendingCopies) -> None:
     """Order the step that the calling thread begins after all copies; block only for what the host still has to copy."""
+    # Before the waits: the time until the state changes, by which later copies are paced, must not contain them.
     copies.note_change()
     for copy in copies.copying:
         refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")

@@ -76,6 +76,7 @@ class Throttle:
     def __init__(self, pacing: Pacing, pool: SlabPool, busy_slabs: int, begun_ns: int) -> None:
         self._pacing = pacing
         self._pool = pool
+        # So many slabs and the next batch together keep all writers busy.
         self._more = max(BATCH, busy_slabs - BATCH)
         self._begun_ns = begun_ns
         self._left_of_batch = 0

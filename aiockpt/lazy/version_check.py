@@ -56,6 +56,7 @@ class VersionCheck:
             TornSnapshotError: tensors have changed; they are named.
         """
         sources, (counted, uncounted) = self._sources, self._samples
+        # First: the samples of a tensor that has moved would be read from memory that was freed.
         self.check_addresses()
         self._report(
             [

@@ -216,6 +216,7 @@ async def delete_step(backend: Backend, entry: StepEntry) -> None:
     for attempt in entry.attempts:
         await _overrule(backend, entry.id, attempt)
     votes = [_a_vote(entry.id, attempt) for attempt in entry.attempts]
+    # Votes go before the first manifest (`delete` keeps the order): without that of rank 0 nothing is committed again.
     for generation in sorted(entry.generations):
         await backend.delete([*votes, manifest_key(entry.id, generation)])
         votes = []

@@ -234,6 +234,7 @@ async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, 
     others = [stat.key async for stat in walk(backend, attempt_folder(step_id, attempt)) if new and stat.key != vote]
     for key in (vote, *others):
         with suppress(ObjectNotFoundError):
+            # Its content is read as the record from then on: only such a start is understood as *collect*.
             if _is_of_attempt(await backend.get(key, len(RECEIPT_START))):
                 if new:  # some file systems count a second name as a file: the hint for people is removed to make room
                     await backend.delete([LATEST_KEY])
@@ -244,6 +245,7 @@ async def claim_name_of_record(backend: Backend, step_id: str, attempt: str, *, 
 
 def _is_of_attempt(start: bytes) -> bool:
     """Return whether a receipt or a data file begins with *start*; no decision record does."""
+    # A data file is safetensors: 8 bytes with the length of the header, then the header as JSON.
     return start.startswith(RECEIPT_START) or start[8:10] == b'{"'
 
 

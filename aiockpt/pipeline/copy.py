@@ -58,6 +58,7 @@ class Windows:
         """Wait for a free window."""
         await self._free.__aenter__()
         try:
+            # There is a slab, for the limiter has as many places. On a worker, because a new one is faulted in.
             return await run_blocking(self._allocating, self._pool.acquire, 0.0)
         except BaseException:
             await self._free.__aexit__()
@@ -252,8 +253,10 @@ class _FileMover:
         try:
             async with open_tasks() as tasks:
                 for offset in range(0, self._file.size, window_bytes):
+                    # Before the task is started: a file of any size has no more tasks than there are windows.
                     window = await self._windows.acquire()
                     size = min(window_bytes, self._file.size - offset)
+                    # anyio cancels no task before its first step, so the task always gets to return its window.
                     tasks.start_soon(self._move_window, window, upload, offset, size)
             note_progress(self._file.size / FLUSHED_BYTES_PER_S)
             await upload.finish()
@@ -283,6 +286,7 @@ class _FileMover:
             view = window.memory[:size]
             await self._source.read(self._blocks, self._index, offset, view)
             await self._pace.throttle(size)
+            # Known sums were compared in the read: only those of a new file are computed here.
             await upload.write(offset, [view], None if self._file.digest else self._sums.seen_from(offset))
         finally:
             with anyio.CancelScope(shield=True):
@@ -402,6 +406,7 @@ async def open_copy_source(
             f"IO(read_bytes={largest.block})"
         )
     if largest is not None:
+        # Sums need whole blocks. Blocks are powers of two, so that the largest is a multiple of all others.
         window_bytes -= window_bytes % largest.block
     if content == "full":
         return WholeStep(sources, window_bytes)

@@ -119,6 +119,7 @@ class DeviceRun:
 
         event = stream.enqueue(work)
         for number in part.ends:
+            # The enqueued work still reads it: the allocator gives such memory only to this stream, behind that work.
             del self._made[number]
         return event
 
@@ -128,6 +129,7 @@ class DeviceRun:
 
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Return whether the memory of *tensor*, in order, is what is written."""
+    # Torch conjugates and negates lazily: the memory of such a tensor does not hold its values.
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

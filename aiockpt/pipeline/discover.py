@@ -240,6 +240,7 @@ async def list_step(backend: Backend, step_id: str, heads: Heads | None = None) 
         entry = _entry(step_id, listing)
         if entry.generations:
             entry = await _judge(backend, entry, {stat.key: stat for stat in listing.objects}, heads)
+        # The same faults in two listings are no deletion under way.
         if entry.passed in ((), before):
             break
     return entry
@@ -282,6 +283,7 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
             there.remove(generation)
             continue
         except (NewerFormatError, StorageError) as error:
+            # No lower generation is tried: an outage would make an older save the newest.
             trouble = error
             break
         except ManifestError as error:

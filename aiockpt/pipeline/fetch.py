@@ -97,6 +97,7 @@ class BlockCheck:
             raise StorageTransferError(f"{self._file.p}: {wanted:,} bytes were requested, {self.seen_bytes:,} received")
 
     def _compare(self, view: memoryview) -> None:
+        # Behind the last block of the file nothing is left: bytes there have no checksum; `check_complete` counts them.
         while len(view) >= self._left > 0:
             self._hasher.update(view[: self._left])
             if self._hasher.digest() != self._file.sum_of(self._block):
@@ -166,6 +167,7 @@ class StepFiles:
         self._verify = verify
         self._check_headers = check_headers
         self._now_ns = now_ns
+        # msgspec decodes with the GIL held: more threads would only take turns with each other and the loop.
         self._decoding = Limiter("header", 1)
         self._searching = anyio.Lock()
         self._opened: dict[tuple[int, int], _OpenFile | CheckpointError] = {}
@@ -247,6 +249,7 @@ class StepFiles:
             raise error
         for at in range(0, size, block):
             part = cut_views(into, at, min(at + block, size))
+            # From copy 0 on: its read of the whole run may have failed at another block only.
             if not await self._read_from_any(range(len(self._copies)), index, offset + at, part, error):
                 raise error
 
@@ -319,6 +322,7 @@ class StepFiles:
                 logger.warning("%s; it is read once more", error)
                 return _OpenFile(reader, await self._check_header(reader, key, index))
         except BaseException:
+            # The reader is not in `_opened` yet, so `release` would not close it.
             with anyio.CancelScope(shield=True):
                 await reader.close()
             raise
@@ -460,6 +464,8 @@ class Fetcher:
         )
         async with open_tasks() as tasks:
             for read in reads:
+                # Before the gaps are allocated, so that their memory is limited. `_read` always releases it: anyio
+                # cancels no task before its first step.
                 await self._reading.__aenter__()
                 into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
                 tasks.start_soon(self._read, index, read.offset, into, tally)
@@ -477,6 +483,7 @@ class Fetcher:
         block, unit = self._manifest.files[index].block, self._unit_bytes(index)
         header_bytes = await self._files.header_bytes(index)
         reads = [(offset + at, into[at : at + unit]) for at in range(0, len(into), unit)]
+        # At offset 0 the span has the header's block itself; elsewhere its first block may be the header's last one.
         if header and self._verify and offset:
             reads.insert(0, (0, memoryview(bytearray(min(-(-header_bytes // block) * block, offset)))))
         async with open_tasks() as tasks:

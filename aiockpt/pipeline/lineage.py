@@ -95,6 +95,7 @@ class Lineage:
 
         Saves that run at once begin in any order: *number*, that of the call, decides which of them is newer.
         """
+        # Saves that begin at once share the clock that the first of them finds.
         async with self._beginning:
             if self._clock is None:
                 self._clock = self._first_clock = max(await self._newest(entry.step), self._seen)
@@ -116,6 +117,7 @@ class Lineage:
 
     def note_committed(self, step_id: str, generation: int, number: int) -> None:
         """Record that save *number* was committed: saves that are called, and begun, later are newer."""
+        # A dict keeps the place of a key that it has: a step that is saved again goes to the end.
         self._committed.pop(step_id, None)
         self._committed[step_id] = generation, number
         if len(self._committed) > MAX_OLDER:
@@ -217,6 +219,7 @@ class Lineage:
         """Make later saves newer than *entries*: they may be in a tier that the first save has not waited for."""
         self._listed = {entry.head.attempt for entry in entries if entry.head}
         if self._clock is not None:
+            # Without those of this process: with them a save that begins now would get above one that was called later.
             others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self.runs]
             self._clock = max([self._clock, *others])
 

@@ -187,6 +187,7 @@ async def do_all(work: Callable[[T], Awaitable[object]], items: Sequence[T]) -> 
 
     async with open_tasks() as tasks:
         for item in items:
+            # Before the task is started: thousands of items have a few tasks at once.
             await slots.acquire()
             tasks.start_soon(do, item)
 

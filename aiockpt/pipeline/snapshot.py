@@ -123,6 +123,7 @@ class InFlightSlabs:
         self._deliver_first()
 
     def _deliver_first(self) -> None:
+        # Taken out first: when `deliver` raises, the slab may be in use elsewhere, and `__exit__` must not return it.
         full = self._filling.popleft()
         self._deliver(full.window, full.slab)
 
@@ -238,6 +239,7 @@ class CopyProgram:
         self._dense = [
             _dense(shard.data) if device is None else shard.data for shard, device in zip(shards, devices, strict=True)
         ]
+        # Kept, and of the header's very length (no NUL is added): the copies read them by address.
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
         self._addresses = AddressCheck(shards, self._dense)
@@ -293,11 +295,15 @@ class CopyProgram:
             for number, (window, moves) in enumerate(self._windows):
                 if throttle is not None:
                     throttle.wait(left_bytes, timeout_s)
+                # After that wait, in which the save may have ended.
                 if not wanted():
                     return
                 filling = in_flight.begin(window)
+                # Not before the wait for a slab: the throttle needs the rate of the copy itself.
                 began_ns = time.perf_counter_ns()
+                # After all waits, directly before the reads: tensors may have moved meanwhile.
                 self._addresses.check(self._sources[number])
+                # Devices first: they copy while the host does.
                 for device, event in () if on_devices is None else on_devices.enqueue(number, filling.slab):
                     filling.events.append(event)
                     last_events[device] = event
@@ -308,6 +314,7 @@ class CopyProgram:
                 else:
                     _copy_fast(filling.slab.address, moves, number)
                 left_bytes -= window.size
+                # While throttled, devices are waited for: else the time would be that of enqueuing their copies.
                 if throttle is not None and in_flight.is_full(filling, wait=not throttle.whole):
                     throttle.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
@@ -317,6 +324,7 @@ class CopyProgram:
                     guard.compare()
                 if not left_bytes or not (threads or (throttle is not None and throttle.fills_more)):
                     in_flight.deliver_full()
+            # Before the exit, which waits for devices: a step only has to be ordered behind these events.
             if last_events:
                 host_copied(list(last_events.values()))
 

@@ -105,6 +105,7 @@ class BlockSums:
             if self._screen is not None:
                 self._screen.screen(place // SUM_BYTES * self._block_bytes, run)
             self.hash_ns += self._now_ns() - begun_ns  # a statistic: of two threads at once one may be lost
+            # Each byte comes once and in order, however often a block is sent (`aiockpt.storage.retry`).
             self._sums[place : place + len(found)] = found
             place += len(found)
 
@@ -173,6 +174,7 @@ class Handover:
         """Return up to *most* full windows, adjacent and in order; the caller releases their slabs."""
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._to_take -= len(taken)
+        # The writer that waits for a further window has to end, too.
         if not self._to_take:
             self._changed.set()
         return taken
@@ -249,6 +251,7 @@ class Uploader:
         """
         while await slabs.wait():
             async with self._writing:
+                # Only now: a cancelled wait for the limiter has no slab to lose, and more windows may have arrived.
                 batch, begun_ns = slabs.next_batch(WINDOWS_PER_WRITE), stages.now_ns()
                 if not batch:
                     continue
@@ -258,6 +261,7 @@ class Uploader:
                     await self._pace.throttle(size)
                     await upload.write(offset, runs, sums.seen_from(offset))
                 finally:
+                    # Also when cancelled: by the contract of backends no thread uses the slabs once `write` has ended.
                     for _, slab in batch:
                         self._pool.release(slab)
                 stages.wrote(path, size, begun_ns)

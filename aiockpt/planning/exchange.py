@@ -123,6 +123,7 @@ def _intersect(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int
     for file, edge, rank in edges:
         if takers and edge > begin[1]:
             yield tuple(sorted(takers)), FileSpan(file, begin[1], edge)
+        # The spans of one rank do not overlap, so its edges alternate: one begins a span, the next ends it.
         takers ^= {rank}
         begin = (file, edge)
 

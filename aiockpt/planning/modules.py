@@ -6,25 +6,47 @@ from aiockpt.format.names import join_name
 from aiockpt.state.tree import TAG, Node, Path
 
 
-def keep_modules(node: Node, path: Path, roots: set[str]) -> Node | None:
-    """Return a tree of values reduced to its modules, and add their names to *roots*; None where it has none."""
-    if type(node) is not dict:
-        return None
-    kind = node.get(TAG)
-    if kind == "module":
-        roots.add(join_name(path))
-        return node
-    if kind not in (None, "dict"):
-        return None
-    children = node.items() if kind is None else node["items"]
-    kept = {key: found for key, child in children if (found := keep_modules(child, (*path, key), roots)) is not None}
-    if kind is None or not kept:
-        return kept or None
-    return {TAG: "dict", "items": list(map(list, kept.items()))}
+class Modules:
+    """The modules in a tree of values.
 
+    Args:
+        values: the tree of a state.
 
-def find_modules(values: Node) -> set[str]:
-    """Return the names of the modules in a tree of values."""
-    roots: set[str] = set()
-    keep_modules(values, (), roots)
-    return roots
+    Attributes:
+        roots: their names.
+        tree: the tree reduced to them; None where it has none.
+        left_out: names of items beside modules in a list, which are null in *tree*.
+    """
+
+    def __init__(self, values: Node) -> None:
+        self.roots: set[str] = set()
+        self.left_out: set[str] = set()
+        self.tree = self._keep(values, ())
+
+    def _keep(self, node: Node, path: Path) -> Node | None:
+        if type(node) is list:
+            return self._keep_items(node, path)
+        if type(node) is not dict:
+            return None
+        kind = node.get(TAG)
+        if kind == "module":
+            self.roots.add(join_name(path))
+            return node
+        if kind == "tuple":
+            items = self._keep(node["items"], path)
+            return None if items is None else {TAG: kind, "items": items}
+        if kind not in (None, "dict", "OrderedDict"):
+            return None
+        children = node.items() if kind is None else node["items"]
+        kept = [[key, found] for key, child in children if (found := self._keep(child, (*path, key))) is not None]
+        if not kept:
+            return None
+        return dict(kept) if kind is None else {TAG: kind, "items": kept}
+
+    def _keep_items(self, nodes: list[Node], path: Path) -> list[Node] | None:
+        kept = [self._keep(node, (*path, place)) for place, node in enumerate(nodes)]
+        if all(node is None for node in kept):
+            return None
+        # The nulls stay: the place of a module in its list is its name.
+        self.left_out |= {join_name((*path, place)) for place, node in enumerate(kept) if node is None}
+        return kept

@@ -194,6 +194,7 @@ def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> 
     most = max(1, overlap.volume * width // MIN_RUN_BYTES)
     runs: list[tuple[int, int, int]] = []
     for source, target, count in copy_runs(stored, wanted):
+        # Stops at the first run too many: a cut of the last axis can have one for each row of the tensor.
         if len(runs) == most:
             return None
         runs.append((source * width, target * width, count * width))
@@ -258,6 +259,7 @@ def _units(landings: Sequence[Landing], file_size: int, align_bytes: int, read_b
             covers.append((low, high))
             low = start
         high = min(-(-landing.end // align_bytes) * align_bytes, file_size)
+    # The first cover is the empty range that stood before the first landing.
     for start, end in (*covers[1:], (low, high)):
         for offset in range(start, end, read_bytes):
             yield offset, min(offset + read_bytes, end)

@@ -212,6 +212,7 @@ def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     owner = np.fromiter(map(numbers.__getitem__, names), np.int64, len(flat))
     first = np.zeros(len(numbers), np.int64)
+    # Backwards: where an index is repeated numpy keeps the last value, which is then the first holding.
     first[owner[::-1]] = np.arange(len(flat))[::-1]
     described = [flat[number] for number in first.tolist()]
     for fact in map(attrgetter, ("dtype", "shape")):
@@ -229,6 +230,7 @@ def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
     sizes = np.fromiter(chain.from_iterable(one.shape for one in described), np.int64, int(dimensions.sum()))
     shapes = pad(sizes, dimensions, most, 1)
     lows, extents = (pad(side, dimensions[tensor], most, fill) for side, fill in zip(sides, (0, 1), strict=True))
+    # Not `lows + extents > shapes`: the sum may wrap.
     if (extents > shapes[tensor] - lows).any():
         return None
     volumes = extents.prod(axis=1)

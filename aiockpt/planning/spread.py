@@ -92,6 +92,7 @@ def _find_replicas(holders: ShardMap, rank_count: int) -> list[tuple[int, ...]]:
                     found[rank].append(some)
     known: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     for some in found:
+        # By identity: ranks with the same replicas have the same arrays.
         same = tuple(map(id, some))
         if same not in known:
             known[same] = tuple(np.unique(np.concatenate(some)).tolist())
@@ -112,6 +113,7 @@ def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_b
             loads[group.ranks[0]] += holders.nbytes[group.boxes].sum()
         else:
             shared += _pools(holders, group, block_bytes)
+    # Before `_level`: units cannot be cut, and the pools even out what they make uneven.
     _assign_units(holders, _units(holders), loads, parts)
     _level(shared, loads)
     excess = np.zeros(len(holdings), np.int64)
@@ -214,6 +216,7 @@ def _pour(total_bytes: int, ground: Ints) -> Ints:
     order = np.argsort(ground, kind="stable")
     heights = ground[order]
     below = np.cumsum(heights)
+    # The k lowest places overflow to the next one when k times its height, less their own heights, has been poured.
     wet = int(np.searchsorted(np.arange(1, len(heights)) * heights[1:] - below[:-1], total_bytes)) + 1
     level, left = divmod(total_bytes + int(below[wet - 1]), wet)
     depths = np.zeros_like(ground)

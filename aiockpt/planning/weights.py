@@ -24,7 +24,7 @@ from aiockpt.format.document import digest128
 from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry, are_finite, required_for
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, prefixes
-from aiockpt.planning.modules import keep_modules
+from aiockpt.planning.modules import Modules
 from aiockpt.planning.read_plan import Landing
 from aiockpt.planning.write_plan import HEADER, PAGE_BYTES, WEIGHTS, FilePlan, Window, plan_save
 from aiockpt.state.geometry import Box
@@ -47,13 +47,13 @@ def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
         UsageError: files hold weights and other things together, or there are no weights.
         ManifestError: its tree of values is damaged.
     """
-    tree, roots = _find_weights(whole)
+    weights = _find_weights(whole)
     if whole.parts:
         raise UsageError(f"{whole.id}: its table of pieces lies in blobs, and is kept as it is")
     chosen = {index for index, file in enumerate(whole.files) if file.kind == WEIGHTS}
     tensors = {name: entry for name, entry in whole.tensors.items() if any(p.file in chosen for p in entry.pieces)}
     mixed = any(piece.file not in chosen for entry in tensors.values() for piece in entry.pieces)
-    names, _ = _choose_names(whole, roots)
+    names, _ = _choose_names(whole, weights.roots)
     if mixed or not names.keys() <= tensors.keys():
         raise UsageError(f"{whole.id}: its files hold weights and other things together, so none of them can go")
     place = {index: number for number, index in enumerate(sorted(chosen))}
@@ -70,10 +70,11 @@ def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
         finite=are_finite(files),
         files=files,
         tensors={name: renumber(entry) for name, entry in tensors.items()},
-        alias={other: kept for other, kept in whole.alias.items() if kept in tensors and _belongs(other, roots)},
-        left_out={name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
-        or msgspec.UNSET,
-        state={"global": tree, "per_rank": {}, CONTENT: WEIGHTS},
+        alias={
+            other: kept for other, kept in whole.alias.items() if kept in tensors and _belongs(other, weights.roots)
+        },
+        left_out=_left_out_of(whole, weights) or msgspec.UNSET,
+        state={"global": weights.tree, "per_rank": {}, CONTENT: WEIGHTS},
     )
 
 
@@ -138,32 +139,37 @@ def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> Weig
         UsageError: the state has no module, or *whole* is weights alone itself.
         ManifestError: its tree of values is damaged.
     """
-    tree, roots = _find_weights(whole)
-    names, alias = _choose_names(whole, roots)
+    weights = _find_weights(whole)
+    names, alias = _choose_names(whole, weights.roots)
     files: list[WeightsFile] = []
     votes: list[Receipt] = []
     shards = _shards_by_rank(whole, names)
     attempt = weights_attempt(whole.attempt)
-    left_out = {name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
+    left_out = _left_out_of(whole, weights)
     for rank in range(whole.world_size):
         held = _Held(shards.get(rank, []), _not_finite_of(whole, rank, names))
-        made, tensors = _plan_rank(whole, rank, attempt, held, tree, window_bytes, file_bytes)
+        made, tensors = _plan_rank(whole, rank, attempt, held, weights.tree, window_bytes, file_bytes)
         files += made
-        votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, left_out, tree))
+        votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, left_out, weights.tree))
     return WeightsPlan(tuple(files), tuple(votes), whole.writer)
 
 
-def _find_weights(whole: Manifest) -> tuple[Node | None, set[str]]:
-    """Return the tree of values with the modules alone, and their names."""
-    roots: set[str] = set()
+def _find_weights(whole: Manifest) -> Modules:
+    """Return the modules of a checkpoint."""
     try:
-        tree = keep_modules(whole.state.get("global"), (), roots)
+        found = Modules(whole.state.get("global"))
     except (KeyError, TypeError, ValueError) as error:
         raise ManifestError(f"{whole.id}: its tree of values is damaged ({error!r})", key=whole.id) from error
-    if has_weights_only(whole) or not roots:
+    if has_weights_only(whole) or not found.roots:
         lacks = "is weights alone itself" if has_weights_only(whole) else "has no module in its state"
         raise UsageError(f"{whole.id} {lacks}: there are no weights to take from it; give the tier content='full'")
-    return tree, roots
+    return found
+
+
+def _left_out_of(whole: Manifest, weights: Modules) -> LeftOut:
+    """Return the names in the tree of *weights* that stay as they are in a load."""
+    excluded = {name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, weights.roots)}
+    return excluded | dict.fromkeys(weights.left_out)
 
 
 def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -242,6 +248,7 @@ def _plan_rank(
         ShardedState(tuple(shard for _, shard in held.shards), {}, tree, None, ""),
         slab_bytes=window_bytes,
         file_bytes=file_bytes,
+        # As in a save by so many ranks (`aiockpt.engine.context`).
         payload_alignment=PAGE_BYTES if whole.world_size == 1 else max(PAGE_BYTES, block),
     )
     origins = tuple(origin for origin, _ in held.shards)
@@ -252,6 +259,7 @@ def _plan_rank(
         path = data_path(attempt, rank, number)
         entry = FileEntry(path, file.size, rank, first.algo, block, sums="", digest="", kind=WEIGHTS)
         if held.not_finite is not msgspec.UNSET:
+            # The counts of all files of the rank were added up, so the sum of a tensor goes to its first file alone.
             own = {name: count for name, count in held.not_finite.items() if first_file.get(name) == number}
             entry = msgspec.structs.replace(entry, not_finite=own)
         files.append(WeightsFile(entry, file, origins))

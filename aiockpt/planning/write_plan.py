@@ -24,7 +24,7 @@ from aiockpt.format.finite import may_be_not_finite
 from aiockpt.format.manifest import Piece, TensorEntry
 from aiockpt.format.names import prefixes
 from aiockpt.format.safetensors import Entry, encode_header
-from aiockpt.planning.modules import find_modules
+from aiockpt.planning.modules import Modules
 from aiockpt.state.shards import ShardedState, TensorShard
 
 PAGE_BYTES = 4096
@@ -157,7 +157,7 @@ def modules_of_weights(state: ShardedState) -> dict[str, str]:
 
     The latter is "" for a tensor that is stored under a name outside of modules, because another object holds it, too.
     """
-    roots = find_modules(state.values)
+    roots = Modules(state.values).roots
     if not roots:
         return {}
 

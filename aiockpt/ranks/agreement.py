@@ -78,6 +78,7 @@ class Notes:
 
     async def remove(self) -> bool:
         """Remove what this rank wrote, if every rank has left; return whether it did."""
+        # The count is there since this rank released the notes; the last rank to do so has removed it.
         if await self._board.is_there(self._key("past")):
             return False
         await self._board.delete(self._written)
@@ -190,6 +191,7 @@ class Agreement:
         try:
             return await self._on(what, work, report)
         except (anyio.get_cancelled_exc_class(), RankTimeoutError, RankFailedError) as error:
+            # What another rank reported has reached all by its verdict; only what was found here must be posted.
             if not isinstance(error, RankFailedError) or error.seen_here:
                 await self._abandon(what, error)
             raise

@@ -160,7 +160,10 @@ class Exchanger:
         theirs = [parcel for parcel in parcels if parcel.reader != self._me and self._me in parcel.takers]
         try:
             read = [(parcel, await self._read(parcel)) for parcel in mine]
+            # The same order on all ranks, as the group does one trade at a time: two ranks in different rounds would
+            # wait for each other's messages.
             await self._may_trade[number].wait()
+            # Only in its turn: later rounds in these places would keep the one before them from trading.
             async with self._receiving:
                 received = [(parcel, self._borrow(parcel)) for parcel in theirs]
                 await self._trade(number, read, received)

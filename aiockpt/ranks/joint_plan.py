@@ -80,6 +80,7 @@ class JointPlan:
 
     def invalidate(self) -> None:
         """Have the next save planned anew. Any thread."""
+        # The plan stays: where other ranks keep theirs, the next planning keeps the parts of this one, too.
         self._doubted = True
 
     def known(self, state: ShardedState) -> ShardedState | None:
@@ -154,6 +155,7 @@ class JointPlan:
         """
         board, what = self._board, f"{name.call} (every rank must call it)"
         keys = {rank: name.key("intent", rank) for rank in range(board.world_size)}
+        # By world size: the survey of a rank that assumes another one lacks notes, or has too many.
         if await board.arrive(name.key("surveyors", board.world_size)) > 1:
             small = board.world_size <= _SMALL_WORLD
             with suppress(RankTimeoutError):

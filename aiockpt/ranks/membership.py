@@ -370,6 +370,7 @@ class Waiting:
     async def _warn(self, ranks: list[int]) -> None:
         if not ranks:
             return
+        # A process that was stopped for long warns once, and not for each minute of that.
         while self._warns_now:
             self._warn_at_s += WARN_AGAIN_S
         logger.warning(

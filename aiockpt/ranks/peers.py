@@ -89,6 +89,7 @@ class Peers:
                         await self.hang_up("the load was given up here")
 
         async with open_tasks() as tasks:
+            # The thread below cannot be cancelled: this task is, and closes the connections on which the thread waits.
             tasks.start_soon(hang_up_when_cancelled)
             try:
                 await run_blocking(self._trading, self._trade, sends, receives, tag, deadline_s)
@@ -118,6 +119,7 @@ class Peers:
                 works.append((peer, self._group.send([torch.from_numpy(memory)], self._number[peer], tag)))
             for waited_for, work in works:
                 peer = waited_for
+                # Never 0, which means no timeout to c10d.
                 work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except (RuntimeError, ValueError) as error:  # what c10d raises
             if self.broken is None:

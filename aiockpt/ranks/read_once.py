@@ -135,6 +135,7 @@ class ReadOnce:
     async def _agree(self, wants: Wants, deadline_s: float) -> Terms:
         """Post what this rank wants; return the terms, the same on every rank of the group."""
         await self._post_wants(wants)
+        # The others may begin as soon as they have the terms: from here on only a broken group releases them.
         self._promised = True
         ranks, what = self._peers.ranks, "the load (every rank of its load_group must be given it)"
         if self._leads:

@@ -165,6 +165,7 @@ class Rounds:
         if save_round not in self._open:
             return
         del self._open[save_round]
+        # A round that ended before its plan must not block those after it.
         self.decide(save_round)
         name, world_size = save_round.name, self.board.world_size
         with anyio.move_on_after(self.deadline_s, shield=True), suppress(StoreLostError):

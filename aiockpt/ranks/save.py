@@ -260,6 +260,7 @@ async def abort_attempt(
     folder = step_id(job.step)
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
+            # In all places first: a commit in any of them stands, and nothing is removed then.
             for place in places:
                 if await claim(place.backend, folder, nonce, "collect", place.engine.token(16)) == "commit":
                     return

@@ -184,6 +184,7 @@ async def receive_or_find(
                 raise
             lost, left_s = True, deadlines.commit_s
             await anyio.sleep(min(next(pauses), left_s))
+        # Before `find`: what rank 0 left before it had gone is found all the same.
         gone = None if waiting is None else await waiting.check_ranks([0], voting=True)
         found = await find(lost)
         if found is not None:

@@ -57,6 +57,7 @@ class Sender:
 
     def hang_up(self) -> None:
         """Send nothing more: the other side sees the end, and a `send` under way raises. Idempotent, never waits."""
+        # Without the lock, which a `send` under way holds: the shutdown is what ends that.
         self._broken = True
         with suppress(OSError):  # the other side was faster
             self._end.shutdown(socket.SHUT_RDWR)

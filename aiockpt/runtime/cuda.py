@@ -49,6 +49,7 @@ class CudaEvent:
 
     def wait(self, timeout_s: float) -> bool:
         gives_up_s = time.monotonic() + timeout_s
+        # Polled: the event's own `synchronize` has no timeout.
         while not self.done():
             if time.monotonic() >= gives_up_s:
                 return False

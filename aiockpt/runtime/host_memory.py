@@ -34,6 +34,7 @@ def map_pages(size_bytes: int) -> mmap.mmap:
 def fault_in(memory: Pages) -> None:
     """Fault in every page of zeroed *memory*."""
     address, size_bytes = address_of(memory), len(memory)
+    # Before the pages are there: the advice does not change the size of existing ones.
     advise(address, size_bytes, mmap.MADV_HUGEPAGE)  # a wish: a kernel without huge pages returns EINVAL
     if advise(address, size_bytes, _MADV_POPULATE_WRITE):
         ctypes.memset(address, 0, size_bytes)

@@ -96,6 +96,8 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
         running = asyncio.get_running_loop().run_in_executor(None, work, *args)
         if running.done():  # a simulation does the work at once
             return running.result()
+        # The shield holds back anyio's cancellations, and not those of asyncio itself (`Task.cancel`). `wait`, unlike
+        # an await of the future, does not cancel what it waits for.
         with anyio.CancelScope(shield=True):
             try:
                 await asyncio.wait([running])
@@ -123,6 +125,7 @@ def open_threads(count: int, name: str) -> Iterator[Threads | None]:
         all_there = Event()
         try:
             for _ in range(count):
+                # Each call starts a thread, as those before it are waiting.
                 threads.submit(all_there.wait)
         except RuntimeError:  # the interpreter ends, or the system gives no more
             started = None
@@ -164,6 +167,7 @@ class Pace:
         begin_ns = max(now_ns, self._free_at_ns)
         self._free_at_ns = begin_ns + round(size_bytes / self._bytes_per_s * 1e9)
         wait_s = (begin_ns - now_ns) / 1e9
+        # Announced: a transfer that waits for its turn is not a stalled one.
         note_progress(wait_s)
         await anyio.sleep(wait_s)
 

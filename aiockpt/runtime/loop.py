@@ -71,7 +71,9 @@ class LoopThread:
         self._thread = threading.Thread(target=context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True)
         self._thread.start()
         self._loop, self._portal = ready.result()
+        # Made before the workers: where these cannot be started, the loop thread ends all the same.
         self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid, self._thread)
+        # The exit is the business of `_drain_all`: what `atexit` calls comes after the executors are shut down.
         self._dropped.atexit = False
         self._executor = _Workers(MOST_WORKERS, thread_name_prefix=f"{name}-worker")
         _start_first(self._executor)
@@ -152,6 +154,7 @@ class LoopThread:
         self._executor.shutdown(wait=True)
         for thread in workers:
             join_wholly(thread)
+        # Last: a close that is interrupted before leaves the end to the collector.
         self._dropped.detach()
 
     def drain_at_exit(self) -> None:
@@ -304,6 +307,7 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
 def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
     """Start the first threads now, as many as a program that only exits may need."""
     gate = threading.Event()
+    # All of them wait at once: an executor starts no thread while another one is idle.
     waiting = [executor.submit(gate.wait) for _ in range(FIRST_WORKERS)]
     gate.set()
     concurrent.futures.wait(waiting)
@@ -321,6 +325,8 @@ def _register_exit_hook() -> None:
     global _exit_hook_registered
     with _exit_hook:
         if not _exit_hook_registered:
+            # These hooks run in reverse order: ours before that of concurrent.futures.thread, which stops the executors
+            # and was registered when it was imported above.
             threading._register_atexit(_drain_all)  # type: ignore[attr-defined]
             _exit_hook_registered = True
 

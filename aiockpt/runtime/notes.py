@@ -163,6 +163,7 @@ class NoteBoard:
         return await self._call(lambda: self._store.add(self._key(key), 1))
 
     async def count(self, key: str) -> int:
+        # `get` blocks until the key is there. Adding 0 reads a count, and makes it where there is none.
         return await self._call(lambda: self._store.add(self._key(key), 0))
 
     async def is_there(self, key: str) -> bool:
@@ -199,6 +200,7 @@ class NoteBoard:
         """
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
+                # Before `find`: a rank may have posted its note before it has gone, and this `find` still reads it.
                 end = None if lookout is None else await lookout.check_ranks(ranks())
                 found = await find()
                 if found is not None:

@@ -84,6 +84,7 @@ class PendingCopies:
                 self._on_change = (*self._on_change, on_change)[-MOST_UNCHANGED:]
         snapshotted = copy.save.snapshotted
         self._copying[snapshotted] = self._unchecked[snapshotted] = copy
+        # After the entry: of a copy that is over by now this removes it at once.
         snapshotted.when_settled(lambda: self._copying.pop(snapshotted, None))
 
     @property

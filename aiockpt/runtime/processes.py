@@ -46,4 +46,5 @@ def _list_process(pid: int) -> tuple[str, str]:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "X", ""
+    # Behind the name follows the third field of proc(5), the state; the 22nd is when the process began.
     return fields[0], fields[19]

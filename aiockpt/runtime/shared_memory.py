@@ -62,6 +62,7 @@ class SharedMemory:
             if self._closed:  # the descriptor may be another file's by now
                 raise ClosedError("the shared memory is closed")
             end = (number + 1) * size_bytes
+            # Under the lock, or the smaller of two ends, set last, would cut off the other piece.
             if os.fstat(self.fd).st_size < end:
                 os.ftruncate(self.fd, end)
             memory = map_shared(self.fd, number, size_bytes)
@@ -85,6 +86,8 @@ class SharedMemory:
 def map_shared(fd: int, number: int, size_bytes: int) -> Pages:
     """Return the piece that another process made with `SharedMemory.map`; its pages are mapped when they are touched."""
     unit = HUGE_BYTES if size_bytes % HUGE_BYTES == 0 else mmap.PAGESIZE
+    # mmap aligns to pages only: reserve one unit more, map inside it at a multiple of the unit, release the ends.
+    # MAP_FIXED replaces our own reservation, so no other thread can be given these addresses in between.
     reserved = _map(None, size_bytes + unit, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     start = -(-reserved // unit) * unit
     end, reserved_end = start + size_bytes, reserved + size_bytes + unit

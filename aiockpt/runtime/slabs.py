@@ -206,6 +206,7 @@ class SlabPool:
                     return self._free.pop()
                 self._allocated += 1
             finally:
+                # The next waiter is the first only from now on, and checks again only when it is notified.
                 self._waiters.remove(waiter)
                 self._changed.notify_all()
         try:

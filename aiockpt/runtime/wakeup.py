@@ -105,6 +105,7 @@ class _WakeupSlot:
         self.watches: tuple[SignalWatch, ...] = ()
         self._handlers: dict[int, _Handler] = {}
         self._receiver, self._sender = socket.socketpair()
+        # `set_wakeup_fd` refuses a blocking descriptor: a handler of signals must not wait.
         self._sender.setblocking(False)
         self._earlier: tuple[int, os.stat_result] | None = None
         self._marks: deque[threading.Event] = deque()
@@ -168,10 +169,16 @@ class _WakeupSlot:
     def flush(self) -> None:
         """Wait until the thread has reported what is in the pipe by now."""
         mark = threading.Event()
+        # Before its byte is sent: the thread takes one mark for each byte that it reads.
         self._marks.append(mark)
-        with suppress(OSError):  # full, or closed
+        try:
             self._sender.send(bytes([_MARK]))
-            mark.wait(FLUSH_S)
+        except OSError:  # full, or closed
+            # Else each later byte would release the mark before its own.
+            with suppress(ValueError):
+                self._marks.remove(mark)
+            return
+        mark.wait(FLUSH_S)
 
     def _listen(self) -> None:
         while received := self._receiver.recv(4096):

@@ -204,10 +204,12 @@ class Checkpointer:
         )
         _check_kinds(ranks=(ranks, Ranks | None), world=(world, World | None))
         load_group = None if ranks is None else ranks.load_group
+        # Ranks(load_group=…) takes all else from torch.distributed.
         asks = ranks is None or (load_group is not None and ranks.world_size == 1)
         self._found_ranks = find_ranks() if asks else None
         if self._found_ranks is not None:
             ranks = msgspec.structs.replace(self._found_ranks, load_group=load_group)
+        # A cadence that is given as every= and among the observers, too, is notified once.
         others = [observer for observer in _as_observers(observers) if observer is not self._cadence]
         self._parts = parts = Assembly(
             self,
@@ -305,7 +307,13 @@ class Checkpointer:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
         self._submitter.refuse_inside_save("warm_up()")
-        walked, warm_up_round = self._submitter.walk(state, self._selection), self._coordinator.begin(WARM_UP)
+        # Before the walk, which may raise: ranks number their calls.
+        warm_up_round = self._coordinator.begin(WARM_UP)
+        try:
+            walked = self._submitter.walk(state, self._selection)
+        except BaseException as error:
+            warm_up_round.abort(error)
+            raise
         work = self._engine.state_work
         return self._operation("warm_up", run_blocking, work, self._submitter.warm_up, walked, warm_up_round)
 
@@ -405,6 +413,7 @@ class Checkpointer:
         step = _number(step)
         self._loop.check()
         self._submitter.refuse_inside_save("load()")
+        # Before the check, which would raise for them: this load replaces those that were refused or cancelled.
         refused = [earlier for earlier in self._unclaimed if earlier.refused]
         self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
         self._check_call_of_ranks()
@@ -421,10 +430,12 @@ class Checkpointer:
         what = "load of the newest step" if step is None else f"load of step {step}"
         promise: LoadPromise[LoadResult | None] = LoadPromise(what)
         self._unclaimed.append(promise)
+        # Both in the call, whether the second is needed or not: ranks match loads by their number.
         own = self._coordinator.begin_load()
         forking = own if fork is None else self._coordinator.begin_load()
 
         async def run() -> LoadResult | None:
+            # Not before they have stopped: two loads would fill the same tensors at once.
             for earlier in refused:
                 await earlier.settled()
             load, forked = own, False
@@ -457,6 +468,7 @@ class Checkpointer:
         """Fill a state from another run's place, which is written to by no save from here."""
         async with self._opened(where) as source:
             place = EnginePlace(self._engine, source)
+            # `Place` has added it: the steps of another run must not count for the order of saves here.
             self._engine.lineage.places.remove(source)
             filled = await load.load(OnePlace(place, Tier(source)), request)
             if filled is None:
@@ -752,6 +764,7 @@ class Checkpointer:
         """
         ended: BaseException | None = None
         if error is not None:
+            # Before `depart`: the last save is made with the other ranks, which do not wait for one that has departed.
             ended = self._interruption.on_exit(failing=True)
             self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
         try:

@@ -62,6 +62,7 @@ class Assembly:
         UsageError: a place cannot be opened, ranks do not fit, or a cadence serves another checkpointer.
     """
 
+    # Places and coordinators have locks and events that are waited for on the loop alone, whatever the caller runs.
     @made_for_the_loop()
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Assembly:
         for backend in backends:
             refuse_step_folder(backend.url, world.files)
         memory = share_memory(self.tiers, backends, simulated) if by_process else None
+        # After all that can be refused without it: from here on there are threads to end.
         self.loop: Loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
         cadences = [] if cadence is None else [cadence]
         observers = [*observers, *cadences, *self.interruption.observers, *self.probe.observers]
@@ -364,6 +366,7 @@ class Shutdown:
             self._after()
 
     def _end(self) -> None:
+        # Stays 0 after an interrupt or a timeout: then copies to farther places are not waited for.
         patience_s = 0.0
         try:
             self.wait()
@@ -387,8 +390,13 @@ class Shutdown:
     async def _idle(self) -> None:
         for promise in self._submitter.in_flight:
             await promise.settled()
-        async with self._destination.places[0].cleaning:
-            pass
+        # A clean-up takes this lock in the very turn in which its save gets its outcome (`Submitter._run`).
+        for place in self._destination.places:
+            async with place.cleaning:
+                pass
+            # Saves are committed here, or nearer; farther places have copies, whose end `Destination.close` waits for.
+            if place.backend.traits.durable:
+                break
 
     def _abandon(self) -> None:
         """End the saves in flight, and wait until they have."""
@@ -412,6 +420,7 @@ class Shutdown:
             for end in self._ends:
                 end()
             self._engine.loop.close(cancel=not in_order)
+            # After the threads, which `close` joins: until then they read and fill slabs.
             self._engine.release_memory()
             self._submitter.release()
             self._copies.close()

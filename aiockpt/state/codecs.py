@@ -282,6 +282,7 @@ def _dataclass_form(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any
         value = cls(**{name: part for name, part in plain.items() if fields.get(name, True)})
         for name, part in plain.items():
             if not fields.get(name, True):
+                # A frozen dataclass refuses `setattr`.
                 object.__setattr__(value, name, part)
         return value
 

@@ -92,6 +92,7 @@ def _split_axes(stored: Box, wanted: Box, overlap: Box) -> tuple[int, int]:
     axis, count = overlap.ndim, 1
     while axis:
         axis -= 1
+        # The first axis that is cut still counts: its indices are consecutive in both memories.
         count *= overlap.sizes[axis]
         if not stored.sizes[axis] == wanted.sizes[axis] == overlap.sizes[axis]:
             break

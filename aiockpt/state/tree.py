@@ -376,6 +376,7 @@ class Decoder:
         items = [(key, item) for key, item in field(node, "items", list)]
         keys = [self.decode(key, (*path, number)) for number, (key, _) in enumerate(items)]
         for key in keys:
+            # Raises TypeError for a list or a dict, which no encoder writes as a key.
             hash(key)
         return [(key, part, item) for key, part, (_, item) in zip(keys, key_parts(keys), items, strict=True)]
 
@@ -439,6 +440,7 @@ _READERS: dict[str, Callable[[Decoder, Mapping[str, Any], Path], Any]] = {
     "deque": lambda decoder, node, path: deque(_read_items(decoder, node, path), node["maxlen"]),
     "dict": lambda decoder, node, path: dict(_read_pairs(decoder, node, path)),
     "OrderedDict": _read_ordered_dict,
+    # A Counter made of pairs would count how often each pair occurs.
     "Counter": lambda decoder, node, path: Counter(dict(_read_pairs(decoder, node, path))),
     "defaultdict": lambda decoder, node, path: defaultdict(
         _FACTORIES[field(node, "factory", str)], _read_pairs(decoder, node, path)

@@ -263,7 +263,8 @@ def keeps_uploads(backend: Backend) -> KeepsUploads | None:
 def works_when_full(backend: Backend) -> WorksWhenFull | None:
     """Return *backend* with the verbs that rename and date objects; None where it, or what it wraps, has none."""
     inner = getattr(backend, "inner", None)
-    if not callable(getattr(backend, "move", None)) or (inner is not None and works_when_full(inner) is None):
+    has_all = all(callable(getattr(backend, verb, None)) for verb in ("move", "now_ns", "folder_ns", "sync"))
+    if not has_all or (inner is not None and works_when_full(inner) is None):
         return None
     return cast("WorksWhenFull", backend)
 

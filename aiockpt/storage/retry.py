@@ -223,6 +223,7 @@ class _Once:
     def __call__(self, view: memoryview) -> None:
         self._at += view.nbytes
         new_bytes = self._at - self.shown_bytes
+        # In a first attempt an empty run has no new bytes, and is passed like every other.
         if new_bytes <= 0 and self._again:
             return
         self.shown_bytes = max(self.shown_bytes, self._at)

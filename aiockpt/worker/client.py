@@ -147,6 +147,7 @@ class WriterClient:
 
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
+        # Before it is sent: an answer, or the writer's death, must find it.
         self._pending[job.number] = self._begun[job.number] = pending
         job.hand_over = connection.window_sender(job, self.engine.pool)
         job.hand_samples = lambda sampling: connection.send(Sampled(job.number, sampling.tables()))
@@ -258,6 +259,7 @@ class WriterClient:
         """Reap a writer; then return its slabs to the pool, and fail its saves."""
         process = connection.process
         process.hang_up()
+        # A detached writer still reads its slabs, which no save fills any more: the checkpointer is being closed.
         if connection.detached:
             process.detach()
         else:
@@ -268,6 +270,7 @@ class WriterClient:
         copies = []
         for number, pending in list(self._pending.items()):
             if pending.connection is connection:
+                # Read before `fail`, which settles the stages.
                 copies.append((pending, pending.unresolved))
                 pending.fail(connection.death())
                 del self._pending[number]

@@ -287,6 +287,7 @@ def unpack(failure: Failure) -> Exception:
 def _make(failure: Failure) -> Exception:
     kind = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
+        # `ValueError.__new__`, which comes first in StepExistsError, refuses to make an object that is an OSError, too.
         make = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
         try:
             error = make(kind, failure.message)  # past constructors that would write the message anew

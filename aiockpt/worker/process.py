@@ -55,7 +55,12 @@ class WriterProcess:
                 self.orders.close()
                 self.answers.close()
                 raise WriterLostError(f"a writer process cannot be started: {error}") from error
-        self.orders.send(lambda: [setup])
+        try:
+            self.orders.send(lambda: [setup])
+        except OSError as error:
+            self.close()
+            self.end(1.0)
+            raise WriterLostError(f"the writer process {self.fate}, before it had begun: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -111,6 +116,7 @@ def _execute(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
 
 def _start(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
+        # -P: without it -m puts the working directory in front of the trainer's module path.
         [sys.executable, "-P", "-m", MODULE, *map(str, (nice, *fds))],
         stdin=subprocess.DEVNULL,
         stdout=_find_stderr(),

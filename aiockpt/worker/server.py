@@ -87,6 +87,7 @@ class Service:
                 tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
                 for writing in self._saves.values():
                     writing.go_on_if_complete()
+                # Not before: two readers of one stream would take each other's frames.
                 receiving.start_soon(self._receive_replies, orders)
             await self._destination.close(self._deadline_s)
             receiving.cancel_scope.cancel()
@@ -213,6 +214,7 @@ class Writing:
         self.job.plan = plan
         self.job.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
+        # Where replicas are compared, `Sampled` is waited for like one more window.
         self._missing = len(self._windows) + order.compares
         self._resolve_if_complete()
 

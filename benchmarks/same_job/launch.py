@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def run(python: Path, script: str, folder: Path, size: Size, ranks: int = 2) -> 
 
 def marks(folder: Path, contender: Contender) -> set[Path]:
     """Return the marks of the complete checkpoints in *folder*."""
-    return set(folder.glob(contender.mark))
+    # Path.glob of Python 3.11 raises when a folder, here of an older checkpoint, is deleted meanwhile.
+    return {folder / found for found in glob(contender.mark, root_dir=folder)}
 
 
 def flush(mark: Path, folder: Path) -> None:

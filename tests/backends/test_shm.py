@@ -17,10 +17,11 @@ import torch
 import aiockpt
 from aiockpt.backends import shm
 from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
 from aiockpt.backends.shm import SHARED_MEMORY, ShmBackend
 from aiockpt.errors import ObjectNotFoundError, StorageAccessError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, works_when_full
 from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend, RecordingFiles
@@ -167,6 +168,31 @@ async def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_made(
     await fails(backend.create("a", 1001), StorageFullError, "1001 bytes do not fit into the 1000")
     await (await backend.create("a", 1000)).abort()
     assert (await backend.list("")).objects == ()
+
+
+def test_a_step_that_memory_cannot_hold_goes_to_the_next_tier(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "available_bytes", lambda: 1000)
+    with aiockpt.Checkpointer([aiockpt.Tier(f"shm://{name}"), aiockpt.Tier(tmp_path)]) as ckpt:
+        assert ckpt.save(1, {"x": torch.ones(1000)}).result().url == f"file://{tmp_path}"
+    with aiockpt.Checkpointer(f"shm://{name}") as ckpt:
+        error = ckpt.save(1, {"x": torch.ones(1000)}).exception()
+        assert isinstance(error, StorageFullError)
+
+
+def test_a_backend_with_some_of_the_verbs_of_a_full_place_is_used_without_them() -> None:
+    class Moves(MemoryBackend):
+        async def move(self, key: str, to: str, *, new: bool) -> None: ...
+
+    assert works_when_full(Moves()) is None
+
+
+async def test_a_folder_is_dated_by_the_clock_of_its_names(name: str) -> None:
+    backend = ShmBackend(name)
+    await backend.put_new("a/b", b"1")
+    assert abs(await backend.folder_ns("a") - (await backend.stat("a/b")).modified_ns) < 10**10
+    assert works_when_full(backend) is not None
 
 
 async def test_nothing_is_flushed(name: str) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.engine.context import Failures
 from aiockpt.errors import (
     BlockingCallError,
     ClosedError,
@@ -31,6 +33,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Event, Opened
 from aiockpt.options import Worker
+from aiockpt.runtime.promise import SavePromise
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL, Run
@@ -55,6 +58,23 @@ def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Ru
     ckpt.save(3, run.state).result()
     ckpt.close()
     ckpt.close()
+
+
+def test_a_failure_that_another_thread_takes_at_the_same_moment_is_raised_there_alone() -> None:
+    class TakenMeanwhile(deque[aiockpt.SaveFuture]):
+        def popleft(self) -> aiockpt.SaveFuture:
+            first = super().popleft()
+            self.clear()  # by the other thread
+            return first
+
+    failures = Failures()
+    failures._untold = TakenMeanwhile()
+    for step in (1, 2):
+        promise = SavePromise(step)
+        promise.fail(OSError())
+        failures.add(aiockpt.SaveFuture(promise))
+    assert [failed.step for failed in failures.pop()] == [1]
+    assert failures.pop() == []
 
 
 def _until_done(future: aiockpt.SaveFuture) -> None:

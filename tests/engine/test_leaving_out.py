@@ -136,6 +136,21 @@ def test_whole_objects_and_values_may_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["nested"]["t"], torch.ones(2))
 
 
+def test_items_of_a_list_may_be_left_out_and_those_behind_keep_their_places(tmp_path: Path) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    found: dict[str, Any] = {"some": [nn.Linear(2, 2), 0, {"x": 0}, other], "two": (torch.zeros(2), 0, nn.Linear(2, 2))}
+    state = {"some": [nn.Linear(2, 2), 1, {"x": 7}, one], "two": (torch.ones(2), 2, nn.Linear(2, 2))}
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, state, exclude=["some[1]", "some[2]", "two[0]"]).result()
+        loaded = ckpt.load(found).result()
+    assert loaded is not None
+    assert loaded.left_out == ("some[1]", "some[2]", "two[0]")
+    assert found["some"][1:3] == [0, {"x": 0}]
+    assert found["two"][1] == 2
+    assert torch.equal(found["two"][0], torch.zeros(2))
+    assert torch.equal(other.weight, one.weight)
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -460,6 +460,37 @@ def a_zero_redundancy_optimizer_of_another_class_is_a_mismatch() -> None:
         saved_and_loaded(one, other)
 
 
+class Scales(nn.Module):
+    """Parameters of one shape, of which all ranks but the first hold no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.scale, self.shift = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(1))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.layer(data) * self.scale + self.shift)
+
+
+@check(2)
+def parameters_without_elements_here_are_told_apart_beside_a_state_dict() -> None:
+    def sharded(seed: int, steps: int) -> State:
+        torch.manual_seed(seed)
+        model = Scales()
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(steps):
+            model.shift.requires_grad_(step > 0)
+            train(model, optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    one, other = sharded(1, 3), sharded(2, 1)
+    saved_and_loaded({**one, "model": one["model"].state_dict()}, {**other, "model": other["model"].state_dict()})
+    assert forms(other) == forms(one)
+    shift = other["optimizer"].state[other["model"].shift]
+    assert [shift["step"].item(), other["optimizer"].state[other["model"].scale]["step"].item()] == [2, 3]
+
+
 @check(2)
 def a_zero_redundancy_optimizer_that_steps_in_backward_says_what_to_do() -> None:
     model = DistributedDataParallel(Blocks())

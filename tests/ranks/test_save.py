@@ -316,6 +316,16 @@ def test_warm_up_plans_for_all_ranks(tmp_path: Path) -> None:
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
 
+def test_a_warm_up_that_one_rank_cannot_make_is_refused_on_all_and_the_next_one_works(tmp_path: Path) -> None:
+    with Crew(2, tmp_path) as crew:
+        errors = crew.errors(
+            lambda rank, ckpt: ckpt.warm_up({**replicated(0), "odd": [object()] if rank else []}).result()
+        )
+        assert isinstance(errors[1], aiockpt.UnsupportedStateError)
+        assert isinstance(errors[0], aiockpt.RankFailedError)
+        crew.on_all(lambda rank, ckpt: ckpt.warm_up(replicated(0)).result())
+
+
 async def test_an_async_trainer_saves_together_too(tmp_path: Path) -> None:
     import asyncio
 

@@ -219,6 +219,19 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_mark_that_cannot_be_sent_does_not_stand_before_the_next_one(heard: Heard) -> None:
+    watch = watch_signals([signal.SIGUSR1], heard)
+    try:
+        slot = watch._slot
+        sender, slot._sender = slot._sender, socket.socket()  # it is connected to nothing
+        watch.flush()
+        slot._sender.close()
+        slot._sender = sender
+        assert not slot._marks
+    finally:
+        watch.close()
+
+
 def test_a_forked_child_dies_of_its_signals_and_tells_the_parent_of_none() -> None:
     done = run("""
 for _ in range(50):

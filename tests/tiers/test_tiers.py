@@ -13,6 +13,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.engine import maintenance
 from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy, lineage
@@ -468,3 +469,25 @@ def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tm
 def test_what_cannot_be_done_about_an_error_is_refused(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):
         aiockpt.Tier(tmp_path, on_error=wrong)
+
+
+def test_the_end_waits_for_the_clean_up_of_the_place_where_steps_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    async def prune(place: Any, *options: Any, **more: Any) -> Any:
+        for _ in range(5000):
+            await anyio.lowlevel.checkpoint()
+        pruned = await really(place, *options, **more)
+        ended.append(place.backend.url)
+        return pruned
+
+    really = maintenance.prune
+    monkeypatch.setattr(maintenance, "prune", prune)
+    memory, disk = MemoryBackend(), LocalBackend(str(tmp_path))
+    tiers = [aiockpt.Tier(memory, keep=1), aiockpt.Tier(disk, keep=1)]
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.save(1, state(1)).result()
+        ckpt.wait()
+        assert disk.url in ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,54 @@ def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(tmp_path: P
         assert held.values == {"model": {"$": "module"}}
         assert held.per_rank == {}
         assert ckpt.verify(7).result().step == 7
+
+
+def in_containers(value: float) -> dict[str, Any]:
+    """Return a state with modules at every place where one may be, and other things beside them."""
+
+    def net() -> torch.nn.Linear:
+        made = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(made.weight, value)
+        return made
+
+    named = OrderedDict({"a": net(), "step": value})
+    return {
+        "model": net(),
+        "nets": [net(), value, {"inner": net(), "count": value}, None, torch.full((2,), value)],
+        "pair": (net(), [value, [net()]]),
+        "named": named,
+        "by number": {1: net(), 2: value},
+        "log": [value, value],
+    }
+
+
+def modules_in(value: Any) -> list[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [module for one in inside for module in modules_in(one)]
+
+
+@pytest.mark.parametrize("how", ["a tier", "thinned"])
+def test_modules_in_lists_tuples_and_dicts_of_any_kind_are_weights(tmp_path: Path, how: str) -> None:
+    saved, found = in_containers(1.0), in_containers(2.0)
+    place, keep = tmp_path / "far", aiockpt.Retention(last=9, optimizer=1)
+    thins = how == "thinned"
+    where = [aiockpt.Tier(place, keep=keep)] if thins else [aiockpt.Tier(tmp_path / "near"), weights(place)]
+    with aiockpt.Checkpointer(where, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, saved).result()
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        values: Any = ckpt.describe(1).result().values
+        assert values.keys() == {"model", "nets", "pair", "named", "by number"}
+    result = load(place, found, 1, strict=False)
+    assert len(modules_in(saved)) == 7
+    for one, other in zip(modules_in(saved), modules_in(found), strict=True):
+        assert same(one, other)
+    assert set(result.left_out) == {"nets[1]", "nets[3]", "nets[4]", "pair[1][0]"}
+    assert found["nets"][1] == found["pair"][1][0] == 2.0
+    assert torch.equal(found["nets"][4], torch.full((2,), 2.0))
+    assert found["log"] == [2.0, 2.0]
 
 
 def test_other_tools_open_its_files(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import aiockpt
 from aiockpt.errors import SaveCancelledError
+from aiockpt.worker import process
 from tests.small_run import SMALL, Run
 from tests.watch import until
 from tests.worker.worker_child import PACKAGES
@@ -272,3 +273,14 @@ def test_a_cancelled_save_is_cancelled_in_the_writer_too(orders: Orders) -> None
         ckpt.save(3, run.state).result()
         assert ckpt.statistics().pool.used_slabs == 0
     assert steps_of(orders) == [3, 1]
+
+
+def test_a_writer_that_is_dead_before_its_first_message_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
+        dead = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+        dead.wait()
+        return dead
+
+    monkeypatch.setattr(process, "_start", start)
+    with pytest.raises(aiockpt.WriterLostError, match="was ended by SIGKILL, before it had begun"):
+        process.WriterProcess(b"setup", 0, 0, 5.0)

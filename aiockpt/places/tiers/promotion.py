@@ -196,6 +196,7 @@ class Promoter:
                 await self._by_deadline("the copy of what an earlier process left", self._catch_up)
                 continue
             if not self._waiting:
+                # Nothing was awaited since the check, so no notice is lost.
                 self._changed = anyio.Event()
                 await self._changed.wait()
                 continue
@@ -222,6 +223,7 @@ class Promoter:
             place = self._destination.places[number]
             if place.backend.traits.durable:
                 continue
+            # Before it is looked for: retention could delete it in between.
             place.protect(promotion.result.id)
             waiting.held += (number,)
             with suppress(CheckpointError):
@@ -338,6 +340,7 @@ class Promoter:
         """
         copied: StepCopy | None = None
         with (
+            # A step that has waited past its deadline has one short try.
             anyio.move_on_after(max(deadline_s, 1.0)),
             self.engine.stages("copy", promotion.step).time("copy", self.url),
         ):

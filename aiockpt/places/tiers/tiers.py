@@ -195,6 +195,7 @@ class Tiers:
     async def _choose(self, job: SaveJob, places: Sequence[Place]) -> Place:
         """Return the first of *places* that has room for the step, if it is a memory tier or the step must not wait."""
         needed = (job.plan.file_bytes + records_bytes(job.plan)) * self.engine.world_size
+        # The last one is not asked: there is no other to go to, and the save itself reports what is wrong there.
         for place in places[:-1]:
             promoter = self._promoters[place.number]
             if promoter.durable and not self._soonest(job.step):

@@ -201,6 +201,7 @@ class Controller:
         running = 0
         for begun_ns, _ in self._begun_ns.values():
             age_s = (now_ns - begun_ns) / 1e9
+            # Not counted where it is expected to end before *step*; of one that is late already nothing is expected.
             running += not (ahead_s > 0 and age_s < usual_s <= age_s + ahead_s)
         for other in waiting:
             running += self._ahead_s(step) - self._ahead_s(other) < usual_s
@@ -367,5 +368,6 @@ class StepTimes:
             return 0.0
         usual = median(self._free)
         spread_s = 1.4826 * median(abs(step_s - usual) for step_s in self._free)  # the median's way to a deviation
+        # 1.25: for normal noise the standard error of a median is sqrt(pi / 2) times that of a mean.
         noise_s = 2 * 1.25 * spread_s * math.sqrt(median(self._busy) / len(self._lost))  # two standard errors
         return max(0.0, self._lost.usual - noise_s)

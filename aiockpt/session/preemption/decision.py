@@ -149,6 +149,7 @@ class EndsWithRanks:
         board = self._board
         await board.post(f"at/{board.rank}", calls)
         if not self.leads:
+            # Longer than rank 0, which posts a decision also when its own deadline has passed.
             return await board.wait("decision", EndDecision, deadline_s + GOODBYE_S, "in which call to end")
         keys = {rank: f"at/{rank}" for rank in range(board.world_size)}
         try:

@@ -144,6 +144,7 @@ class PreemptionHandler:
             self.engine.loop.call_soon(self._arrived.set)
         self._last = request, start
         self._reached.note(request.state)
+        # One lock with `_decide`: this call is counted there, or waits for the decision.
         with self._lock:
             if not self._waits:
                 self._let_pass(now_ns)
@@ -162,12 +163,14 @@ class PreemptionHandler:
             return self._save_on_exit(*last, failing)
 
     def _save_on_exit(self, request: SaveRequest, start: StartSave, failing: bool) -> BaseException | None:
+        # A signal that has come may not have been reported yet: that is done on another thread.
         if self._watch is not None:
             self._watch.flush()
         if self.notice is None and not (failing and self._is_notified_late()):
             return None
         if not failing and not self.wants_new(request.step):  # the program is done, and all is saved
             return None
+        # Once: `close` comes here again, after the block was left with an error.
         self._last = None
         if self._reached.has_changed():
             logger.warning("preemption: state changed after step %d, the last call; it is not saved", request.step)
@@ -201,6 +204,7 @@ class PreemptionHandler:
     def _wait_for_decision(self) -> EndDecision:
         deadline_s = self._agree_s + 2 * MARGIN_S + 10.0
         if not self._decision.wait_anyway(deadline_s):
+            # Without effect if the decision comes at this moment: then that one counts.
             self._decision.resolve(EndDecision(0, failure=f"no answer of the other ranks within {deadline_s:g} s"))
         return self._decision.value
 
@@ -220,6 +224,7 @@ class PreemptionHandler:
         """Seconds needed to end in order: until the next call, for the save, and a margin."""
         usual_s = self.saves.usual_s
         save_s = self.policy.grace_s if usual_s is None else SAFETY * usual_s
+        # A copy, made by C code under the GIL: an iteration would fail when the training thread appends meanwhile.
         until_call_s = max(list(self._lately_ns), default=0) / 1e9
         return until_call_s + save_s + MARGIN_S
 
@@ -238,6 +243,7 @@ class PreemptionHandler:
         recent_s = self.policy.recent_s if self.policy.recent_s is not None else usual_s or 0.0
         if (self.engine.now_ns() - newest.begun_ns) / 1e9 <= recent_s:
             return False
+        # A save under way is finished where a new one would not be committed in the time that is left.
         return not (self.saves.running and usual_s is not None and usual_s > self.left_s)
 
     # ------------------------------------------------------------------ signals
@@ -248,6 +254,7 @@ class PreemptionHandler:
 
     def _receive(self, notice: Notice) -> None:
         if self.notice is None:
+            # Before the notice: other threads that see the notice use the deadline.
             self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
             self.notice = notice
         # Each time: the handler of another signal may have raised between the two on the main thread.
@@ -267,6 +274,7 @@ class PreemptionHandler:
             await self._woken.wait()
             tasks.cancel_scope.cancel()
         async with open_tasks() as tasks:
+            # Beside the decision: other ranks must not wait until this one has flushed.
             tasks.start_soon(self._flush)
             await self._decide()
 
@@ -291,6 +299,7 @@ class PreemptionHandler:
     async def _decide(self) -> None:
         notice = self.notice
         assert notice is not None
+        # The ranks' board has its name from the first call that all of them make.
         if self.engine.world_size > 1:
             await self._arrived.wait()
         try:

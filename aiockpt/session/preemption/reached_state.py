@@ -51,6 +51,7 @@ class ReachedState:
             self._gives_up = True
             self.release()
             return
+        # Finding the tensors takes microseconds each: only for other roots. `has_changed` finds them anew.
         if before is None or not before.has_roots_of(self._noted):
             self._tensors = self._noted.tensors()
             self._hook(self._noted.optimizers)
@@ -102,8 +103,10 @@ class _StateValues:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.loose: list[torch.Tensor] = []
-        self._seen: set[int] = set()
+        # They are kept meanwhile: a dict of a moment ago, a copied group, would lend its id to the next one.
+        self._seen: dict[int, Any] = {}
         self._read(state)
+        self._seen.clear()
         self.overflows = len(self.values) > MOST_VALUES
         self.sizes = [(len(one.state), len(one.param_groups)) for one in self.optimizers]
 
@@ -135,7 +138,7 @@ class _StateValues:
         if isinstance(value, _PLAIN):
             self.values.append(value)
         elif id(value) not in self._seen and len(self.values) <= MOST_VALUES:
-            self._seen.add(id(value))
+            self._seen[id(value)] = value
             self._read_object(value)
 
     def _read_object(self, value: Any) -> None:

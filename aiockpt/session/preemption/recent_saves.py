@@ -70,6 +70,7 @@ class RecentSaves:
     @property
     def running(self) -> list[SavePromise]:
         """The saves that have not ended, the oldest first."""
+        # A copy, made by C code under the GIL: an iteration would fail when another thread settles a save meanwhile.
         return [promise for promise, _ in list(self._running.values()) if not promise.is_settled]
 
     @property
