@@ -19,7 +19,8 @@ from aiockpt.errors import UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import is_native
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.planning.modules import Modules
+from aiockpt.state.tree import Path
 
 _OF_A_RANK = re.compile(r"@rank\d+\Z")
 
@@ -86,12 +87,11 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, re
 
 
 def _find_module(manifest: Manifest) -> Path:
-    modules = list(_modules(manifest.state.get("global"), ()))
-    if len(modules) == 1:
-        return modules[0]
-    if modules:
-        names = [join_name(path) for path in modules]
-        raise UsageError(f"{manifest.id} holds {len(modules)} modules ({', '.join(names)}): {_say_which(names[0])}")
+    names = list(Modules(manifest.state.get("global")).roots)
+    if len(names) == 1:
+        return split_name(names[0])
+    if names:
+        raise UsageError(f"{manifest.id} holds {len(names)} modules ({', '.join(names)}): {_say_which(names[0])}")
     parts = _parts(manifest, 1)
     if not parts:
         raise UsageError(
@@ -107,16 +107,6 @@ def _find_module(manifest: Manifest) -> Path:
 
 def _say_which(prefix: str) -> str:
     return f"say which, as with --prefix {prefix} (in a program prefix={prefix!r})"
-
-
-def _modules(node: Node, path: Path) -> Iterator[Path]:
-    if type(node) is not dict:
-        return
-    if node.get(TAG) == "module":
-        yield path
-    elif TAG not in node:
-        for key, child in node.items():
-            yield from _modules(child, (*path, key))
 
 
 def name_below(path: Path, name: str) -> str:

@@ -13,13 +13,13 @@ class Modules:
         values: the tree of a state.
 
     Attributes:
-        roots: their names.
+        roots: their names, in the order of the state.
         tree: the tree reduced to them; None where it has none.
         left_out: names of items beside modules in a list, which are null in *tree*.
     """
 
     def __init__(self, values: Node) -> None:
-        self.roots: set[str] = set()
+        self.roots: dict[str, None] = {}
         self.left_out: set[str] = set()
         self.tree = self._keep(values, ())
 
@@ -30,7 +30,7 @@ class Modules:
             return None
         kind = node.get(TAG)
         if kind == "module":
-            self.roots.add(join_name(path))
+            self.roots[join_name(path)] = None
             return node
         if kind == "tuple":
             items = self._keep(node["items"], path)

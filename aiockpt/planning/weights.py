@@ -13,7 +13,7 @@ marks the names that are modules. Guarantees:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -172,7 +172,7 @@ def _left_out_of(whole: Manifest, weights: Modules) -> LeftOut:
     return excluded | dict.fromkeys(weights.left_out)
 
 
-def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dict[str, str]]:
+def _choose_names(whole: Manifest, roots: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the new name of each stored tensor that belongs to a module, and the aliases of those.
 
     A tensor that a module shares with something else may be stored under the other name: then the module's name is used.
@@ -185,7 +185,7 @@ def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dic
     return names, alias
 
 
-def _belongs(name: str, roots: set[str]) -> bool:
+def _belongs(name: str, roots: Collection[str]) -> bool:
     return any(prefix in roots for prefix in prefixes(name))
 
 

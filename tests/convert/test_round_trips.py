@@ -219,9 +219,13 @@ def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path)
         ckpt.save(1, state).result(DEADLINE_S)
         ckpt.save(2, {"nets": {"critic": Tied(2)}}).result(DEADLINE_S)
         ckpt.save(3, {"w": torch.ones(3)}).result(DEADLINE_S)
+        ckpt.save(5, {"model": Tied(1), "nets": [Tied(1), Tied(2)]}).result(DEADLINE_S)
         ckpt.save(4, {"optimizer": {"m": torch.ones(3)}, "model": {"w": torch.ones(3)}}).result(DEADLINE_S)
     with pytest.raises(UsageError, match=r"2 modules \(nets.generator, nets.critic\).*--prefix nets.generator"):
         export(tmp_path / "run", tmp_path / "out", step=1)
+    with pytest.raises(UsageError, match=r"3 modules \(model, nets\[0\], nets\[1\]\)"):
+        export(tmp_path / "run", tmp_path / "out", step=5)
+    assert export(tmp_path / "run", tmp_path / "listed", step=5, prefix="nets[1]").prefix == "nets[1]"
     with pytest.raises(UsageError, match=r"did you mean --prefix nets\.critic"):
         export(tmp_path / "run", tmp_path / "out", step=1, prefix="nets.crtic")
     with pytest.raises(UsageError, match=r"did you mean --prefix nets\.critic\.embed or"):
