@@ -45,6 +45,7 @@ def refuse_value(call: str, name: str, value: object, advice: str) -> NoReturn:
 
 def check_count(call: str, name: str, value: object, *, least: int = 1, optional: bool = False) -> None:
     """Raise UsageError unless *value* is an int of at least *least*; with *optional*, or None."""
+    # Not isinstance: True would count as 1.
     if (optional and value is None) or (type(value) is int and value >= least):
         return
     refuse_value(call, name, value, f"an int of at least {least}" + (", or None" if optional else ""))
@@ -54,6 +55,7 @@ def check_amount(call: str, name: str, value: object, unit: str, *, optional: bo
     """Raise UsageError unless *value* is a number above 0; with *optional*, or None."""
     if optional and value is None:
         return
+    # `not >` in place of `<=`: NaN is neither.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         refuse_value(call, name, value, f"more than 0{unit}" + (", or None" if optional else ""))
 
@@ -467,6 +469,7 @@ def warn_moved(names: Iterable[str]) -> None:
     """Warn the caller of `Checkpointer` of keywords that are deprecated, each with its replacement."""
     for name in names:
         how = f"Checkpointer(…, {MOVED[name]}({name}=…))"
+        # stacklevel: this function, `Checkpointer.__init__`, the wrapper of `asks_what_was_meant`, the caller.
         warnings.warn(f"Checkpointer({name}=…) goes in a later release: write {how}", DeprecationWarning, stacklevel=4)
 
 

@@ -63,6 +63,7 @@ def redact(text: str) -> str:
     if "=" in text or ":" in text:
         text = _FIELD.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1{HIDDEN}", text))
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
+    # A copy: another thread may open a place meanwhile.
     for pattern in tuple(_seen.values()):
         text = pattern.sub(HIDDEN, text)
     return text
@@ -80,6 +81,7 @@ def hide_environment(environment: Mapping[str, str]) -> None:
         if "://" in value:
             _hide(value)
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_OF_THE_ENVIRONMENT:
+            # As a query: of a SAS, a library may quote the signature alone.
             _hide(f"?{value}")
             _remember(value)
 
@@ -141,6 +143,7 @@ def _redact_chain(error: BaseException, seen: set[int]) -> None:
 
 def _redact_fields(error: BaseException) -> None:
     error.args = tuple(redact(each) if isinstance(each, str) else each for each in error.args)
+    # An OSError keeps these three in its C struct: they are not in vars().
     for name in ("strerror", "filename", "filename2", *vars(error)):
         value = getattr(error, name, None)
         if isinstance(value, str):

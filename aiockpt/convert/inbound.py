@@ -126,7 +126,7 @@ def _describe(source: Source, path: Path, request: ImportRequest) -> ShardedStat
     alias = {name_below(path, names[other]): name_below(path, names[kept]) for other, kept in ties.items()}
     values: Node = {TAG: "module"}
     for key in reversed(path):
-        values = {str(key): values}
+        values = {key: values} if type(key) is str else {TAG: "dict", "items": [[key, values]]}
     return ShardedState(tuple(shards), alias, values, {}, digest_structure(shards, alias))
 
 
@@ -216,6 +216,7 @@ class _WindowFiller:
         self._shards = shards
         self._reading = reading
         self._window_bytes = file.windows[0].size
+        # A batch is cast once it holds CAST_BYTES; its last cut adds at most 4 MiB (1 MiB of 16 bits, from float64).
         self._scratch = Windows(WINDOWS, 2 * CAST_BYTES)
 
     async def __call__(self, offset: int, view: memoryview) -> None:

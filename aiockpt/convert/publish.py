@@ -196,6 +196,7 @@ class _StoreTarget:
     async def write(
         self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
     ) -> None:
+        # Noted only when it is written: `abandon` must not delete an object that another conversion has created.
         await write_file(self._folder, name, size, windows, fill, on_written=on_written)
         self._written.append(name)
 
@@ -287,6 +288,7 @@ class _FileSystemTarget:
             for name in _in_order_of_loss(there):
                 if has_index or name not in self._written:
                     self._files.unlink(os.path.join(self._root, name))
+                    # Before the next removal: a crash must not leave an index whose files are gone.
                     flush_names(self._files, self._root)
             if has_index:
                 self._move(self._written)
@@ -313,6 +315,7 @@ class _FileSystemTarget:
         try:
             self._files.rmdir(self._root)
         except OSError as error:
+            # POSIX allows ENOTEMPTY and EEXIST for a folder that is not empty: another conversion writes there, too.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise from_os_error(error, "removing", self._root) from error
 

@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -24,6 +25,7 @@ from aiockpt.storage.backend import Backend, Reader, local_path
 from aiockpt.storage.transfer import read_record
 
 SUFFIX = ".safetensors"
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
 _LENGTH_BYTES = 8
 
 
@@ -116,6 +118,10 @@ def _find_single(url: str, there: _Files) -> str:
         return SINGLE_NAME
     names = sorted(name for name in there if name.endswith(SUFFIX))
     if len(names) == 1:
+        if (part := _SHARD.search(names[0])) is not None and int(part[1]) > 1:
+            raise UsageError(
+                f"{url} has {names[0]}, one of {int(part[1])} shards, and no {INDEX_NAME}: fetch the whole folder"
+            )
         return names[0]
     if names:
         raise UsageError(f"{url} has {len(names)} safetensors files and no {INDEX_NAME}: name the one you mean")

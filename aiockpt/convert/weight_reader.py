@@ -73,6 +73,7 @@ class Weights:
         Args:
             ahead_bytes: how much is read ahead; one weight may be larger.
         """
+        # Two batches are held at a time, one that is yielded and one that is read: each gets half of the limit.
         batches = deque(split_by_bytes(self._weights.values(), lambda weight: weight.nbytes, max(ahead_bytes // 2, 1)))
         pending: deque[tuple[dict[str, torch.Tensor], Future[None]]] = deque()
         while batches or pending:
@@ -81,6 +82,7 @@ class Weights:
             tensors, future = pending.popleft()
             future.result()
             for name in list(tensors):
+                # Popped, so that the memory of a tensor is free as soon as the caller drops it.
                 yield name, tensors.pop(name)
 
     def _start(self, weights: list[Weight]) -> tuple[dict[str, torch.Tensor], Future[None]]:

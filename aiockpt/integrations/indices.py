@@ -105,6 +105,7 @@ class Indices:
         order, sampler.sampler = sampler.sampler, _Rest(sampler.sampler, seen)
         try:
             given = iter(self._source)
+            # One item at once: torch's BatchSampler is a generator, and takes its sampler at the first item.
             return chain(list(islice(given, 1)), given)
         finally:
             sampler.sampler = order

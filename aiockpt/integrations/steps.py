@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError
+from aiockpt.errors import BackgroundSaveError, CorruptionError, RankFailedError, StepNotFoundError
 
 logger = logging.getLogger("aiockpt")
 
@@ -21,18 +21,22 @@ def ask_first_rank(ask: Callable[[], T]) -> T:
 
     Raises:
         CheckpointError: the error of *ask* on rank 0, on all ranks.
+        RankFailedError: *ask* raised another error there; rank 0 raises that.
     """
     if not dist.is_initialized():
         return ask()
     answer: list[Any] = [None, None]
+    failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer[0] = ask()
         except aiockpt.CheckpointError as error:
-            answer[1] = error
+            answer[1] = failed = error
+        except Exception as error:  # noqa: BLE001  raised below: the others wait in the broadcast
+            answer[1], failed = RankFailedError(f"rank 0 failed: {type(error).__name__}: {error}"), error
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
-        raise answer[1]
+        raise failed or answer[1]
     found: T = answer[0]
     return found
 

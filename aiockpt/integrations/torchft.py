@@ -132,6 +132,7 @@ class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # A
     """
 
     def __init__(self, place: str, state_dict: Callable[[], Any] | None = None) -> None:
+        # Unique to this process: a receiver waits for a step by its number, and must not find an earlier process's.
         self._url = f"{place.rstrip('/')}/{uuid.uuid4().hex}"
         self._state_dict = state_dict
         self._sent: aiockpt.Checkpointer | None = None

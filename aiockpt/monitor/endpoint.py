@@ -108,6 +108,7 @@ class Endpoint:
         """
         from aiohttp import web
 
+        # `run` is started before the first event, without which `health` knows no rank.
         await self._begun.wait()
         application = web.Application()
         application.router.add_get("/health", self._answer_health)

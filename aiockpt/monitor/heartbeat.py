@@ -146,6 +146,7 @@ class Heartbeat:
                 tasks.start_soon(self._poll_overdue)
                 failing = False
                 while True:
+                    # Before the beat: a close that comes during it has one more written, which says that it has ended.
                     ending = self._ending.is_set()
                     failing = await self._beat(backend, failing)
                     if ending:

@@ -128,6 +128,7 @@ class JobWatch:
         found = [RankNow(beat=beat, heard_s=now_s - said_s) for _, beat, said_s in self._known.values()]
         if not found and not self._damaged:
             return None
+        # Beats of an earlier start with more ranks stay in storage: the newest beat tells how many ranks there are now.
         newest = max(found, key=lambda one: one.beat.time_s, default=None)
         world_size = 0 if newest is None else newest.beat.world_size
         ranks = sorted((one for one in found if one.beat.rank < world_size), key=lambda one: one.beat.rank)

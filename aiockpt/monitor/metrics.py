@@ -283,6 +283,7 @@ class Metrics:
 
 def _age_s(queue: Mapping[int, int]) -> float:
     """Return how long the oldest in *queue* has waited; 0 where nothing waits. Any thread."""
+    # list() copies without giving the interpreter away: the loop thread changes the queue meanwhile.
     return max(((time.monotonic_ns() - since_ns) / 1e9 for since_ns in list(queue.values())), default=0.0)
 
 
@@ -315,6 +316,7 @@ class Scalars:
                 values, step = self._queue.popleft()
                 await anyio.to_thread.run_sync(self._log, values, step)
             if not self._ending:
+                # No await since the queue was seen empty: `on_event`, on this thread, cannot come between.
                 self._news = anyio.Event()
                 await self._news.wait()
 

@@ -202,6 +202,7 @@ def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
             unread += 1
         elif isinstance(event, Opened):
             which = event.host, event.pid, event.process, event.rank, event.at_ns, event.time_ns
+            # Where two processes share a file, each repeats its line after the other one has written: its log goes on.
             current = processes.setdefault(which, ProcessLog(event, []))
         elif current is not None:
             current.events.append(event)

@@ -29,6 +29,7 @@ BLOCKS = "blocks"
 """The stage of a group of blocks, a part of "write"."""
 
 
+# gc=False: a span holds no containers, so it is in no cycle, and the collector skips the spans of a long run.
 class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A span of time on one rank.
 
@@ -101,6 +102,7 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
         case BytesWritten(seconds=seconds) if seconds:
             return (("save", BLOCKS, seconds, at_s, event.key, event.bytes, 0.0, False),)
         case SnapshotTaken():
+            # Without *seconds* (traces of older versions) the longer of the two stands for the time since the call.
             called_s = at_s - (event.seconds or max(event.copy_s, event.pause_s))
             return (
                 ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes, 0.0, False),

@@ -312,6 +312,7 @@ class PeerTimes:
     async def publish(self, backend: Backend, opened: Opened) -> None:
         """Write the times of this rank, where they are new."""
         if self._news:
+            # Before the put: an event that comes during it is news for the next beat.
             self._news = False
             rows = [(*key, step, seconds) for step, taken in self._steps.items() for key, seconds in taken.items()]
             times = RankTimes(rank=opened.rank, host=opened.host, time_s=time.time(), rows=rows)

@@ -94,8 +94,10 @@ class TraceFile:
             return
         try:
             path = await anyio.to_thread.run_sync(self._place)
+            # The first event of a checkpointer is Opened, and no line was taken yet.
             opened, last_s = self._lines[0], anyio.current_time()
             first = self._opened is not None and self._opened.rank == 0
+            # a: every write goes to the end, wherever another process has put it; +: `_begin` reads the last byte.
             async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
                 while not self._ending or self._lines:
@@ -109,9 +111,11 @@ class TraceFile:
                     if (size := await file.seek(0, os.SEEK_END)) != end:  # another process writes there, too
                         lines.insert(0, opened)
                     end = size + await _write(file, b"".join(lines))
+                    # Waits for the end and not for news: lines gather meanwhile, and a close is not delayed.
                     with anyio.move_on_after(GATHER_S):
                         await self._end.wait()
         finally:
+            # After an error `on_event` must queue nothing more: the queue would grow until the process ends.
             self._stopped = not self._ending
             self._lines.clear()
 

@@ -199,6 +199,7 @@ def _decide(how: Proof, starts: Sequence[Start], evidence: Evidence) -> tuple[Ve
     again, unsteady = evidence.again, evidence.unsteady - evidence.ignored - evidence.idle
     of_itself = None if again is None else again.first({*evidence.ignored, *evidence.idle})
     core = unsteady & CORE
+    # First: where the script differs from itself, no difference after a resume can be blamed on the resume.
     if again is not None and core:
         found = again.first(set(again.rows) - unsteady)
         where = f"{found.at}: {found.row.removeprefix(TRAINING)}" if found else ", ".join(sorted(core))

@@ -153,6 +153,7 @@ class Comparison:
         Args:
             saved: the states of earlier starts, by place and step.
         """
+        # Two records may be equal, so each is known by its id, which is its own as long as *records* holds it.
         keys = {id(record): key for key, record in keyed(records)}
         last = None
         for record in records:
@@ -220,8 +221,11 @@ class Comparison:
         self._compare_texts(f"{TRAINING}{SETTINGS}", twin.settings, record.settings, 1, as_row=True)
         self._compare_leaves(WEIGHTS, twin.weights, record.weights, 2)
         self._compare_slots(twin.slots, record.slots, 3)
+        # After a resume calls are matched from the last one backwards; later pairs follow from the earliest.
         pairs = list(zip(reversed(twin.random), reversed(record.random), strict=False)) if first else []
         expected, found = pairs[-1] if pairs else (_ends(twin.random), _ends(record.random))
+        # These numbers order the differences at one place. A generator that the load itself left in another state
+        # may be why the data (5) differ; otherwise the data come first.
         self._compare_random(expected, found, 4 if self._random_off else 6)
         self._random_off = False
         self._compare_inputs(twin, record, first)

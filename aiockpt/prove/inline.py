@@ -126,6 +126,7 @@ class ProcessRunner:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        # torchrun starts each rank in a session of its own, which killpg does not reach: /proc shows their environment.
         deadline = time.monotonic() + GRACE_S
         while found := list(_processes_of(path)):
             late = time.monotonic() > deadline
@@ -185,6 +186,7 @@ class InlineRunner:
             status, tail = 1, "\n".join(traceback.format_exc().splitlines()[-TAIL_LINES:])
         finally:
             session.close()  # pending saves are committed, as at the end of a process
+            # After the close, which still commits: from here on a thread that the function has left changes nothing.
             recorder.retire()
             enter(None)
             session.training.close()

@@ -186,6 +186,7 @@ class _Proof:
             line.append(self._run(name, place, command, kill=kill))
             if len(line) == 1:
                 _check_killed(line[0])
+                # Before the next start, which saves and deletes here: the control must begin from the same files.
                 shutil.copytree(place, self._early)
             if line[-1].died is None:
                 break

@@ -159,7 +159,9 @@ class Recorder:
             return
         deadline = time.monotonic() + COMMIT_DEADLINE_S
         while not self._resumable and time.monotonic() < deadline:
+            # On the event loop: the commit of an earlier step, which this waits for, goes on meanwhile.
             await wait(0.005)
+        # Returns only in a simulation; the call then fails, so that nothing of this save is written any more.
         self._end(kill.explain())
         raise StorageError("the run was killed")
 
@@ -178,6 +180,7 @@ class Recorder:
         raise SimulatedKill
 
     def _end(self, where: str) -> None:
+        # Before `dead`: from there on `write` drops every record.
         self.write(records.Died, where=where)
         self.dead = self.killed = True
         self._kill()

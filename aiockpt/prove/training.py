@@ -38,6 +38,7 @@ class Training:
         self._clear()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
+            # always_call: else a forward that raises leaves `_depth` above 0, and no later call counts as outermost.
             register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -115,6 +116,7 @@ class Training:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._recorder.check()
         kind = _kind(optimizer)
+        # The optimizer is kept, too: another one would get its id once it is collected.
         self._optimizers[id(optimizer)] = kind, optimizer
         parameters = list(_parameters(optimizer))
         self._pending[id(optimizer)] = (

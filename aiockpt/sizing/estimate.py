@@ -297,6 +297,7 @@ def find_memory(
     io, pool = engine.options.io, engine.pool.statistics()
     wanted, most = plan.window_count * io.slab_bytes, pool.ceiling_bytes
     if io.pool_bytes is None:
+        # As the pool will decide it: slabs that it has already are not in *to_spare* any more, and count, too.
         most = max((to_spare + pool.allocated_bytes) // 4 // io.slab_bytes * io.slab_bytes, most)
     pool_bytes = min(wanted, most)
     writer_bytes = WRITER_BYTES if engine.options.worker == "process" else 0

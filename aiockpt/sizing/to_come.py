@@ -90,6 +90,7 @@ def _of_optimizer(
             return OptimizerToCome(StateToCome(name, None, 0))
         for parameter in new:
             local = local_part(parameter)
+            # data_ptr() is 0 for a tensor without memory: all of one shape would be taken for one.
             known = spread.get(_address(local)) if local.data_ptr() else None
             beside = known or _unnamed(parameter, local, len(shards))
             own = [_shard(name, beside, local, slot) for slot in made[tuple(local.shape), parameter.dtype]]

@@ -279,6 +279,51 @@ def test_plain_dcp_loads_what_a_step_became(tmp_path: Path) -> None:
     assert_same(open_checkpoint(tmp_path / "dcp").state, expected)
 
 
+def test_tensors_in_lists_and_two_modules_of_one_optimizer_are_in_a_folder_of_dcp(tmp_path: Path) -> None:
+    nets = {"gen": nn.Linear(2, 1), "disc": nn.Linear(2, 1)}
+    optimizer = torch.optim.Adam([{"params": net.parameters()} for net in nets.values()])
+    for number, net in enumerate(nets.values(), 1):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    some = {"list": [torch.ones(2), {"t": torch.zeros(2)}, 3], "tuple": (torch.ones(1), 2)}
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(1, {**nets, "optimizer": optimizer, "some": some}).result()
+        write_dcp(ckpt, tmp_path / "dcp")
+    found = open_checkpoint(tmp_path / "dcp").state
+    assert torch.equal(found["some"]["list"][0], torch.ones(2))
+    assert torch.equal(found["some"]["list"][1]["t"], torch.zeros(2))
+    assert torch.equal(found["some"]["tuple"][0], torch.ones(1))
+    moments = {name: entry["exp_avg"] for name, entry in found["optimizer"]["state"].items()}
+    assert moments.keys() == {f"{net}.{name}" for net in nets for name in ("weight", "bias")}
+    assert torch.equal(moments["disc.weight"], optimizer.state[nets["disc"].weight]["exp_avg"])
+    assert torch.equal(moments["gen.bias"], optimizer.state[nets["gen"].bias]["exp_avg"])
+
+
+def test_a_conjugated_tensor_is_read_with_its_conjugation(tmp_path: Path) -> None:
+    saved = {"conjugated": torch.randn(3, dtype=torch.complex64).conj()}
+    saved["negated"] = torch.randn(3, dtype=torch.complex64).conj().imag
+    for kind in ("dcp", "zip"):
+        found = open_checkpoint(write(kind, tmp_path, saved), trust_pickle=True).state
+        assert all(torch.equal(found[name], saved[name]) for name in saved), kind
+
+
+def test_frozen_parameters_of_zero_3_are_joined_by_the_numbers_of_their_ranks(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(12, 2)
+    (tmp_path / "zero" / "w").mkdir(parents=True)
+    torch.save({"param": torch.ones(4)}, tmp_path / "zero" / "w" / "fp32.pt")
+    torch.save({"param_groups": [{"lr": 1.0}]}, tmp_path / "zero" / "optimizer_state.pt")
+    for rank, part in enumerate(whole):
+        held = {
+            "module": {},
+            "param_shapes": [{"w": torch.Size([4])}],
+            "frozen_param_shapes": {"frozen": whole.shape},
+            "frozen_param_fragments": {"frozen": part.clone()},
+        }
+        torch.save(held, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    assert torch.equal(open_checkpoint(tmp_path).state["model"]["frozen"], whole)
+
+
 def test_what_dcp_has_saved_through_us_goes_back_to_dcp(tmp_path: Path) -> None:
     from aiockpt.integrations.dcp import AiockptWriter
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_model as save_by_safetensors
 
 import aiockpt
 from aiockpt.adapters.rename import Rules
-from aiockpt.convert import to_hugging_face
+from aiockpt.convert import from_hugging_face, to_hugging_face
 from aiockpt.errors import StateMismatchError, UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import CODES, is_native, torch_name
 from tests.convert.small_models import (
@@ -211,6 +211,27 @@ def test_what_several_ranks_saved_comes_out_whole(tmp_path: Path) -> None:
     assert len(files) == 3
     export(tmp_path / "run", tmp_path / "out", prefix="w", max_shard_bytes=150_000)
     assert all_same(load_folder(tmp_path / "out"), state["w"])
+
+
+def test_one_shard_of_an_unfinished_download_is_not_the_model(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model-00001-of-00003.safetensors")
+    with pytest.raises(
+        UsageError, match=r"one of 3 shards, and no model\.safetensors\.index\.json: fetch the whole folder"
+    ):
+        take_in(tmp_path / "run", tmp_path)
+    (tmp_path / "model-00001-of-00003.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    take_in(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.parametrize("key", [0, 7])
+def test_weights_below_a_number_load_into_a_dict_and_for_0_into_a_list(tmp_path: Path, key: int) -> None:
+    save_file({"weight": torch.ones(1, 2)}, tmp_path / "model.safetensors")
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        from_hugging_face(ckpt, tmp_path, prefix=f"models[{key}]").result(DEADLINE_S)
+        for make in (lambda net: {key: net}, lambda net: [net]) if key == 0 else (lambda net: {key: net},):
+            net = torch.nn.Linear(2, 1, bias=False)
+            ckpt.load({"models": make(net)}).result(DEADLINE_S)
+            assert torch.equal(net.weight, torch.ones(1, 2))
 
 
 def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def join_chunks(
     Raises:
         CorruptionError: the chunks are incomplete, overlap, or lie outside of *shape*; the message names the tensor *what*.
     """
+    # `Shards` refuses parts that overlap or lie outside: with the right number of elements, the chunks are complete.
     if sum(chunk.numel() for _, chunk in chunks) != torch.Size(shape).numel():
         raise CorruptionError(f"the chunks of {what} do not add up to its shape")
     if len(chunks) == 1 and tuple(chunks[0][1].shape) == shape:

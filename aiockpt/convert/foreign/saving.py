@@ -50,6 +50,7 @@ def save_as_step(
     with Checkpointer(
         place, on_exists=on_exists, limits=Limits(io=io), ranks=ranks, observers=[_Written(on_written)]
     ) as ckpt:
+        # For a dry run, too, and before any data are read; `on_exists` is for a step that appears meanwhile.
         if not replace and any(info.step == step for info in ckpt.steps().result()):
             raise StepExistsError(f"{url} has step {step} already: give another number, or use replace=True (--force)")
         if not dry_run:

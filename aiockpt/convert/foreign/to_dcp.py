@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
     tree = read_tree(stored)
     names = [(name, split_name(name)) for name in (*stored.tensors, *stored.alias)]
     modules: list[TreePath] = []
+    # Optimizers last: the names of their parameters are made relative to the modules.
     for path, kind in sorted(_objects(stored.values, ()), key=lambda found: found[1] == "optimizer"):
         inside = {name: parts[len(path) :] for name, parts in names if parts[: len(path)] == path}
         if kind == "module":
@@ -68,26 +70,26 @@ def _optimizer(
     plain: Mapping[str, Any], path: TreePath, inside: Mapping[str, TreePath], modules: list[TreePath]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict; *inside* has its tensors by path: ``state``, the parameter's parts, the slot."""
-    state: dict[str, dict[str, Any]] = {
-        _relative(owner, modules): dict(values) for owner, values in plain["state"].items()
-    }
-    for name, parts in inside.items():
-        if parts[:1] == ("state",) and len(parts) > 2:
-            owner = _relative(join_name(parts[1:-1]), modules)
-            state.setdefault(owner, {})[str(parts[-1])] = TensorRef(name)
-    groups = [
-        {**group, "params": [_relative(member, modules) for member in group["params"]]} for group in plain["groups"]
-    ]
+    slots = {name: parts for name, parts in inside.items() if parts[:1] == ("state",) and len(parts) > 2}
+    owners = {name: join_name(parts[1:-1]) for name, parts in slots.items()}
+    members = [member for group in plain["groups"] for member in group["params"]]
+    known = _relative_names({*members, *plain["state"], *owners.values()}, modules)
+    state: dict[str, dict[str, Any]] = {known[owner]: dict(values) for owner, values in plain["state"].items()}
+    for name, parts in slots.items():
+        state.setdefault(known[owners[name]], {})[str(parts[-1])] = TensorRef(name)
+    groups = [{**group, "params": [known[member] for member in group["params"]]} for group in plain["groups"]]
     return {"state": state, "param_groups": groups}
 
 
-def _relative(name: str, modules: list[TreePath]) -> str:
-    """Return the name of a parameter in its module."""
-    parts = split_name(name)
-    for module in modules:
-        if parts[: len(module)] == module:
-            return ".".join(map(str, parts[len(module) :]))
-    return ".".join(map(str, parts))
+def _relative_names(names: Collection[str], modules: list[TreePath]) -> dict[str, str]:
+    """Return the names of parameters in their modules; where two modules have the same ones, in the state."""
+    short = {name: _below_module(split_name(name), modules) for name in names}
+    unique = len(set(short.values())) == len(short)
+    return {name: ".".join(map(str, below if unique else split_name(name))) for name, below in short.items()}
+
+
+def _below_module(parts: TreePath, modules: list[TreePath]) -> TreePath:
+    return next((parts[len(module) :] for module in modules if parts[: len(module)] == module), parts)
 
 
 def _at(tree: Any, path: TreePath) -> Any:
@@ -137,6 +139,11 @@ def write_dcp(
         )
     manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()
     flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
+
+    def read(tensor: TensorRef) -> torch.Tensor:
+        found: torch.Tensor = checkpointer.read(manifest.step, tensor.name).result()
+        return found
+
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / METADATA).unlink(missing_ok=True)
@@ -144,15 +151,28 @@ def write_dcp(
             items = _Items(file, on_written)
             for name, value in flat.items():
                 if isinstance(value, TensorRef):
-                    items.tensor(name, checkpointer.read(manifest.step, value.name).result())
-                else:
-                    items.value(name, value)
+                    items.tensor(name, read(value))
+                else:  # DCP pickles lists and tuples, with the tensors in them
+                    items.value(name, _with_tensors(value, read))
             file.flush()
             os.fsync(file.fileno())
         _publish(target, pickle.dumps(items.metadata(paths), protocol=4))
     except OSError as error:
         raise StorageError(f"{target}: {error}") from error
     return items.written
+
+
+def _with_tensors(value: Any, read: Callable[[TensorRef], torch.Tensor]) -> Any:
+    """Return a value of containers with each tensor in place of its reference."""
+    if isinstance(value, TensorRef):
+        return read(value)
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, read) for item in value)
+    if isinstance(value, dict):
+        made = copy(value)
+        made.update((key, _with_tensors(item, read)) for key, item in value.items())
+        return made
+    return value
 
 
 async def _manifest(steps: Destination, step: int | None) -> Manifest:

@@ -99,6 +99,7 @@ def _map_tensor(data: memoryview) -> Any:
         pickled, stored = archive.read(members["data.pkl"]), members["data/0"]
         if archive.read(members["byteorder"]) != b"little" or stored.compress_type != zipfile.ZIP_STORED:
             raise ValueError("an unusual archive")
+    # From the local header: torch pads there, to align the elements to 64 bytes; the zip directory lacks the padding.
     name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, stored.header_offset)
     begin = stored.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     return _TensorUnpickler(io.BytesIO(pickled), data[begin : begin + stored.file_size]).load()
@@ -168,8 +169,13 @@ class _TensorUnpickler(pickle.Unpickler):
         kind, dtype, key, _, count = pid
         if kind != "storage" or key != "0":
             raise pickle.UnpicklingError(f"{pid}")
+        # `torch.frombuffer` refuses to make a tensor without elements.
         return torch.frombuffer(self._stored, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
 
 
-def _rebuild(storage: torch.Tensor, offset: int, size: Any, stride: Any, *of_autograd: Any) -> torch.Tensor:
+def _rebuild(
+    storage: torch.Tensor, offset: int, size: Any, stride: Any, _grad: bool, _hooks: Any, metadata: Any = None
+) -> torch.Tensor:
+    if metadata:  # of a conjugated or negated tensor, whose storage does not hold its values
+        raise pickle.UnpicklingError(f"{metadata}")
     return storage.as_strided(size, stride, offset)

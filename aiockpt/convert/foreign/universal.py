@@ -7,6 +7,7 @@ beside ``zero/optimizer_state.pt`` and the ``*_model_states.pt`` of the ranks. T
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class StandIn:
         """Drop the values."""
 
 
+_NUMBER = re.compile(r"\d+")
 _STAND_INS: list[Any] = [
     (StandIn, f"deepspeed.runtime.{name}")
     for name in ("fp16.loss_scaler.LossScaler", "fp16.loss_scaler.DynamicLossScaler", "zero.config.ZeroStageEnum")
@@ -50,7 +52,9 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         UsageError: it holds objects besides those of DeepSpeed that are known, and *trust_pickle* does not allow them.
         CorruptionError: a file is missing or cut short, or they contradict each other.
     """
-    ranks = [_read(file, trust_pickle) for file in sorted(path.glob("*_model_states.pt"))]
+    # By number: the names are not padded, and a frozen parameter of ZeRO-3 is joined in the order of the ranks.
+    files = sorted(path.glob("*_model_states.pt"), key=lambda file: [int(part) for part in _NUMBER.findall(file.name)])
+    ranks = [_read(file, trust_pickle) for file in files]
     if not ranks:
         raise CorruptionError(f"{path} has no file *_model_states.pt")
     known, shapes = ranks[0], _shapes(ranks)

@@ -110,6 +110,7 @@ class _AttachedEngine:
     ) -> Any:
         """Load the step of a tag, or the newest valid one; DeepSpeed loads its own checkpoints."""
         tag = None if tag is None else str(tag)
+        # A step that is still being written would not be found: only committed ones are listed.
         self._ckpt.wait()
         steps = self._find(tag)
         if not steps:

@@ -200,6 +200,7 @@ class StateToLoad:
                 continue
             entry[key] = tensor
             for one in part.slices:
+                # The tensor may be the live one, with old moments: parameters without saved state begin at zero.
                 if key not in state.get(one.name, {}) and tensor.shape == part.key.shape:
                     tensor.view(-1)[one.offset : one.offset + one.count].zero_()
         live[part.key] = entry

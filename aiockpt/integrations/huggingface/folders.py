@@ -98,6 +98,7 @@ class CheckpointFolders:
         if not shown:
             shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True, exist_ok=True)
+        # Before STATE is written: a folder with STATE but no mark counts as the Trainer's own (`of_the_trainer`).
         _mark(staged, number, committed=False)
         held = trainer.state.stateful_callbacks
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
@@ -223,6 +224,8 @@ class CheckpointFolders:
         kept = {*steps[-1:], *([step_of(best)] if best and is_ours(best) and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
+            # The step first: after a kill in between, the next call deletes the folder that is left; a step left alone
+            # would get its folder back from `restore`.
             with suppress(StepNotFoundError):  # another node, or retention=, may have deleted it
                 self._ckpt.delete(step).result()
             shutil.rmtree(self.path(step), ignore_errors=True)

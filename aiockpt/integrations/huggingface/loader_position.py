@@ -87,6 +87,7 @@ class LoaderPosition:
             by_script = skipped if loaded is None or skipped is None else self._agree(loader, loaded, skipped)
             is_next = loaded is not None and _is_next(loaded, by_script)
             go_on, ended = (None, loaded) if is_next else (loaded, None)
+            # The script may have drawn numbers since the load, which an uninterrupted run does not draw here.
             if ended is not None:
                 _RNG.load_state_dict(ended.own["now"])
             if go_on is not None and by_script is not None:
@@ -105,6 +106,7 @@ class LoaderPosition:
             self._habit.begin(self.training.backward_count)
             return reading
 
+        # An attribute of the object is enough: accelerate calls base_dataloader.__iter__() by name, and not iter().
         base.__iter__ = read
         _follow(loader, lambda batches: self._hand_out(batches))
         if self.dispatches:
@@ -139,6 +141,7 @@ class LoaderPosition:
         reading: LoopReading | None = None
         try:
             for batch in batches:
+                # Not before the loop: accelerate's __iter__ is a generator, which calls `read` for its first batch.
                 reading = None if self._reading is None else self._reading()
                 self._habit.note_fetch(self.training.backward_count)
                 is_again = True

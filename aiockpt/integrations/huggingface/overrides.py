@@ -65,6 +65,7 @@ def is_attached(trainer: Any) -> bool:
 
 def _calls_super(function: Any) -> bool:
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    # A function from outside a class has the name alone; one whose inner function calls super() the variable alone.
     return code is not None and ("super" in code.co_names or "__class__" in code.co_freevars)
 
 

@@ -110,6 +110,7 @@ class StateFolders:
         elif (folder / _THEIRS).exists():
             folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
         if folder.exists():  # written to since the call of save_state
+            # The mark comes last: with it the folder counts as complete.
             for path in staged.iterdir():
                 if path.name != MARK:
                     path.replace(folder / path.name)

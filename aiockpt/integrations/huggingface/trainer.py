@@ -254,6 +254,7 @@ class _Attached:
     def _enter_save(self, model: Any, trial: Any) -> None:
         """Save through the Trainer's method or its override; if that does not call ``super()``, save here."""
         self._saving = set()
+        # Before an override is called: what it writes before super() must not be in the folder that is set aside.
         if self._shows_folder():
             self._folders.set_aside(self._trainer.state.global_step)
         try:
@@ -300,6 +301,7 @@ class _Attached:
         if self._saving is not None:
             self._saving.add("_save_checkpoint")
         trainer.store_flos()
+        # The Trainer asks only whether the folder exists; that of this step appears when the save is committed.
         if best and (best == step or self._folders.path(best).exists()):
             trainer.state.best_model_checkpoint = str(self._folders.path(best))
         state = self._model() if trainer.args.save_only_model else self._state()

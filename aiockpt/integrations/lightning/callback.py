@@ -207,6 +207,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         Args:
             ends: whether training ends here.
         """
+        # The last step of an epoch is reached twice, after its batch and after its epoch.
         step = trainer.global_step
         if self._checkpointer is None or not self._is_fitting or step == self.last_step or step == 0:
             return
@@ -229,6 +230,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             for name, value in trainer.callback_metrics.items()
             if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1
         }
+        # Before the save: that may raise the error of an earlier one after this one has begun.
         self.last_step = step
         if self.monitor in metrics:
             self._scores[step] = metrics[self.monitor]

@@ -23,6 +23,7 @@ def collect(trainer: Any) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": import_module(NAME).__version__,
+        # A copy: a hook may add or remove weights in it, which `_is_same` notices below.
         "state_dict": dict(weights),
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "callbacks": call._call_callbacks_state_dict(trainer),
@@ -93,6 +94,7 @@ def restore_first(trainer: Any, checkpoint: Restored) -> None:
     checkpoint.note_changes()
     connector.restore_datamodule()
     connector.restore_callbacks()
+    # `AsyncCheckpoint._resumes` takes a dict that is left here for a checkpoint of Lightning's own.
     connector._loaded_checkpoint = {}
 
 

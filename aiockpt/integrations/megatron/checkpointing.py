@@ -150,6 +150,7 @@ def _fill(
     called |= {join_name((_COUNTS, str(number))): name for number, name in enumerate(counts)}
     state = wanted.to_load({key: stored.tensors[name] for key, name in names.items()}) | dict.fromkeys(values)
     state |= {_COUNTS: dict(zip(map(str, range(len(counts))), counts.values(), strict=True))} if counts else {}
+    # Without it, a strict load would refuse all that the checkpoint holds beside the requested keys.
     only = [*called, *(join_name((value,)) for value in values)]
     place.load(state, step, only=only, map=lambda name: called.get(name, name)).result()
     wanted.finish()

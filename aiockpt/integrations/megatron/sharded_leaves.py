@@ -189,6 +189,7 @@ class GlobalTensors:
             dtype = torch_dtype(info.dtype)
             if dtype != self._dtypes[key]:
                 made = [(offsets, torch.empty_like(part, dtype=dtype)) for offsets, part in parts]
+                # In front: a second tensor with the same part is copied from the first, which must be filled by then.
                 self._after[:0] = [(part, new) for (_, part), (_, new) in zip(parts, made, strict=True)]
                 parts = made
             put(state, path_to_load(key), aiockpt.Shards(shape, parts, dtype=dtype))

@@ -335,9 +335,11 @@ def html_page(data: ReportData) -> str:
     templates = files("aiockpt.monitor.html") / "templates"
     page = Template((templates / "page.html").read_text("utf-8"))
     text = msgspec.json.encode(data).decode()
+    # string.Template, since CSS and JavaScript are full of braces; a $ in what is put in is left as it is.
     return page.substitute(
         style=(templates / "page.css").read_text("utf-8"),
         plotly=plotly.get_plotlyjs(),
+        # `</script>` in a name or an error would end the script element; to JSON the escape is the same text.
         data=text.replace("<", "\\u003c"),
         script="\n".join((templates / f"{name}.js").read_text("utf-8") for name in _SCRIPTS),
     )

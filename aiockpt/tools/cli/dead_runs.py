@@ -88,6 +88,7 @@ def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool
         if found.stays or not found.steps:
             return found
         if keep:
+            # Nothing here is younger than *older_than_s*: a grace of a day would spare attempts of younger runs.
             _prune(place, found, sizes, Retention(last=keep, grace_s=min(older_than_s, Retention().grace_s)), delete)
         else:
             plan = anyio.run(plan_removal, backend, None)

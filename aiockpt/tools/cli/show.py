@@ -76,6 +76,7 @@ err = _open_console(stderr=True)
 def json_or(as_json: bool, value: object, people: Callable[[], None]) -> None:
     """Print *value* as JSON, or call *people* to print it as text."""
     if as_json:
+        # Not through the console, which takes brackets for markup and wraps lines.
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
     else:
         people()

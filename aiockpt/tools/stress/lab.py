@@ -259,6 +259,7 @@ async def _work(requests: Iterator[Request], concurrency: int) -> StorageError |
 
     async def some() -> None:
         nonlocal failures, last
+        # All workers draw from one generator: on one thread, and without an await in it, it is never entered twice.
         for request in requests:
             try:
                 await request()

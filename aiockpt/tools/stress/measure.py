@@ -164,6 +164,7 @@ async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object
     try:
         yield prefix
     finally:
+        # Kept where the deadline cuts the cleaning short, which raises nothing.
         left = f"it was not done after {CLEANING_DEADLINE_S:g} s"
         with anyio.move_on_after(CLEANING_DEADLINE_S, shield=True):
             left = await _clean(backend, prefix)
@@ -199,6 +200,7 @@ async def _clean(backend: Backend, prefix: str) -> str:
     """Remove everything below *prefix* as far as possible; return the problems, or an empty text."""
     problems: list[str] = []
     folders = [prefix]
+    # The list grows while it is walked, by the folders below; the deepest come last.
     for folder in folders:
         try:
             listing = await backend.list(folder)

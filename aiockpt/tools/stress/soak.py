@@ -109,7 +109,7 @@ class _Worker:
         self._buffer = new_buffer(BLOCK_BYTES)
         self._files: dict[str, tuple[int, int]] = {}
         self._objects: dict[str, int] = {}
-        self._next = number << 20  # the workers' contents differ
+        self._next = number << 20  # small objects of two workers differ; blocks of their files may not (`Payload`)
 
     async def run(self, is_time: Callable[[], bool]) -> None:
         """Do every action once, then random ones until the time is over; then read all remaining objects again."""
