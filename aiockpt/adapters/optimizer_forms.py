@@ -46,6 +46,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         class_name, keys: the class that was saved, and the default keys of its groups; None where unknown.
         rest: state that belongs to no parameter, or None.
         rows: the relation of the state tensors to each parameter that was spread over ranks.
+        names: of the parameters of each group, in a dict that knows them by numbers and has torch's ``param_names``.
         met: the parameters of it that are matched in the state.
     """
 
@@ -59,6 +60,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     keys: frozenset[str] | None = None
     rest: Node = None
     rows: Mapping[Id, OptimizerRow] = {}
+    names: list[list[str]] = []
     met: set[Id] = msgspec.field(default_factory=set)
 
     @property
@@ -153,7 +155,18 @@ def _read_dict(items: Mapping[Any, Node], path: Path) -> SavedOptimizer | None:
         [list(some) for some in members if some is not None],
         {owner: entry for owner, entry in state.items() if entry is not None},
         is_dict=True,
+        names=_names_of(values, ids),
     )
+
+
+def _names_of(groups: Iterable[Mapping[Any, Node] | None], ids: Sequence[Id]) -> list[list[str]]:
+    """Return the names of the parameters of each group, where each has one of its own; else nothing."""
+    found = [(group or {}).get("param_names") for group in groups]
+    if not all(type(some) is list for some in found):
+        return []
+    flat = [name for some in found for name in some or ()]
+    is_whole = len(flat) == len(ids) == len(set(map(str, flat))) and all(type(name) is str for name in flat)
+    return [list(some or ()) for some in found] if is_whole else []
 
 
 def _read_flat(items: Mapping[Any, Node], path: Path) -> SavedOptimizer | None:

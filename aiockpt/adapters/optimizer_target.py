@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress
+from functools import cached_property
+from itertools import chain, compress
 from typing import Any
 
 import msgspec
@@ -62,7 +63,7 @@ from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import facts_of, may_spread, torch_dtype
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.format.dtypes import same, torch_name
-from aiockpt.format.names import dotted, join_name, split_name
+from aiockpt.format.names import dotted, join_name, prefixes, split_name
 from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.tree import TAG, Node, Path
 
@@ -141,9 +142,67 @@ class OptimizerTarget:
 
     def pair(self, saved: SavedOptimizer) -> dict[Path, Id]:
         """Return path → identifier in *saved* of each parameter; those that *saved* lacks are left out."""
-        keys = {owner: dotted(name) for owner, name in self.names.items()}
-        ids = pair_up([[keys[owner] for owner in some] for some in self.members], saved)
+        if saved.by_numbers:
+            return self._pair_by_numbers(saved)
+        there = {one for some in saved.members for one in some}
+        # An optimizer was saved with the names of the state: where all are the same nothing has to be guessed.
+        exact: dict[Path, Id] = (
+            {} if saved.is_dict else {own: name for own, name in self.names.items() if name in there}
+        )
+        if len(exact) == len(self.names):
+            return exact
+        taken = set(exact.values())
+        left = [[one for one in some if one not in taken] for some in saved.members]
+        guessed = self._guess(msgspec.structs.replace(saved, members=left), exact)
+        return exact | {owner: one for owner, one in guessed.items() if not self._is_another(owner, one, saved)}
+
+    def _guess(self, saved: SavedOptimizer, known: Mapping[Path, Id]) -> dict[Path, Id]:
+        keys = {owner: dotted(name) for owner, name in self.names.items() if owner not in known}
+        ids = pair_up([[keys[owner] for owner in some if owner in keys] for some in self.members], saved)
         return {owner: ids[key] for owner, key in keys.items() if key in ids}
+
+    def _pair_by_numbers(self, saved: SavedOptimizer) -> dict[Path, Id]:
+        """Pair by the names beside the numbers where these are all here; else by position, if no shape contradicts."""
+        if saved.names:
+            numbers: dict[Id, Id] = dict(zip(chain(*saved.names), chain(*saved.members), strict=True))
+            named = self.pair(msgspec.structs.replace(saved, members=saved.names, names=[]))
+            if len(named) == len(self.names) == len(numbers):
+                return {owner: numbers[name] for owner, name in named.items()}
+        found = self._guess(saved, {})
+        return {} if self._are_out_of_order(found, saved) else found
+
+    def _are_out_of_order(self, ids: Mapping[Path, Id], saved: SavedOptimizer) -> bool:
+        """Return whether the state tensors under a key have the shapes of the parameters, in another order."""
+        shapes: dict[Any, list[tuple[Any, Any]]] = {}
+        for _, parameter, owner in parameters_of(self.optimizer, self.members):
+            for key, node in saved.state.get(ids[owner], {}).items() if owner in ids else ():
+                facts = self.matcher.stored.facts(node["name"]) if is_tensor_node(node) else None
+                here = facts_of(parameter, self.index.slice_of(parameter))
+                if facts is not None and here is not None:
+                    shapes.setdefault(key, []).append((here[1], facts[1]))
+        return any(
+            any(here != there for here, there in pairs)
+            and sorted(here for here, _ in pairs) == sorted(there for _, there in pairs)
+            for pairs in shapes.values()
+        )
+
+    def _is_another(self, owner: Path, one: Id, saved: SavedOptimizer) -> bool:
+        """Return whether the checkpoint has the parameter at *owner*, and *one* of *saved* is the name of another one."""
+        mine = self._stored_names.get(dotted(self.names[owner]))
+        if mine is None:
+            return False
+        # A dict has names within the module, an optimizer those of the state.
+        text = str(one) if saved.is_dict else dotted(str(one))
+        below = dotted(self.matcher.stored_name(self.index.holder_of(owner)[0])) if saved.is_dict else ""
+        candidates = (f"{below}.{text}", text) if below else (text,)
+        found = next((self._stored_names[name] for name in candidates if name in self._stored_names), mine)
+        return found != mine
+
+    @cached_property
+    def _stored_names(self) -> dict[str, str]:
+        """The tensors of the checkpoint by their names with dots, as one name for all names of a tensor."""
+        stored = self.matcher.stored
+        return {dotted(name): stored.same_tensor(name) for name in (*stored.tensors, *stored.alias)}
 
     def want_values(self, number: int, values: Mapping[str, Node]) -> Thunks:
         """Return getters for those *values* of group *number* that are selected."""
@@ -434,8 +493,9 @@ def _want_states_of_all(target: OptimizerTarget, saved: SavedOptimizer, ids: Map
 def numbers_misfit(target: OptimizerTarget, saved: SavedOptimizer) -> str:
     """Return why the numbers in the checkpoint cannot be those of the parameters here."""
     there, here = ([len(some) for some in members] for members in (saved.members, target.members))
+    sizes = f"groups of {here} parameters in the state, of {there}" if here != there else "parameters in another order"
     return (
-        f"groups of {here} parameters in the state, of {there} in the checkpoint, which has an optimizer's state_dict(): "
+        f"{sizes} in the checkpoint, which has an optimizer's state_dict(): "
         "that knows parameters by their numbers only; make the optimizer as it was, or save the optimizer itself"
     )
 
@@ -462,6 +522,8 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
         return None
     same_form = saved.is_dict and own.flat == saved.flat and (own.flat or own.by_numbers == saved.by_numbers)
     pairs = {} if same_form else pair_up(own.members, saved, flat=own.flat)
+    if not (saved.is_dict or own.by_numbers):
+        pairs = {name: one for name, one in pairs.items() if not _is_other_name(str(name), str(one), matcher)}
     misfit = dict_misfit(own, saved)
     if not same_form and not pairs and any(own.members):
         counts, saved_counts = (list(map(len, members)) for members in (own.members, saved.members))
@@ -487,6 +549,13 @@ def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
     _skip_groups(saved, matcher)
     states = {one: saved.state[there] for one, there in pairs.items() if there in saved.state}
     return _write_flat(own, groups, states) if own.flat else _write(here, groups, states)
+
+
+def _is_other_name(name: str, one: str, matcher: Matcher) -> bool:
+    """Return whether *name*, within a module above parameter *one* of the checkpoint, is another tensor there."""
+    stored = matcher.stored
+    places = (join_name((*above, *name.split("."))) for above in map(split_name, prefixes(one)))
+    return any(stored.facts(place) and stored.same_tensor(place) != stored.same_tensor(one) for place in places)
 
 
 def _differences(own: SavedOptimizer, saved: SavedOptimizer, pairs: Mapping[Id, Id]) -> Iterator[str]:

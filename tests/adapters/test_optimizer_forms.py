@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -156,3 +157,66 @@ def test_a_form_of_another_class_is_a_mismatch_in_every_form(
     TAKE[target](found, here["optimizer"])
     assert str(GIVE[target](found)) == kept
     train(found, 1)
+
+
+def one_within_the_other() -> nn.ModuleDict:
+    """Return a module with parameters ``w`` and ``m.w``: below the key *m* of a state the first is ``m.w``, too."""
+    return nn.ModuleDict({"w": nn.Linear(2, 2), "m": nn.ModuleDict({"w": nn.Linear(2, 2)})})
+
+
+def stepped(parameters: Any) -> torch.optim.Adam:
+    optimizer = torch.optim.Adam(parameters)
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"], 1):
+            parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("source", ["optimizer", "names"])
+@pytest.mark.parametrize("target", ["optimizer", "names"])
+def test_state_never_goes_to_a_parameter_whose_name_ends_alike(save: Any, source: str, target: str) -> None:
+    outer, inner = one_within_the_other(), one_within_the_other()
+    of_outer, of_inner = stepped(outer["w"].parameters()), stepped(inner["m"].parameters())
+    saved = of_outer if source == "optimizer" else get_optimizer_state_dict(outer, of_outer)
+    found = of_inner if target == "optimizer" else get_optimizer_state_dict(inner, of_inner)
+    with pytest.raises(StateMismatchError):
+        save({"m": outer, "o": saved}).open({"m": inner, "o": found})
+
+
+def test_by_parameter_a_new_optimizer_begins_anew_though_a_name_ends_alike(save: Any) -> None:
+    model, found = one_within_the_other(), one_within_the_other()
+    saved = save({"m": model, "o": stepped(model["w"].parameters())})
+    state: dict[str, Any] = {
+        "m": found,
+        "o": torch.optim.Adam(found["w"].parameters()),
+        "new": torch.optim.Adam(found["m"].parameters()),
+    }
+    saved.open(state, optimizer_state="by_parameter").apply()
+    assert not state["new"].state
+    assert len(state["o"].state) == 2
+
+
+def test_names_that_differ_by_a_dot_in_a_key_are_two(save: Any) -> None:
+    def job() -> dict[str, Any]:
+        return {"a": {"b": nn.Linear(2, 2)}, "a.b": nn.Linear(2, 2)}
+
+    nets, found = job(), job()
+    optimizer = stepped([*nets["a.b"].parameters(), *nets["a"]["b"].parameters()])
+    other = torch.optim.Adam([*found["a.b"].parameters(), *found["a"]["b"].parameters()])
+    save({**nets, "o": optimizer}).open({**found, "o": other}).apply()
+    for net, its in ((nets["a.b"], found["a.b"]), (nets["a"]["b"], found["a"]["b"])):
+        assert torch.equal(optimizer.state[net.weight]["exp_avg"], other.state[its.weight]["exp_avg"])
+
+
+def test_numbers_of_parameters_in_another_order_are_refused_and_names_beside_them_used(save: Any) -> None:
+    net, found = nn.Linear(3, 4), nn.Linear(3, 4)
+    saved = save({"m": net, "o": stepped([net.weight, net.bias]).state_dict()})
+    with pytest.raises(StateMismatchError, match="parameters in another order in the checkpoint"):
+        saved.open({"m": found, "o": torch.optim.Adam([found.bias, found.weight])})
+    named = stepped(list(net.named_parameters()))
+    if "param_names" not in named.state_dict()["param_groups"][0]:
+        pytest.skip("this torch keeps no names in optimizers")
+    other = torch.optim.Adam(list(found.named_parameters())[::-1])
+    save({"m": net, "o": named.state_dict()}).open({"m": found, "o": other}).apply()
+    assert torch.equal(named.state[net.weight]["exp_avg"], other.state[found.weight]["exp_avg"])

@@ -66,7 +66,7 @@ SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
 BY_WHAT_THEY_DO = {
     "_make_wrapper_subclass",
     *("_indices", "_values", "_coalesced_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
-    *("_C", "_getframe", "_register_atexit", "_adjust_thread_count", "_threads", "_rmdir"),
+    *("_C", "_cdata", "_getframe", "_register_atexit", "_adjust_thread_count", "_threads", "_rmdir"),
 }
 
 
@@ -151,3 +151,8 @@ def test_fsspec_lacks_a_blocking_rmdir_where_it_has_another() -> None:
 
     assert "_rmdir" not in async_methods, "it wraps it by itself now: fsspec.py need not"
     assert AsyncFileSystem.rmdir is fsspec.AbstractFileSystem.rmdir
+
+
+def test_a_detached_tensor_shares_its_storage_and_another_one_does_not() -> None:
+    one, other = torch.empty(0), torch.empty(0)
+    assert one.detach().untyped_storage()._cdata == one.untyped_storage()._cdata != other.untyped_storage()._cdata
