@@ -128,10 +128,10 @@ class Loader(Generic[Batch]):
     ) -> None:
         if count not in get_args(Count):
             refuse_value("Loader", "count", count, "'handed' or 'trained'")
-        self.rank, self.size = data_ranks(rank, size)
-        self.saves = saves
         self._source = source
         self._reader = find_reader(source)
+        self.rank, self.size = self._ranks(rank, size)
+        self.saves = saves
         self._ahead_count = ahead_count
         self._prepare = prepare
         self._untrained = Untrained() if count == "trained" else None
@@ -151,6 +151,23 @@ class Loader(Generic[Batch]):
             raise UsageError(f"{kind_in_words(source)} has no state to save. {advise(source)}")
         # The epoch whose batches are yielded, and the epoch of the source: mostly the same.
         self._number = self._source_number = self._source_epoch() or 0
+
+    def _ranks(self, rank: int | None, size: int | None) -> tuple[int, int]:
+        """Return the data-parallel rank and the number of ranks.
+
+        Raises:
+            UsageError: the source reads as another rank: no resume could deal the rest of an epoch.
+        """
+        own = getattr(self._reader, "rank", None), getattr(self._reader, "size", None)
+        ranks = data_ranks(rank, size)
+        # A process that knows of no other may read one part of the data, and has a checkpoint of its own.
+        is_alone = rank is None and size is None and ranks == (0, 1)
+        if None not in own and own != ranks and not is_alone:
+            raise UsageError(
+                f"Loader(rank={ranks[0]}, size={ranks[1]}): its {type(self._reader).__name__} reads as rank {own[0]} of "
+                f"{own[1]}; give both the same, and saves=False on ranks that read the same batches as another one"
+            )
+        return ranks
 
     def __repr__(self) -> str:
         waiting = "" if self._untrained is None else f", {len(self._untrained)} batches not trained"

@@ -594,3 +594,17 @@ def test_what_torchdata_itself_saved_and_an_older_checkpoint_are_taken_as_they_a
         world.load_one({"loader": again if bare else Loader(again)}, 0, 1)
         assert samples_of(again).total() == 16
     assert not caplog.text
+
+
+def test_a_loader_of_another_rank_than_its_sampler_is_refused() -> None:
+    def of(own: tuple[int, int], **given: int) -> Loader[Any]:
+        sampler = ShardedSampler(8, 2, rank=own[0], size=own[1], shuffle=False)
+        return Loader(DataLoader(list(range(8)), batch_sampler=sampler, collate_fn=list), **given)  # type: ignore[arg-type]
+
+    assert of((1, 2), rank=1, size=2).size == 2
+    assert of((1, 2)).size == 1, "a process that knows of no other"
+    for rank, size in ((0, 2), (1, 4)):
+        with pytest.raises(UsageError, match=rf"\(rank={rank}, size={size}\): its ShardedSampler reads as rank 1 of 2"):
+            of((1, 2), rank=rank, size=size)
+    with pytest.raises(UsageError, match="saves=False"):
+        of((0, 1), rank=1, size=2)
