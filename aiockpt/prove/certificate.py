@@ -208,9 +208,15 @@ def _decide(how: Proof, starts: Sequence[Start], evidence: Evidence) -> tuple[Ve
             "torch.use_deterministic_algorithms(True), or give --close"
         )
         return "proves nothing", reason, of_itself
+    if again is not None and unsteady & {RESUME, STEPS}:
+        reason = (
+            "a second uninterrupted run ended elsewhere than the first: nothing can be said of where a resumed one ends"
+        )
+        return "proves nothing", reason, of_itself
     if (first := evidence.findings.first(evidence.left_out)) is not None:
         return "differs", _blame(first), first
-    if not evidence.control.differing() - evidence.left_out:
+    # A control that failed before it trained differs in where it went on and ended alone.
+    if not evidence.control.differing() - evidence.left_out - {RESUME, STEPS}:
         reason = (
             "a control that restarted without the load came to the same: the script does not train from what it loads, or "
             "everything it loads is what a fresh start has anyway"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import isfinite, isnan
 from statistics import fmean
 from typing import Any
 
@@ -336,6 +337,8 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _near(one: float, other: float, closeness: float) -> bool:
+    if not (isfinite(one) and isfinite(other)):
+        return one == other or (isnan(one) and isnan(other))
     return one == other or abs(one - other) <= closeness * max(abs(one), abs(other))
 
 
@@ -500,8 +503,8 @@ def _compare_training(straight: Start, start: Start, judge: _Judge, closeness: f
         if one is not None and other is not None:
             near = _near(one, other, closeness)
             judge(TRAINING + LOSS, "mean loss", repr(one), repr(other), at=at, order=(number, 2), equal=near)
-    if to_the_end and found and list(found)[-1] != list(expected)[-1]:
-        ends = (calendar.describe(list(steps)[-1]) for steps in (expected, found))
+    if to_the_end and list(found)[-1:] != list(expected)[-1:]:
+        ends = (calendar.describe(list(steps)[-1]) if steps else "without a step" for steps in (expected, found))
         judge(STEPS, "where it ends", *ends, at="at the end", order=(1 << 30, 0), equal=False)
 
 

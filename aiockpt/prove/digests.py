@@ -63,18 +63,43 @@ def _feed(hasher: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
 def _bytes(tensor: torch.Tensor) -> Any:
     """Return the elements of a dense tensor in their order, as bytes."""
     plain = tensor.detach()
-    if plain.device.type == "meta" or plain.layout != torch.strided:
+    if plain.device.type == "meta":
         return repr(plain).encode()
+    if plain.layout != torch.strided:  # not its `repr`, which leaves out most of a large one
+        return b"".join(_bytes(part).tobytes() for part in _parts_of_sparse(plain))
     if is_lazy(plain):
         plain = plain.resolve_conj().resolve_neg()
     return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of which a sparse one consists."""
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return whole.indices(), whole.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def text_of(value: object) -> str:
     """Return a value as text: a tensor, or an object that has ``item()`` and one element, by its element's bits."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 and not is_spread(value) else digest(value)
-    return shorten(repr(value))
+    return shorten(_spell(value))
+
+
+def _spell(value: object, depth: int = 8) -> str:
+    """Return the `repr` of a value, with the digests of arrays and tensors in it: theirs leaves out most of a large one."""
+    if isinstance(value, torch.Tensor):
+        return digest(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype} {value.shape} {digest_bytes(value.tobytes())}"
+    if depth and isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_spell(item, depth - 1)}" for key, item in value.items()) + "}"
+    if depth and isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(_spell(item, depth - 1) for item in value)})"
+    return repr(value)
 
 
 def shorten(text: str) -> str:
@@ -98,8 +123,7 @@ def digest_value(value: object) -> str:
     """Return the digest of a tensor, or of the tensors in a value; else its text."""
     if isinstance(value, torch.Tensor):
         return digest(value)
-    tensors = list(tensors_in(value))
-    return shorten("".join(map(digest, tensors)) if tensors else repr(value))
+    return shorten(_spell(value))
 
 
 def sum_of_rows(tensor: torch.Tensor) -> int:

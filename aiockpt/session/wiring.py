@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -380,7 +381,7 @@ class Shutdown:
     def _is_idle_within(self, seconds: float) -> bool:
         idle = self._engine.loop.submit(self._idle)
         try:
-            idle.result(seconds)
+            idle.result(min(seconds, threading.TIMEOUT_MAX))
         except TimeoutError:
             return False
         finally:
@@ -411,7 +412,7 @@ class Shutdown:
         closing = self._engine.loop.submit(self._destination.close, patience_s)
         in_order = False
         try:
-            closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own
+            closing.result(min(2 * patience_s + CLOSE_S, threading.TIMEOUT_MAX))  # it keeps deadlines of its own
             in_order = patience_s > 0
         finally:
             closing.cancel()

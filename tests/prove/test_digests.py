@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.prove.compare import row_of
-from aiockpt.prove.digests import box_sums, digest, sum_of_rows, text_of, view_of
+from aiockpt.prove.digests import box_sums, digest, digest_value, sum_of_rows, text_of, view_of
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
@@ -153,3 +155,31 @@ def test_values_are_told_as_text_and_long_ones_by_a_digest() -> None:
     assert text_of(np.float32(0.5)) == repr(np.float32(0.5))
     assert len(text_of("x" * 100)) == 32
     assert text_of(torch.ones(3)) == digest(torch.ones(3))
+
+
+def of_many(kind: str, changed: float) -> object:
+    """Return a value of some thousand elements, one of which is *changed* by a little."""
+    array = np.arange(5000.0)
+    array[2500] += changed
+    matrix = torch.eye(1500, dtype=torch.float64)
+    matrix[700, 700] += changed
+    make: dict[str, Callable[[], object]] = {
+        "array": lambda: array,
+        "array in a dict": lambda: {"a": [array]},
+        "tensor beside a number": lambda: {"t": torch.ones(2), "n": changed},
+        "tensor in a tuple": lambda: (torch.tensor([0.9 + changed], dtype=torch.float64),),
+        "coo": matrix.to_sparse,
+        "csr": matrix.to_sparse_csr,
+        "csc": matrix.to_sparse_csc,
+    }
+    return make[kind]()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize(
+    "kind", ["array", "array in a dict", "tensor beside a number", "tensor in a tuple", "coo", "csr", "csc"]
+)
+def test_every_element_counts(kind: str) -> None:
+    one, again, other = of_many(kind, 0.0), of_many(kind, 0.0), of_many(kind, 1e-9)
+    assert text_of(one) == text_of(again) != text_of(other)
+    assert digest_value(one) == digest_value(again) != digest_value(other)
