@@ -59,6 +59,18 @@ class CheckpointError(Exception):
         """Add *note*, redacted: its text may come from a library."""
         super().add_note(redact(note))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by a call of the class: some have other arguments than their message. Errors go to other processes.
+        return _restore, (type(self), self.args, vars(self))
+
+
+def _restore(kind: type[CheckpointError], args: tuple[object, ...], values: dict[str, Any]) -> CheckpointError:
+    # The first base has another `__new__` than a kind of OSError needs, which leaves out *args* besides.
+    error: CheckpointError = (OSError if issubclass(kind, OSError) else kind).__new__(kind, *args)
+    error.args = args
+    vars(error).update(values)
+    return error
+
 
 class UsageError(CheckpointError, ValueError):
     """The call is invalid as it was made."""
