@@ -511,6 +511,29 @@ def test_model_checkpoint_keeps_what_it_keeps_and_resumes_the_same_with_our_plug
     assert all(path.is_dir() for path in Path("ours").iterdir())
 
 
+def test_a_name_that_comes_again_while_its_old_checkpoint_is_still_to_go_holds_the_new_one() -> None:
+    ends = {}
+    for plugin in ("theirs", "ours"):
+        trainer = fit(f"--plugin={plugin}", f"--dir={plugin}", "--rolling", "--every-steps=2", "--max-steps=12")
+        ends[plugin] = [path.name for path in Path(plugin).iterdir()]
+        assert Path(trainer.checkpoint_callback.best_model_path).name in ends[plugin]
+    assert ends["ours"] == ends["theirs"]
+    [name] = ends["ours"]
+    assert plug_in().load_checkpoint(f"ours/{name}")["global_step"] == 12
+
+
+def test_a_removal_that_waits_leaves_what_was_saved_there_since() -> None:
+    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
+        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
+    )
+    plugin.save_checkpoint({"global_step": 1}, "a.ckpt")
+    plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(1 << 20)}, "b.ckpt")  # takes a second
+    plugin.remove_checkpoint("a.ckpt")
+    plugin.save_checkpoint({"global_step": 3}, Path("a.ckpt").absolute())
+    plugin.teardown()
+    assert [steps_in("a.ckpt"), steps_in("b.ckpt")] == [[3], [2]]
+
+
 def test_our_plug_in_saves_under_ddp() -> None:
     output_of(*on_ranks(2, "ddp", "--plugin=ours", "--every-steps=2", "--max-steps=5"))
     assert plug_in().load_checkpoint("ckpt/last.ckpt")["global_step"] == 4

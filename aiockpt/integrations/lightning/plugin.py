@@ -79,9 +79,12 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         """
         if storage_options is not None:
             raise aiockpt.UsageError("storage_options: give options of aiockpt.Checkpointer to AiockptCheckpointIO(…)")
+        path = os.fspath(path)
         for save in self._saves:
-            save.end(wait=save.path == os.fspath(path))  # "last.ckpt" again: one after the other
-        self._saves.append(_Save(os.fspath(path), checkpoint, self._options))
+            save.end(wait=_is_same(save.path, path))  # "last.ckpt" again: one after the other
+        self._saves.append(_Save(path, checkpoint, self._options))
+        # A removal that still waits was meant for the checkpoint that this one replaces, and would delete this one.
+        self._removals = [removal for removal in self._removals if not _is_same(removal[0], path)]
         self._finish(wait=False)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
@@ -129,3 +132,8 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         for save in ended:
             if save.error is not None:
                 raise save.error
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two paths are the same folder; ``last.ckpt`` may be a link, and a path relative."""
+    return os.path.realpath(one) == os.path.realpath(other)

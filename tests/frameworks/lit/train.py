@@ -53,6 +53,7 @@ def options(*given: str) -> Any:
     parser.add_argument("--raise", dest="error")
     parser.add_argument("--no-last", action="store_true")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
+    parser.add_argument("--rolling", action="store_true")
     parser.add_argument("--imported-first")
     parser.add_argument("--one-cycle", action="store_true")
     parser.add_argument("--looks", choices=["setup", "setup-of-callback", "configure", "on-fit-start"])
@@ -199,6 +200,8 @@ def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods
             found = self.net(inputs)
             loss = nn.functional.mse_loss(found, targets)
             self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            if arguments.rolling:
+                self.log("slot", float(self.trainer.global_step // arguments.every_steps % 2))
             if self.error is not None:
                 self.error(found.flatten(), targets.flatten())
                 self.log("train_error", self.error, on_epoch=True, on_step=False)
@@ -323,16 +326,13 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         strategy = import_module(f"{arguments.package}.strategies").DDPStrategy(process_group_backend="gloo")
     plugins: list[Any] = [make_precision(arguments)] if arguments.counting_precision else []
     if arguments.plugin is not None:
-        callback = callbacks.ModelCheckpoint(
-            arguments.dir,
-            every_n_train_steps=arguments.every_steps,
-            save_top_k=2,
-            monitor="step",
-            mode="max",
-            save_last=True,
-        )
+        kept: dict[str, Any] = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+        if arguments.rolling:
+            kept = {"filename": "{slot}", "enable_version_counter": False}
+        callback = callbacks.ModelCheckpoint(arguments.dir, every_n_train_steps=arguments.every_steps, **kept)
         if arguments.plugin == "ours":
-            plugins.append(import_module("aiockpt.integrations.lightning").AiockptCheckpointIO())
+            slow: Any = {"limits": aiockpt.Limits(io=aiockpt.IO(bandwidth=5e4))} if arguments.rolling else {}
+            plugins.append(import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(**slow))
     changing = {
         "averaging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2),
         "finetuning": lambda: make_finetuning(callbacks),
