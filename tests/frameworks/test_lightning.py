@@ -262,6 +262,29 @@ def test_what_was_the_best_is_known_after_a_resume() -> None:
     assert first.best_model_path == again.best_model_path != ""
 
 
+def test_of_equal_scores_the_best_is_the_oldest_after_a_resume_too() -> None:
+    options = ["--every-steps=1", "--monitor=slot", "--rolling", "--keep-last=1"]
+    first = fit(*options, "--max-steps=5").checkpoint_callback.best_model_path
+    again = fit(*options, "--max-steps=5").checkpoint_callback.best_model_path
+    later = fit(*options, "--max-steps=8").checkpoint_callback.best_model_path
+    assert [first, again, later] == ["ckpt/step-00000001"] * 3
+    assert steps_in() == [1, 8]
+
+
+def test_the_best_is_of_this_run_and_not_of_one_before() -> None:
+    options = ["--monitor=train_loss_step", "--keep-last=99"]
+    best = fit("--every-steps=1", *options).checkpoint_callback.best_model_path
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        losses = {info.step: info.metrics["train_loss_step"] or 0.0 for info in ckpt.steps().result()}
+    assert best == f"ckpt/step-{min(losses, key=losses.__getitem__):08d}" != "ckpt/step-00000001"
+    before = {step: loss for step, loss in losses.items() if step < int(best[-8:])}
+    path = str(Path(f"ckpt/step-{max(before):08d}").absolute())
+    back = train.main(train.options("--every-steps=1", f"--max-steps={max(before)}", *options), ckpt_path=path)
+    assert back.checkpoint_callback.best_model_path == f"ckpt/step-{min(before, key=before.__getitem__):08d}"
+    anew = fit("--every-steps=1", "--max-steps=1", *options, "--anew").checkpoint_callback
+    assert anew.best_model_path == "ckpt/step-00000001"
+
+
 def test_a_step_is_named_by_its_folder_and_the_newest_by_nothing_or_by_the_place() -> None:
     straight = weights(fit("--dir=straight", "--every-steps=4"))
     fit("--every-steps=4", "--max-steps=10")

@@ -36,7 +36,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         every_n_epochs: save after every n epochs; 1 when neither option is given.
         keep_last: how many of the newest checkpoints to keep; None keeps all, or with *monitor* only the newest.
         monitor: the name of a logged metric; the best checkpoints by it are also kept. ``best_model_path`` and
-            ``best_model_score`` identify the best.
+            ``best_model_score`` identify the best of this run, of equal ones the oldest.
         mode: whether the best is the lowest (``"min"``) or the highest (``"max"``).
         save_top_k: how many of the best to keep.
         save_last: save when training ends, at any step.
@@ -116,11 +116,8 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             return
         self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
         self.last_step = None
-        if self.monitor is not None:
-            known = {info.step: info.metrics.get(self.monitor) for info in self._checkpointer.steps().result()}
-            self._scores = {step: score for step, score in known.items() if score is not None}
         place, self._step = split_path(self._asked) if self._asked is not None else (self._place(), None)
-        if place.rstrip("/") != self._place().rstrip("/"):
+        if os.path.realpath(place) != os.path.realpath(self._place()):
             self._source = aiockpt.Checkpointer(place)
         if self._resumes(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
             assert self._fit is not None
@@ -134,13 +131,20 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         if self._checkpointer is None:
             self.begin(trainer)
         self._is_fitting = self._checkpointer is not None
-        if self._checkpointer is None or not self._resumes(trainer):
+        if self._checkpointer is None:
             return
         assert self._fit is not None
-        loaded = self._fit.load(self._source or self._checkpointer, self._step)
+        loaded = self._fit.load(self._source or self._checkpointer, self._step) if self._resumes(trainer) else None
         if loaded is not None:
             self.last_step = loaded.step
             trainer._checkpoint_connector._ckpt_path = posixpath.join(loaded.url, loaded.id)
+        known: dict[int, float | None] = {**self._scores}  # of an earlier fit, if the trainer goes on from there
+        if loaded is not None and self._source is None and self.monitor is not None:
+            known = {info.step: info.metrics.get(self.monitor) for info in self._checkpointer.steps().result()}
+        # Later steps, and without a load all steps of the folder, belong to another run.
+        self._scores = {
+            step: score for step, score in known.items() if score is not None and step <= trainer.global_step
+        }
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until all saves are committed."""
@@ -239,10 +243,10 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     # ------------------------------------------------------------------ which is the best
 
     def _best_step(self) -> int | None:
-        scores = {step: score for step, score in self._scores.items() if score == score}
-        if not scores:
-            return None
-        return (min if self.mode == "min" else max)(scores, key=scores.__getitem__)
+        sign = 1 if self.mode == "min" else -1
+        scores = {step: sign * score for step, score in self._scores.items() if score == score}
+        # Of equal ones the oldest, which is the one that Retention keeps.
+        return min(scores, key=lambda step: (scores[step], step), default=None)
 
     def _path(self, step: int) -> str:
         return posixpath.join(self._place(), f"step-{step:08d}")
