@@ -321,6 +321,23 @@ def test_there_is_nothing_to_validate_in_an_empty_place() -> None:
         trainer.validate(trainer.lightning_module, trainer.val_dataloaders, ckpt_path="empty")
 
 
+def test_a_monitor_that_is_never_logged_ends_the_first_epoch_after_its_save(caplog: pytest.LogCaptureFixture) -> None:
+    options = ["--every-steps=1", "--val-every=4", "--keep-last=9"]
+    with pytest.raises(aiockpt.UsageError, match=r"monitor='val_los' was not logged.*train_loss, .*val_loss\. Correct"):
+        fit(*options, "--monitor=val_los")
+    assert steps_in() == [1, 2, 3, 4, 5, 6]
+    assert caplog.text.count("monitor='val_los' was not logged so far") == 1  # although steps 2 to 6 lack it
+    caplog.clear()
+    assert fit(*options, "--monitor=val_loss").global_step == 18
+    assert fit(*options, "--dir=epochs", "--monitor=train_loss_epoch").checkpoint_callback.best_model_path
+    assert caplog.text.count("was not logged so far") == 1  # 'train_loss_epoch', until the first epoch has ended
+
+
+def test_a_monitor_that_is_never_logged_is_a_warning_without_a_validation(caplog: pytest.LogCaptureFixture) -> None:
+    fit("--every-steps=3", "--monitor=val_loss", "--no-validation")
+    assert caplog.text.count("monitor='val_loss' was not logged so far") == 1
+
+
 def test_a_score_that_is_no_number_is_not_the_best() -> None:
     trainer = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10")
     callback, best = trainer.checkpoint_callback, trainer.checkpoint_callback.best_model_path

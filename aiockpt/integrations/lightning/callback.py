@@ -8,6 +8,7 @@ after validation, by methods that are replaced on the trainer's own loops during
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import re
@@ -18,6 +19,8 @@ import torch
 import aiockpt
 from aiockpt.integrations.lightning.package import Checkpoint, SIGTERMException, check_trainer
 from aiockpt.integrations.lightning.resume import Point, Resume
+
+logger = logging.getLogger("aiockpt")
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -35,7 +38,8 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             belongs to the step.
         every_n_epochs: save after every n epochs; 1 when neither option is given.
         keep_last: how many of the newest checkpoints to keep; None keeps all, or with *monitor* only the newest.
-        monitor: the name of a logged metric; the best checkpoints by it are also kept. ``best_model_path`` and
+        monitor: the name of a logged metric; the best checkpoints by it are also kept. An epoch with a validation that did
+            not log it ends the fit with a `UsageError`, after its save. ``best_model_path`` and
             ``best_model_score`` identify the best of this run, of equal ones the oldest.
         mode: whether the best is the lowest (``"min"``) or the highest (``"max"``).
         save_top_k: how many of the best to keep.
@@ -82,7 +86,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._source: aiockpt.Checkpointer | None = None
         self._asked: str | None = None
         self._step: int | None = None
-        self._is_fitting = False
+        self._is_fitting = self._has_warned = False
         self._fit: Resume | None = None
 
     @property
@@ -238,7 +242,31 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self.last_step = step
         if self.monitor in metrics:
             self._scores[step] = metrics[self.monitor]
+        elif self.monitor is not None and trainer.is_global_zero and not self._has_warned:
+            # Before the first validation its metrics are missing in every run.
+            self._has_warned = _has_validated(trainer) or not trainer.enable_validation
+            if self._has_warned:
+                logger.warning(self._describe_missing(trainer))
         checkpointer.save(step, self._fit.state(point), metrics=metrics)
+
+    def check_monitor(self, trainer: Any) -> None:
+        """Refuse a *monitor* that an epoch with a validation has not logged, as ``ModelCheckpoint`` does.
+
+        Raises:
+            UsageError: it was not logged.
+        """
+        if self.monitor is None or not self._is_fitting or not _has_validated(trainer):
+            return
+        # It may be logged on the first rank alone, whose metrics are saved.
+        if trainer.strategy.broadcast(self.monitor not in trainer.callback_metrics):
+            raise aiockpt.UsageError(self._describe_missing(trainer))
+
+    def _describe_missing(self, trainer: Any) -> str:
+        there = ", ".join(sorted(trainer.callback_metrics)) or "none"
+        return (
+            f"monitor={self.monitor!r} was not logged so far, and no checkpoint is kept as the best; logged are: {there}. "
+            f"Correct the name, or log it: self.log({self.monitor!r}, …)"
+        )
 
     # ------------------------------------------------------------------ which is the best
 
@@ -254,6 +282,11 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     def _place(self) -> str:
         first = self.dir[0] if isinstance(self.dir, list | tuple) else self.dir
         return str(getattr(first, "url", first))
+
+
+def _has_validated(trainer: Any) -> bool:
+    """Return whether a validation has run in this process, other than the sanity check."""
+    return bool(trainer.fit_loop.epoch_loop.val_loop._has_run)
 
 
 def split_path(path: str) -> tuple[str, int | None]:

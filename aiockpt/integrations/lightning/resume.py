@@ -257,6 +257,7 @@ class Resume:
         if fit.epoch_loop._num_ready_batches_reached():
             stops = self._trainer.should_stop and fit._can_stop_early
             self._callback.reach(self._trainer, "epoch", ends=stops or self._has_ended())
+            self._callback.check_monitor(self._trainer)
 
     def _has_ended(self) -> bool:
         """Return whether this fit has no epoch or no step left."""

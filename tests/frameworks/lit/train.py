@@ -54,6 +54,7 @@ def options(*given: str) -> Any:
     parser.add_argument("--no-last", action="store_true")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
     parser.add_argument("--rolling", action="store_true")
+    parser.add_argument("--no-validation", action="store_true")
     parser.add_argument("--imported-first")
     parser.add_argument("--one-cycle", action="store_true")
     parser.add_argument("--looks", choices=["setup", "setup-of-callback", "configure", "on-fit-start"])
@@ -352,6 +353,7 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         max_steps=arguments.max_steps,
         accumulate_grad_batches=arguments.accumulate,
         val_check_interval=arguments.val_every,
+        limit_val_batches=0 if arguments.no_validation else None,
         log_every_n_steps=1,
         logger=False,
         enable_progress_bar=False,
