@@ -6,50 +6,127 @@ sample is read for this. This module also decides how a new batch size or length
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+import random
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any, Self
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 import aiockpt
 
 logger = logging.getLogger("aiockpt")
 
 _RNG = aiockpt.RNG()
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PARTS = ("sampler", "batch_sampler", "dataset")
+_LISTED = re.compile(r"(?:(?:sampler|batch_sampler|dataset)\.)*generator")
+"""Names of the generators whose states earlier releases saved, as a list."""
 
 
-def find_generators(*owners: Any) -> list[torch.Generator]:
-    """Return the generators that loaders, samplers and datasets own, also in nested objects, each of them once.
+class Generators:
+    """The random generators that a loader, its samplers and its data own, also in nested objects.
 
-    A sampler that has an ``initial_seed`` is left out: it seeds its generator anew for each epoch.
+    Each has the path of its attribute as its name, and a generator with several paths has the first one. They are looked
+    up at each call, as an owner may make its generator when it is first iterated. An owner that has an ``initial_seed`` is
+    left out: it seeds its generator anew for each epoch.
+
+    Args:
+        loader: a ``DataLoader``, before its sampler is replaced.
+        parts: names of its attributes, in the order in which they are searched.
     """
-    found: dict[int, torch.Generator] = {}
-    left, seen = list(owners), set[int]()
-    while left:
-        owner = left.pop(0)
-        if id(owner) in seen or not hasattr(owner, "__dict__"):
-            continue
-        seen.add(id(owner))
-        if isinstance(generator := vars(owner).get("generator"), torch.Generator) and not hasattr(
-            owner, "initial_seed"
-        ):
-            found[id(generator)] = generator
-        left += [vars(owner)[name] for name in ("batch_sampler", "sampler", "dataset") if name in vars(owner)]
-    return list(found.values())
+
+    def __init__(self, loader: Any, *parts: str) -> None:
+        # Not the loader itself, which refers to the `Indices` that have this object.
+        self._parts = {name: getattr(loader, name, None) for name in ("generator", *parts)}
+
+    def read(self) -> dict[str, bytes | str]:
+        """Return the states of all generators."""
+        states = {name: _read(one) for name, one in self._find().items()}
+        if unreadable := [name for name, state in states.items() if state is None]:
+            _warn_once(", ".join(unreadable), "cannot be saved")
+        return {name: state for name, state in states.items() if state is not None}
+
+    def write(self, states: Mapping[str, bytes | str] | list[bytes]) -> None:
+        """Set the generators to states that `read` returned, or an earlier release, whose list has some of them."""
+        found = self._find()
+        if isinstance(states, list):
+            listed = [
+                name for name, one in found.items() if _LISTED.fullmatch(name) and isinstance(one, torch.Generator)
+            ]
+            states = dict(zip(listed, states, strict=True))
+        missing = found.keys() ^ states.keys()
+        missing |= {name for name in found.keys() & states.keys() if not _write(found[name], states[name])}
+        if missing:
+            _warn_once(", ".join(sorted(missing)), "has no state in the checkpoint, or is missing in the loader")
+
+    def _find(self) -> dict[str, Any]:
+        found: dict[int, tuple[str, Any]] = {}
+        left: list[tuple[str, Any]] = [("", SimpleNamespace(**self._parts))]
+        seen = set[int]()
+        while left:
+            path, owner = left.pop(0)
+            if id(owner) in seen or not hasattr(owner, "__dict__"):
+                continue
+            seen.add(id(owner))
+            for name, value in sorted(vars(owner).items(), key=lambda item: item[0] != "generator"):
+                if isinstance(value, _KINDS) and not hasattr(owner, "initial_seed"):
+                    found.setdefault(id(value), (path + name, value))
+                elif name in _PARTS or isinstance(value, Sampler | Dataset):
+                    left.append((f"{path}{name}.", value))
+        return dict(found.values())
 
 
-def write_generators(generators: list[torch.Generator], states: list[bytes]) -> None:
-    """Set generators to states that `read_generators` returned."""
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def _read(generator: Any) -> bytes | str | None:
+    """Return the state of a generator, torch's as bytes and others as JSON; None where it cannot be saved."""
+    try:
+        if isinstance(generator, torch.Generator):
+            return generator.get_state().numpy().tobytes()
+        if isinstance(generator, random.Random):
+            return json.dumps(generator.getstate())
+        is_old = isinstance(generator, np.random.RandomState)
+        state = generator.get_state(legacy=False) if is_old else generator.bit_generator.state
+        return json.dumps(state, default=lambda array: {"dtype": array.dtype.str, "values": array.tolist()})
+    except (NotImplementedError, TypeError, ValueError, AttributeError):  # SystemRandom, classes of other libraries
+        return None
 
 
-def read_generators(generators: list[torch.Generator]) -> list[bytes]:
-    """Return the states of generators."""
-    return [generator.get_state().numpy().tobytes() for generator in generators]
+def _write(generator: Any, state: bytes | str) -> bool:
+    """Set a generator; return whether *state* is one of its kind."""
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))  # type: ignore[arg-type]
+        elif isinstance(generator, random.Random):
+            version, words, gauss = json.loads(state)
+            generator.setstate((version, tuple(words), gauss))
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(json.loads(state, object_hook=_to_array))
+        else:
+            generator.bit_generator.state = json.loads(state, object_hook=_to_array)
+    except (NotImplementedError, TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+        return False
+    return True
+
+
+def _to_array(value: dict[str, Any]) -> Any:
+    return np.array(value["values"], value["dtype"]) if value.keys() == {"dtype", "values"} else value
+
+
+@cache
+def _warn_once(names: str, what: str) -> None:
+    logger.warning(
+        "random generator %s of the training data %s: after a resume within an epoch, samples that are drawn from it "
+        "may come twice, and others not; draw from a torch.Generator, random.Random or numpy Generator that is an "
+        "attribute of the sampler",
+        *(names, what),
+    )
 
 
 class Indices:
@@ -72,7 +149,7 @@ class Indices:
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
-        self._generators = find_generators(loader, loader.sampler, source)
+        self._generators = Generators(loader, *_PARTS)
         self._go_on: tuple[Any, int, int] | None = None
         self.start: Any = None
 
@@ -88,12 +165,15 @@ class Indices:
             self.start = self.read()
             yield from self._source
             return
-        now = _RNG.state_dict()
+        now, own = _RNG.state_dict(), self.own()
         self.start, passed, seen = go_on
         self.write(self.start)
         given = self._after(seen)
         drawn = list(islice(given, max(passed, 1)))  # the first one draws the order
         _RNG.load_state_dict(now)
+        # No sample is read again: what draws in the data stays as it was set.
+        if of_data := {name: state for name, state in own.items() if name.startswith("dataset.")}:
+            self.write_own({**self.own(), **of_data})
         yield from drawn[passed:]
         yield from given
 
@@ -134,13 +214,13 @@ class Indices:
         """Make the next iteration a whole one: nothing is left of the one that was to continue."""
         self._go_on = None
 
-    def own(self) -> list[bytes]:
+    def own(self) -> dict[str, bytes | str]:
         """Return the state of the loader's own generators."""
-        return read_generators(self._generators)
+        return self._generators.read()
 
-    def write_own(self, states: list[bytes]) -> None:
+    def write_own(self, states: Mapping[str, bytes | str] | list[bytes]) -> None:
         """Set the loader's own generators."""
-        write_generators(self._generators, states)
+        self._generators.write(states)
 
     def read(self) -> Any:
         """Return the state of all generators from which indices are drawn."""

@@ -21,7 +21,7 @@ from accelerate.utils import (  # type: ignore[import-not-found,unused-ignore]  
     set_seed,
 )
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from aiockpt.integrations.huggingface import attach
 
@@ -89,6 +89,21 @@ class OwnStream(Stream):
             yield self.rows[index]
 
 
+class OwnOrder(Sampler[int]):
+    """An order of its own, of which each epoch draws the next."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(5)
+
+    def __len__(self) -> int:
+        return len(Rows())
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(len(self)))
+        self.dice.shuffle(order)
+        yield from order
+
+
 KINDS: dict[str, tuple[dict[str, Any], Callable[[], Any], dict[str, Any]]] = {
     "plain": ({}, Rows, {"shuffle": True}),
     "workers": ({}, Rows, {"shuffle": True, "num_workers": 2}),
@@ -104,6 +119,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[], Any], dict[str, Any]]] = {
     "skips by itself, seedable": ({"use_seedable_sampler": True}, Rows, {"shuffle": True}),
     "stream of its own": ({"dispatch_batches": False}, OwnStream, {}),
     "generator": ({}, Rows, {"shuffle": True}),
+    "order of its own": ({}, Rows, {}),
     "hook on the first rank": ({}, Rows, {"shuffle": True}),
 }
 
@@ -140,6 +156,8 @@ class Run:
         self.kind, self.folder, self.progress = kind, Path(folder or "."), Progress()
         if kind == "generator":
             loader = {**loader, "generator": torch.Generator().manual_seed(5)}
+        if kind == "order of its own":
+            loader = {"sampler": OwnOrder()}
         batches: Any = DataLoader(data(), batch_size=batch_size, **loader)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, batches

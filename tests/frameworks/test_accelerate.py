@@ -151,6 +151,7 @@ OURS = ("stateful stream", "stateful", "skips by itself, seedable", "skips a str
 THEIRS = (
     "plain",
     "generator",
+    "order of its own",
     "seedable",
     "stream",
     "stream of its own",

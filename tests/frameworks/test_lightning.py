@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import aiockpt
+from aiockpt.integrations.indices import Indices
 from aiockpt.prove import Proof, certify
 from tests.docs.running import run_page
 from tests.frameworks import proving
@@ -68,7 +70,7 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(saves: str) -> 
 
 
 @pytest.mark.parametrize("options", [["--every-steps=1"], ["--every-epochs=1"]], ids=["steps", "epochs"])
-@pytest.mark.parametrize("loader", ["shuffled", "generator", "stateful", "ours", "streamed", "two"])
+@pytest.mark.parametrize("loader", ["shuffled", "generator", "own", "stateful", "ours", "streamed", "two"])
 def test_every_kind_of_loader_goes_on_with_the_very_next_batch(loader: str, options: list[str]) -> None:
     certify(lambda: fit("--loader", loader, *options), Proof(kills=2, seed=5)).check()
 
@@ -89,6 +91,30 @@ def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
         prove(*PROGRAM, *options, kills=1, seed=0)
     else:
         certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
+
+
+@pytest.mark.parametrize("names", [{"generator": 2, "sampler.generator": 3}, {"generator": 2}])
+def test_the_states_of_generators_that_an_earlier_release_saved_as_a_list_are_set(names: dict[str, int]) -> None:
+    data = TensorDataset(torch.zeros(4))
+    own = torch.Generator() if len(names) == 2 else None
+    loader = DataLoader(data, sampler=RandomSampler(data, generator=own), generator=torch.Generator())
+    indices = Indices.put_into(loader)
+    indices.write_own([torch.Generator().manual_seed(seed).get_state().numpy().tobytes() for seed in names.values()])
+    read = indices.own()
+    assert {
+        name: torch.Generator().manual_seed(seed).get_state().numpy().tobytes() for name, seed in names.items()
+    } == read
+
+
+def test_a_generator_that_cannot_be_saved_is_told_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    data = TensorDataset(torch.zeros(4))
+    sampler = RandomSampler(data, generator=torch.Generator())
+    sampler.dice = random.SystemRandom()  # type: ignore[attr-defined]
+    indices = Indices.put_into(DataLoader(data, sampler=sampler))
+    assert indices.own().keys() == indices.own().keys() == {"sampler.generator"}
+    assert caplog.text.count("random generator sampler.dice of the training data cannot be saved") == 1
+    indices.write_own({"sampler.generator": "of another kind"})
+    assert "sampler.generator of the training data has no state in the checkpoint" in caplog.text
 
 
 def numbers(*arguments: str) -> list[int]:

@@ -23,15 +23,7 @@ from torch.utils.data import IterableDataset
 import aiockpt
 from aiockpt.integrations.huggingface.loop_habit import Habit, TrainingTraces
 from aiockpt.integrations.huggingface.loop_reading import GoOn, LoopReading, Values
-from aiockpt.integrations.indices import (
-    Indices,
-    find_generators,
-    length_of,
-    log_other_length,
-    read_generators,
-    whole_batches,
-    write_generators,
-)
+from aiockpt.integrations.indices import Generators, Indices, length_of, log_other_length, whole_batches
 
 logger = logging.getLogger("aiockpt")
 
@@ -67,6 +59,7 @@ class LoaderPosition:
         self._reading: weakref.ref[LoopReading] | None = None
         self._followers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._habit = Habit()
+        self._generators = Generators(loader.base_dataloader, "dataset", "sampler", "batch_sampler")
         self._indices = None if self.reads_again or self.keeps_itself else self._track()
         self._bind(loader, None)
 
@@ -304,20 +297,16 @@ class LoaderPosition:
         if epoch is not None and hasattr(sampler, "epoch"):
             sampler.epoch = epoch
 
-    def read_generators(self) -> list[bytes]:
+    def read_generators(self) -> Any:
         """Return the states of the generators that the loader and its data own."""
-        return self._indices.own() if self._indices is not None else read_generators(self._generators())
+        return self._indices.own() if self._indices is not None else self._generators.read()
 
-    def write_generators(self, states: list[bytes]) -> None:
+    def write_generators(self, states: Any) -> None:
         """Set these generators."""
         if self._indices is not None:
             self._indices.write_own(states)
         else:
-            write_generators(self._generators(), states)
-
-    def _generators(self) -> list[Any]:
-        base = self.loader.base_dataloader
-        return find_generators(base, base.dataset, base.sampler, base.batch_sampler)
+            self._generators.write(states)
 
 
 def _drop_begun(base: Any) -> None:

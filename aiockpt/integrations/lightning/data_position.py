@@ -3,8 +3,8 @@
 Kinds of loaders, by how they resume in the middle of an epoch:
 
 - `aiockpt.Loader`, and loaders with ``state_dict()`` (torchdata's ``StatefulDataLoader``), save their own position.
-- A ``DataLoader`` with indices (shuffled or not, with any sampler) draws the indices of the epoch again, with the random
-  numbers of its beginning, and skips those that were trained. No sample is read for this.
+- A ``DataLoader`` with indices (shuffled or not, with any sampler whose generators are attributes) draws the indices of the
+  epoch again, with the random numbers of its beginning, and skips those that were trained. No sample is read for this.
 - Any other loader is read again from the beginning of the epoch, with the random numbers that it had there.
 """
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import builtins
 import os
+import random
 import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import aiockpt
 
@@ -96,8 +98,47 @@ class Streamed(IterableDataset[Any]):
         return (self.samples[place] for place in order)
 
 
+class OwnOrder(Sampler[int]):
+    """An order drawn from generators of its own, of each kind, each epoch from where they are."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.inner = count, Dice()
+        self.g = torch.Generator().manual_seed(2)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.count, generator=self.g).tolist()
+        self.inner.dice.shuffle(order)
+        yield from self.inner.old.permutation(self.inner.new.permutation(order)).tolist()
+
+
+class Dice(Sampler[int]):
+    """Generators in an object of another one."""
+
+    def __init__(self) -> None:
+        self.dice, self.new, self.old = random.Random(3), np.random.default_rng(4), np.random.RandomState(5)
+
+
+class Jittered(Dataset[Any]):
+    """Samples with noise of the data's own generator."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.noise = data, np.random.Generator(np.random.Philox(6))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.data[index]
+        return inputs + self.noise.normal(0, 0.1), targets
+
+
 def make_loader(kind: str, data: Dataset[Any], workers: int, batch: int = 8) -> Any:
     common: dict[str, Any] = {"batch_size": batch, "num_workers": workers}
+    if kind == "own":
+        return DataLoader(Jittered(data), sampler=OwnOrder(len(data)), **common)  # type: ignore[arg-type]
     if kind == "generator":
         return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(5), **common)
     if kind == "stateful":
