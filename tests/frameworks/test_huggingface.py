@@ -240,6 +240,39 @@ def test_resume_takes_what_the_trainer_wrote_where_that_is_newer_and_leaves_it_t
     assert "checkpoint-9.before-aiockpt" in folders(tmp_path)
 
 
+def test_of_what_the_trainer_wrote_and_a_step_the_later_with_the_larger_number_is_resumed_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, max_steps=3).train()
+    ran(tmp_path, max_steps=9, resume=True)
+    assert "which the Trainer itself wrote" not in caplog.text
+    os.utime(tmp_path / "checkpoint-3" / "trainer_state.json")  # as a copy does
+    assert ran(tmp_path, max_steps=9, resume=True).state.global_step == 9
+    assert "all 9 steps of this run are trained" in caplog.text
+    assert f"resumed from {tmp_path}/checkpoint-9: checkpoint-3, which" in caplog.text
+    assert "has no larger number and a later time" in caplog.text
+    assert f"resume_from_checkpoint='{tmp_path}/checkpoint-3'" in caplog.text
+    without = make(tmp_path, max_steps=12, save_steps=12)
+    without.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    caplog.clear()
+    again = ran(tmp_path, max_steps=12, resume=True)
+    assert f"resumed from {tmp_path}/checkpoint-12: " in caplog.text
+    assert f"resume_from_checkpoint='{tmp_path}/checkpoint-9'" in caplog.text
+    assert_same(weights(again), weights(without))
+    ran(tmp_path, max_steps=6, at=str(tmp_path / "checkpoint-3"))  # back, with aiockpt
+    caplog.clear()
+    assert ran(tmp_path, max_steps=6, resume=True).state.global_step == 6
+    assert f"resumed from {tmp_path}/checkpoint-6: checkpoint-12, which" in caplog.text
+    assert "has a larger number and an earlier time" in caplog.text
+
+
+def test_of_what_the_trainer_wrote_alone_the_largest_number_is_resumed_from(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=6).train()
+    os.utime(tmp_path / "checkpoint-3" / "trainer_state.json")
+    assert losses(ran(tmp_path, max_steps=7, resume=True)).keys() == {*range(1, 8)}
+    assert not list(tmp_path.glob("aiockpt/step-00000006"))
+
+
 def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     ran(tmp_path)
     again = ran(tmp_path, save_total_limit=2, max_steps=12, at=str(tmp_path / "checkpoint-6"))

@@ -187,12 +187,13 @@ class CheckpointFolders:
             )
 
     def of_the_trainer(self) -> tuple[Path, int] | None:
-        """Return the newest folder that the Trainer itself wrote, with its time in ns; or None."""
+        """Return the folder with the largest number of those that the Trainer itself wrote, with its time in ns; or None."""
         states = [
             path for path in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{STATE}") if not has_mark(path.parent)
         ]
         states = [path for path in states if path.parent.name.removeprefix(PREFIX).isdecimal()]
-        newest = max(states, key=lambda path: path.stat().st_mtime_ns, default=None)
+        # As the Trainer's own resume: times do not survive every copy.
+        newest = max(states, key=lambda path: step_of(path.parent), default=None)
         return None if newest is None else (newest.parent, newest.stat().st_mtime_ns)
 
     def _convert(self, save: _PendingFolder, *, link: bool) -> _Conversion:

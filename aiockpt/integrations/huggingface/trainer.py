@@ -172,11 +172,11 @@ class _Attached:
         newest = automatic or resume_from_checkpoint is True
         self._folders.wait()  # of a training that was interrupted
         steps = self._committed(all_runs=not automatic) if newest else []
-        theirs = self._folders.of_the_trainer() if newest and not (automatic and self._run) else None
+        theirs = self._newest_of_the_trainer(steps) if newest and not (automatic and self._run) else None
         if automatic and not steps and theirs is None:
             self._check_none()
-        if theirs is not None and (not steps or theirs[1] > self._ckpt.describe(steps[0]).result().info.created_ns):
-            done = train(str(theirs[0]))  # written by the Trainer before it was attached, or later without aiockpt
+        if theirs is not None:
+            done = train(str(theirs))  # written by the Trainer before it was attached, or later without aiockpt
         else:
             done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
         self._folders.wait()
@@ -189,6 +189,30 @@ class _Attached:
             "attach(): the trials of a search for hyperparameters would share one place: attach to the Trainer after the "
             "search, or search with save_strategy='no'"
         )
+
+    def _newest_of_the_trainer(self, steps: list[int]) -> Path | None:
+        """Return the folder that the Trainer itself wrote last; None without one, or if the first of *steps* is newer.
+
+        A run that went on without aiockpt has a later time and a larger number. A later time alone may be that of a copy,
+        and a run that went back has smaller numbers; of those the user is told, who may choose the other one.
+        """
+        theirs = self._folders.of_the_trainer()
+        if theirs is None or not steps:
+            return theirs and theirs[0]
+        (folder, written_ns), ours = theirs, self._folders.path(steps[0])
+        is_later = written_ns > self._ckpt.describe(steps[0]).result().info.created_ns
+        is_larger = step_of(folder) > step_in_run(steps[0])
+        if not is_later and not is_larger:
+            return None
+        its_number = f"{'a larger' if is_larger else 'no larger'} number"
+        its_time = f"{'a later' if is_later else 'an earlier'} time (copies may lose times)"
+        begun, other = (folder, ours) if is_later and is_larger else (ours, folder)
+        logger.warning(
+            "resumed from %s: %s, which the Trainer itself wrote, has %s and %s than step %d; to resume from the "
+            "other one: train(resume_from_checkpoint=%r)",
+            *(begun, folder.name, its_number, its_time, steps[0], str(other)),
+        )
+        return folder if begun == folder else None
 
     def _check_none(self) -> None:
         """Raise if there are steps, but no valid one; log damaged steps of this run, if other runs have valid ones."""
