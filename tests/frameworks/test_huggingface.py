@@ -280,6 +280,21 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert [info.step for info in again.ckpt.steps().result()] == [12, 9]
 
 
+@pytest.mark.parametrize("went_back", [False, True])
+def test_folders_whose_times_a_copy_has_lost_are_deleted_in_the_order_of_their_commits(
+    went_back: bool, tmp_path: Path
+) -> None:
+    ran(tmp_path)
+    if went_back:
+        ran(tmp_path, max_steps=12, at=str(tmp_path / "checkpoint-6"))
+    newest = [9, 12] if went_back else [18, 20]
+    for number, step in enumerate([*reversed(newest), 3, 15, 6]):
+        os.utime(tmp_path / f"checkpoint-{step}" / "aiockpt.json", ns=(number, number))
+    again = ran(tmp_path, max_steps=newest[-1], save_total_limit=2, resume=True)
+    assert folders(tmp_path) == sorted(f"checkpoint-{step}" for step in newest)
+    assert [info.step for info in again.ckpt.steps().result()] == newest[::-1]
+
+
 def test_a_step_that_is_gone_already_is_no_reason_to_fail(tmp_path: Path) -> None:
     first = ran(tmp_path, max_steps=6)
     first.ckpt.delete(3).result()  # as another node does that has a folder of its own for it

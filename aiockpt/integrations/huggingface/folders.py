@@ -76,6 +76,8 @@ class CheckpointFolders:
         self._raises = raises
         self._saves: list[_PendingFolder] = []
         self._conversions: list[_Conversion] = []
+        # Steps, the oldest commit first: read from the place when it is needed, then continued by `_appear`.
+        self._order: list[int] = []
         self.run = 0
 
     def path(self, step: int) -> Path:
@@ -137,14 +139,19 @@ class CheckpointFolders:
                 if self._safetensors:
                     self._conversions.append(self._convert(save, link=True))
                 else:
-                    save.appear(save.future.result().step)
+                    self._appear(save)
         while self._conversions and self._conversions[0].future.done():
             conversion = self._conversions.pop(0)
             if conversion.linked and isinstance(conversion.future.exception(), UsageError):
                 # Several ranks have saved it, or its place is on another file system: then the weights are written.
                 self._conversions.insert(0, self._convert(conversion.save, link=False))
             elif not self._has_failed(conversion.future, conversion.save):
-                conversion.save.appear(conversion.save.future.result().step)
+                self._appear(conversion.save)
+
+    def _appear(self, save: _PendingFolder) -> None:
+        step = save.future.result().step
+        save.appear(step)
+        self._order = [*(one for one in self._order if one != step), step]
 
     def wait(self) -> None:
         """Wait until all saves are committed, and have their folders; raise errors."""
@@ -218,10 +225,11 @@ class CheckpointFolders:
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
-        # In the order of their commits: a run that went back to an older step continues with smaller numbers.
         marks = [mark for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}") if is_ours(mark.parent)]
-        steps = [step_of(mark.parent) for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
-        steps = [step for step in steps if run_of(step) == self.run]
+        found = {step for step in (step_of(mark.parent) for mark in marks) if run_of(step) == self.run}
+        if len(found) <= args.save_total_limit:
+            return
+        steps = self._in_order_of_commits(found)
         kept = {*steps[-1:], *([step_of(best)] if best and is_ours(best) and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
@@ -230,6 +238,16 @@ class CheckpointFolders:
             with suppress(StepNotFoundError):  # another node, or retention=, may have deleted it
                 self._ckpt.delete(step).result()
             shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _in_order_of_commits(self, steps: set[int]) -> list[int]:
+        """Sort *steps*, the oldest commit first, after those that the place does not have.
+
+        Neither by number, since a run that went back continues with smaller ones, nor by time, which a copy may lose.
+        """
+        if not steps <= set(self._order):
+            self._order = [info.step for info in reversed(self._ckpt.steps().result())]
+        places = {step: place for place, step in enumerate(self._order)}
+        return sorted(steps, key=lambda step: (places.get(step, -1), step))
 
     def _state_at(self, step: int) -> str:
         """Return the state that this Trainer would have at a step, for a step without one."""
