@@ -738,6 +738,38 @@ def test_a_folder_whose_step_is_nowhere_is_refused(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "copied" / "checkpoint-6"))
 
 
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "True"])
+@pytest.mark.parametrize("native", [0, 1, 5])
+def test_folders_whose_steps_are_nowhere_do_not_begin_anew(native: int, resume: bool, tmp_path: Path) -> None:
+    ran(tmp_path, max_steps=3)
+    if native:  # an older one of the Trainer itself, or a newer one
+        make(tmp_path, max_steps=native).train()
+    in_a_new_process()
+    trainer = make(tmp_path, max_steps=6)
+    attach(trainer, tmp_path / "typo", resume=resume)
+    argument = {} if resume else {"resume_from_checkpoint": True}
+    if native < 3:
+        with pytest.raises(
+            UsageError, match=r"checkpoint-3 has its weights in a step, but .*typo.* has no step at all"
+        ) as raised:
+            trainer.train(**argument)
+        assert ("checkpoint-1') resumes from what is older" in str(raised.value)) == bool(native)
+        assert trainer.state.global_step == 0
+        for folder in tmp_path.glob("checkpoint-*"):
+            shutil.rmtree(folder)
+        argument = {}
+    trainer.train(**argument)
+    assert len(losses(trainer)) == 6
+
+
+def test_runs_of_one_process_in_places_of_their_own_may_share_a_folder(tmp_path: Path) -> None:
+    for place in ("first", "second"):
+        trainer = make(tmp_path / "out", max_steps=3)
+        attach(trainer, tmp_path / place, resume=True)
+        trainer.train()
+        assert len(losses(trainer)) == 3
+
+
 def test_a_trial_of_a_search_resumes_nothing_and_one_that_saves_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,12 @@ class CheckpointFolders:
         newest = max(states, key=lambda path: step_of(path.parent), default=None)
         return None if newest is None else (newest.parent, newest.stat().st_mtime_ns)
 
+    def newest_of_ours(self) -> Path | None:
+        """Return the folder with the largest number of those whose contents are in a step; or None."""
+        marks = Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}")
+        ours = [mark.parent for mark in marks if is_ours(mark.parent)]
+        return max(ours, key=lambda folder: step_in_run(step_of(folder)), default=None)
+
     def _convert(self, save: _PendingFolder, *, link: bool) -> _Conversion:
         """Start to put the weights of a committed save into its folder."""
         step = save.future.result().step

@@ -27,6 +27,11 @@ def finish_run(place: str) -> None:
     _finished[os.getpid(), place] += 1
 
 
+def is_first_run() -> bool:
+    """Return whether this process has not finished a run yet, in any place."""
+    return not any(process == os.getpid() for process, _ in _finished)
+
+
 def run_of(step: int) -> int:
     """Return the run of a saved step."""
     return step // RUN

@@ -21,8 +21,9 @@ from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_sc
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, stands_for, step_of
 from aiockpt.integrations.huggingface.model_names import renames, rule_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
-from aiockpt.integrations.huggingface.runs import RUN, finish_run, next_run, run_of, step_in_run
+from aiockpt.integrations.huggingface.runs import RUN, finish_run, is_first_run, next_run, run_of, step_in_run
 from aiockpt.integrations.steps import ask_first_rank, load_newest, raise_if_lost, valid_steps
+from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
 
@@ -173,8 +174,10 @@ class _Attached:
         self._folders.wait()  # of a training that was interrupted
         steps = self._committed(all_runs=not automatic) if newest else []
         theirs = self._newest_of_the_trainer(steps) if newest and not (automatic and self._run) else None
-        if automatic and not steps and theirs is None:
-            self._check_none()
+        if newest and not steps:
+            ask_first_rank(partial(self._check_place, theirs))
+            if automatic and theirs is None:
+                self._check_none()
         if theirs is not None:
             done = train(str(theirs))  # written by the Trainer before it was attached, or later without aiockpt
         else:
@@ -213,6 +216,25 @@ class _Attached:
             *(begun, folder.name, its_number, its_time, steps[0], str(other)),
         )
         return folder if begun == folder else None
+
+    def _check_place(self, theirs: Path | None) -> None:
+        """Raise if the place is empty, but a folder has its step in one: in another, or in this one before it was lost.
+
+        Args:
+            theirs: what the Trainer itself wrote last; if it has the larger number, the run went on without aiockpt.
+        """
+        ours = self._folders.newest_of_ours()
+        if ours is None or (theirs is not None and step_of(theirs) >= step_in_run(step_of(ours))):
+            return
+        # An earlier run of this process, such as another fold, may have had a place of its own; each start of a proof has.
+        if not is_first_run() or VARIABLE in os.environ or self._ckpt.steps().result():
+            return
+        named = "" if theirs is None else f"train(resume_from_checkpoint={str(theirs)!r}) resumes from what is older; "
+        raise UsageError(
+            f"{ours} has its weights in a step, but {self._ckpt!r} has no step at all: attach() to the place where it was "
+            f"saved, or copy the folder 'aiockpt' beside it, too; {named}to begin anew, remove such folders, or give "
+            "another output_dir"
+        )
 
     def _check_none(self) -> None:
         """Raise if there are steps, but no valid one; log damaged steps of this run, if other runs have valid ones."""
