@@ -16,10 +16,13 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.integrations.huggingface import attach, renames, runs
+from aiockpt.integrations.huggingface.folders import is_pending
 from tests.docs.running import run_page
 from tests.frameworks.proving import TORCHRUN, assert_same, digest_of, output_of, prove
+from tests.gates import Gate
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -596,6 +599,32 @@ def test_a_folder_whose_save_was_never_committed_is_not_resumed_from(
     assert ("never committed; resumed from" in caplog.text) == (how == "path")
     assert_same(weights(again), weights(straight))
     assert losses(again) == losses(straight)
+
+
+def test_a_folder_whose_save_is_in_flight_is_resumed_from_when_it_is_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = unstopped(tmp_path / "straight")
+    trainer = make(tmp_path / "run")
+    trainer.add_callback(Killed())
+    gate = Gate(LocalBackend(str(tmp_path / "place")), "put_new", "step-00000009/MANIFEST-*")
+    ckpt = attach(trainer, gate)
+    with pytest.raises(Stopped):
+        trainer.train()
+    folder = tmp_path / "run" / "checkpoint-9"
+    assert is_pending(folder)
+    trainer.pop_callback(Killed)
+    wait = ckpt.wait
+
+    def commit_and_wait(*args: Any) -> None:
+        gate.open_up()
+        wait(*args)
+
+    monkeypatch.setattr(ckpt, "wait", commit_and_wait)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert "never committed" not in caplog.text
+    assert losses(trainer) == losses(straight)
+    assert_same(weights(trainer), weights(straight))
 
 
 # ---------------------------------------------------------------------- several runs of one process

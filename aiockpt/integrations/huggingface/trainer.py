@@ -166,12 +166,12 @@ class _Attached:
                 self._opened.callback(self._holders.clear)
                 return self._train_theirs(folder, None, *args, **named)
 
+        self._folders.wait()  # of a training that was interrupted; until then its folders are not marked as committed
         automatic = self._resume and resume_from_checkpoint is None
         self._run = self._folders.run = next_run(self._place) if self._resume else 0
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = self._check_committed(resume_from_checkpoint)
         newest = automatic or resume_from_checkpoint is True
-        self._folders.wait()  # of a training that was interrupted
         steps = self._committed(all_runs=not automatic) if newest else []
         theirs = self._newest_of_the_trainer(steps) if newest and not (automatic and self._run) else None
         if newest and not steps:
@@ -245,7 +245,10 @@ class _Attached:
 
     def _check_committed(self, folder: Any) -> Any:
         """Return the folder to resume from: *folder*, or another one if a kill prevented the commit of its save."""
-        if not is_pending(folder):
+        self._trainer.accelerator.wait_for_everyone()  # the first process marks folders as committed
+        pending = is_pending(folder)
+        self._trainer.accelerator.wait_for_everyone()  # and renames the others
+        if not pending:
             return folder
         steps = self._committed(all_runs=True)
         if is_ours(folder):
