@@ -847,12 +847,16 @@ def test_where_a_resume_is_only_as_good_as_the_trainers_own_it_is_logged_once(
     assert logged in caplog.text
 
 
-def test_only_the_model_may_be_saved(tmp_path: Path) -> None:
+def test_only_the_model_may_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = ran(tmp_path, save_only_model=True)
     (names,) = [{tensor.name.split(".")[0] for tensor in trainer.ckpt.describe().result().tensors}]
     assert names == {"model"}
     again = ran(tmp_path, at=str(tmp_path / "checkpoint-18"))
     assert again.state.global_step == 20
+    assert caplog.text.count("step 18 has no optimizer, scheduler, rng (save_only_model=True): begun anew") == 1
+    caplog.clear()
+    ran(tmp_path, at=str(tmp_path / "checkpoint-20"))  # that one has them
+    assert "begun anew" not in caplog.text
 
 
 def test_of_lora_what_is_trained_is_saved(tmp_path: Path) -> None:

@@ -428,12 +428,15 @@ class _Attached:
             self._go_on_without(step_of(folder), self._load(folder, self._state(), *parts))
 
     def _go_on_without(self, step: int, held: Collection[str]) -> None:
-        """Replace the parts that a step lacks which no Trainer saved: set its schedule to the step, log the rest.
+        """Log the parts that a step lacks; of one that no Trainer saved, set the schedule to the step.
 
         Args:
             held: the keys of the saved state.
         """
         if "trainer" in held:
+            lacks = [key for key in ("optimizer", "scheduler", "rng") if key not in held]
+            if lacks:
+                logger.warning("step %d has no %s (save_only_model=True): begun anew", step, ", ".join(lacks))
             return
         self._trainer.state.compute_steps(self._trainer.args, self._trainer.state.max_steps)
         scheduler, lacks = self._trainer.lr_scheduler, [key for key in self._state() if key not in held]
