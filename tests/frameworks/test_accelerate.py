@@ -600,6 +600,35 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert again.progress.batches == 3
 
 
+def test_a_run_that_went_back_leaves_the_folders_of_later_steps(tmp_path: Path) -> None:
+    first = attached(tmp_path, "named folders")
+    for epoch in range(5):
+        first.progress.batches = epoch
+        first.accelerator.save_state(tmp_path / f"epoch_{epoch}")
+    first.accelerator.end_training()
+    again = attached(tmp_path, "named folders")
+    again.accelerator.load_state(tmp_path / "epoch_1")
+    for number, name in enumerate(("other_2", "other_3", "epoch_4"), 10):
+        again.progress.batches = number
+        again.accelerator.save_state(tmp_path / name)
+    again.accelerator.end_training()
+    found = {}
+    for name in folders(tmp_path):
+        again.accelerator.load_state(tmp_path / name)
+        found[name] = again.progress.batches
+    assert found == {
+        "epoch_0": 0,
+        "epoch_1": 1,
+        "epoch_2": 2,
+        "epoch_3": 3,
+        "epoch_4": 12,
+        "other_2": 10,
+        "other_3": 11,
+    }
+    assert [info.step for info in again.ckpt.steps().result()] == [7, 6, 5, 3, 2, 1, 0]  # 4 went with its folder
+    assert go_on(tmp_path, "named folders").progress.batches == 12
+
+
 def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
     trained(tmp_path, stop=6)
     again = go_on(tmp_path)
@@ -875,7 +904,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
     again.loop()
     assert_same(again, expected)
     again.accelerator.end_training()
-    damage(tmp_path / "run" / "aiockpt" / "step-00000006")
+    damage(tmp_path / "run" / "aiockpt" / "step-00000007")  # it has taken the place of the damaged one
     with pytest.raises(CorruptionError):
         again.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_6")
 

@@ -254,7 +254,8 @@ class _AttachedAccelerator:
         self._ckpt.load(
             state, step, only=[name for name in state if name not in left_out], strict=loose or True
         ).result()
-        self._next = self._loop.go_on(state, same_ranks)
+        # Steps after the loaded one are those of other folders, and stay.
+        self._next = max(self._next, self._loop.go_on(state, same_ranks))
         self._has_loaded = True
 
     # ------------------------------------------------------------------ the end

@@ -108,7 +108,7 @@ class LoopState:
         }
 
     def go_on(self, state: dict[str, Any], same_ranks: bool) -> int:
-        """Set the values that are not objects, after a load into *state*; return the number of the next save."""
+        """Set the values that are not objects, after a load into *state*; return the number after its step."""
         accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
         accelerator.step = shared["step"]
         accelerator.sync_gradients = shared["syncs"]
