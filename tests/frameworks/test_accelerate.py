@@ -943,25 +943,41 @@ def test_what_accelerate_wrote_before_is_loaded(tmp_path: Path) -> None:
     again = go_on(tmp_path)
     assert again.progress.batches == 7
     assert_same_weights(again, old)
-    again.accelerator.project_configuration.iteration = 1
     again.accelerator.save_state()
     again.accelerator.end_training()
     third = go_on(tmp_path)
     assert third.accelerator.project_configuration.iteration == 2
 
 
+@pytest.mark.parametrize("number", [None, 1, 4], ids=["newest", "in between", "ours"])
+def test_what_is_saved_after_a_load_is_newer_than_what_accelerate_wrote(number: int | None, tmp_path: Path) -> None:
+    if number == 4:
+        trained(tmp_path, total_limit=9, stop=15)
+    old = make(tmp_path, total_limit=9)
+    old.accelerator.project_configuration.iteration = 5 if number == 4 else 0
+    old.loop(9)
+    again = attached(tmp_path, total_limit=9)
+    again.accelerator.load_state(None if number is None else tmp_path / "checkpoints" / f"checkpoint_{number}")
+    there = folders(tmp_path / "checkpoints")
+    again.progress.batches = 50
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    assert go_on(tmp_path, total_limit=9).progress.batches == 50
+    assert set(folders(tmp_path / "checkpoints")) > set(there)
+
+
 def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_save(tmp_path: Path) -> None:
-    old = make(tmp_path)
+    old = make(tmp_path, "named folders")
     old.loop(3)
-    again = attached(tmp_path)
-    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    again = attached(tmp_path, "named folders")
+    folder = tmp_path / "step_3"
     again.accelerator.load_state(folder)
     assert again.progress.batches == 3
     assert_same_weights(again, old)
-    again.accelerator.save_state()
+    again.accelerator.save_state(folder)
     again.accelerator.end_training()
-    assert folders(folder.parent) == ["checkpoint_0", "checkpoint_0.before-aiockpt"]
-    third = attached(tmp_path)
+    assert folders(tmp_path) == ["step_3", "step_3.before-aiockpt"]
+    third = attached(tmp_path, "named folders")
     third.accelerator.load_state(folder)
     assert third.progress.batches == 3
 

@@ -215,6 +215,7 @@ class _AttachedAccelerator:
 
     def _load_of_accelerate(self, folder: Path, load_kwargs: Any, others: dict[str, Any]) -> None:
         self._load_theirs(str(folder), load_kwargs, **others)
+        self._folders.number_after_theirs()
         self._has_loaded = True
 
     def _load_newest(self, strict: bool) -> None:
@@ -256,6 +257,7 @@ class _AttachedAccelerator:
         ).result()
         # Steps after the loaded one are those of other folders, and stay.
         self._next = max(self._next, self._loop.go_on(state, same_ranks))
+        self._folders.number_after_theirs()
         self._has_loaded = True
 
     # ------------------------------------------------------------------ the end

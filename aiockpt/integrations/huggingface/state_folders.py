@@ -72,6 +72,11 @@ class StateFolders:
         found = [(int(match[1]), path) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
         return sorted(found, reverse=True)
 
+    def number_after_theirs(self) -> None:
+        """Give the next folder a greater number than those that accelerate wrote: the greatest one is loaded next time."""
+        theirs = next((number for number, folder in self.numbered() if is_of_accelerate(folder)), -1)
+        self._settings.iteration = max(self._settings.iteration, theirs + 1)
+
     # ------------------------------------------------------------------ making
 
     def stage(self, folder: Path) -> Path:
