@@ -22,11 +22,13 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import BackgroundSaveError, CheckpointError, CorruptionError, UsageError
 from aiockpt.events import Event, SaveFailed
 from aiockpt.integrations.huggingface import attach
 from tests.docs.running import run_page
 from tests.frameworks.proving import TORCHRUN, digest_of, output_of, prove
+from tests.gates import Gate
 
 accelerate: Any = pytest.importorskip("accelerate")
 from tests.frameworks import published  # noqa: E402  it needs accelerate
@@ -681,6 +683,42 @@ def test_a_folder_that_is_saved_to_again_has_the_newer_step_alone(tmp_path: Path
     assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 2
 
 
+def test_a_folder_may_be_saved_to_again_before_the_first_save_is_committed(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    run.accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: (Path(folder) / f"hook_{run.progress.batches}").touch()
+    )
+    gate = Gate(LocalBackend(str(tmp_path / "aiockpt")), "put_new", "*/MANIFEST-1.json")
+    ckpt = attach(run.accelerator, gate)
+    OPEN.add(ckpt)
+    for run.progress.batches in (1, 2):
+        run.accelerator.save_state(tmp_path / "latest")
+    assert folders(tmp_path) == [".latest.0.aiockpt", ".latest.1.aiockpt"]
+    gate.open_up()
+    ckpt.wait()
+    run.train(torch.ones(4, 4))
+    assert folders(tmp_path) == ["latest"]
+    assert sorted(path.name for path in (tmp_path / "latest").iterdir()) == ["aiockpt.json", "hook_2"]
+    run.accelerator.load_state(tmp_path / "latest")
+    assert run.progress.batches == 2
+    run.accelerator.end_training()
+    assert [info.step for info in ckpt.steps().result()] == [1]
+
+
+def test_of_two_saves_to_a_folder_that_a_kill_left_the_newer_one_appears(tmp_path: Path) -> None:
+    run = attached(tmp_path, "named folders")
+    for run.progress.batches in (1, 2):
+        run.accelerator.save_state(tmp_path / "latest")
+        run.ckpt.wait()
+        run.train(torch.ones(4, 4))
+        shutil.copytree(tmp_path / "latest", tmp_path / f".latest.{run.progress.batches - 1}.aiockpt")
+    shutil.rmtree(tmp_path / "latest")
+    again = attached(tmp_path, "named folders")
+    assert folders(tmp_path) == ["latest"]
+    again.accelerator.load_state(tmp_path / "latest")
+    assert again.progress.batches == 2
+
+
 def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     fsync = os.fsync
@@ -693,7 +731,7 @@ def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", note)
     run.accelerator.save_state(tmp_path / "step_1")
     run.accelerator.end_training()
-    assert str(tmp_path / ".step_1.aiockpt" / "aiockpt.json") in flushed
+    assert str(tmp_path / ".step_1.0.aiockpt" / "aiockpt.json") in flushed
 
 
 def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
@@ -729,7 +767,7 @@ def test_the_folder_of_a_committed_step_appears_with_the_next_batch(tmp_path: Pa
 
 def test_the_folder_of_a_committed_step_appears_after_a_kill(tmp_path: Path) -> None:
     trained(tmp_path, "named folders", stop=6)
-    (tmp_path / "step_6").rename(tmp_path / ".step_6.aiockpt")  # as the kill left it
+    (tmp_path / "step_6").rename(tmp_path / ".step_6.1.aiockpt")  # as the kill left it
     again = attached(tmp_path, "named folders")
     assert folders(tmp_path) == ["step_3", "step_6"]
     again.accelerator.load_state(tmp_path / "step_6")
@@ -814,27 +852,30 @@ def test_ranks_meet_when_the_folders_of_the_first_one_are_there(
     run.accelerator.save_state(tmp_path / "step_1")
     ckpt.wait()
     run.accelerator.load_state()
-    assert met == [[], [".step_1.aiockpt"], ["hook"], ["step_1"]]
-    (tmp_path / "step_1").rename(tmp_path / ".step_1.aiockpt")  # as a kill can leave it
+    assert met == [[], [".step_1.0.aiockpt"], ["hook"], ["step_1"]]
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.0.aiockpt")  # as a kill can leave it
     attach(hooked().accelerator)
     assert met[4:] == [["step_1"]]
 
 
 def test_what_a_kill_left_of_a_folder_is_not_taken_into_the_next_one(tmp_path: Path) -> None:
     run = attached(tmp_path, "named folders")
-    (tmp_path / ".step_1.aiockpt").mkdir()
-    (tmp_path / ".step_1.aiockpt" / "of_a_hook.txt").touch()
+    (tmp_path / ".step_1.0.aiockpt").mkdir()
+    (tmp_path / ".step_1.0.aiockpt" / "of_a_hook.txt").touch()
+    for name in (".step_1.7.aiockpt", ".step_1.5.7.aiockpt"):  # the second is that of the folder step_1.5
+        (tmp_path / name).mkdir()
     run.accelerator.save_state(tmp_path / "step_1")
     run.accelerator.end_training()
     assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["aiockpt.json"]
+    assert folders(tmp_path) == [".step_1.5.7.aiockpt", "step_1"]
 
 
 def test_what_a_kill_left_of_a_save_to_the_same_folder_does_not_take_its_place(tmp_path: Path) -> None:
     run = attached(tmp_path, "named folders")
     run.accelerator.save_state(tmp_path / "last")
     run.accelerator.end_training()
-    (tmp_path / ".last.aiockpt").mkdir()
-    (tmp_path / ".last.aiockpt" / "aiockpt.json").write_text('{"step": 1, "key": "not committed"}')
+    (tmp_path / ".last.0.aiockpt").mkdir()
+    (tmp_path / ".last.0.aiockpt" / "aiockpt.json").write_text('{"step": 0, "key": "not committed"}')
     attach(make(tmp_path, "named folders").accelerator)
     assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 0
 
@@ -851,7 +892,7 @@ def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path:
 
 def test_processes_beside_the_first_one_leave_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, total_limit=9, stop=9)
-    (tmp_path / "checkpoints" / "checkpoint_2").rename(tmp_path / "checkpoints" / ".checkpoint_2.aiockpt")
+    (tmp_path / "checkpoints" / "checkpoint_2").rename(tmp_path / "checkpoints" / ".checkpoint_2.2.aiockpt")
     second = make(tmp_path, total_limit=1)
     monkeypatch.setattr(accelerate.state.PartialState(), "process_index", 1)
     assert not second.accelerator.is_main_process
@@ -860,7 +901,7 @@ def test_processes_beside_the_first_one_leave_folders_alone(tmp_path: Path, monk
     second.accelerator.save_state()
     second.accelerator.end_training()
     assert [info.step for info in ckpt.steps().result()] == [3, 2, 1, 0]
-    assert folders(tmp_path / "checkpoints") == [".checkpoint_2.aiockpt", "checkpoint_0", "checkpoint_1"]
+    assert folders(tmp_path / "checkpoints") == [".checkpoint_2.2.aiockpt", "checkpoint_0", "checkpoint_1"]
 
 
 def test_a_step_that_something_else_has_saved_is_told_as_such(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class _AttachedAccelerator:
         for loader in accelerator._dataloaders:
             self._loop.position(loader)
         steps = self._ckpt.steps().result()
-        self._folders.restore([info for info in steps[:_RESTORED] if info.problem is None])
+        self._folders.restore([info for info in reversed(steps[:_RESTORED]) if info.problem is None])
         self._next = max((info.step for info in steps), default=-1) + 1
         accelerator.wait_for_everyone()
         atexit.register(self._folders.publish)  # the saves are committed by then
@@ -140,7 +140,7 @@ class _AttachedAccelerator:
         settings = self._accelerator.project_configuration
         folder = self._folder(output_dir)
         self._folders.rotate()
-        staged = self._folders.stage(folder)
+        staged = self._folders.stage(folder, self._next)
         left_out = self._call_save_hooks(staged)
         mark = new_mark(self._next)
         user = {"folder": str(folder.absolute()), "key": mark.key}

@@ -79,10 +79,14 @@ class StateFolders:
 
     # ------------------------------------------------------------------ making
 
-    def stage(self, folder: Path) -> Path:
+    def stage(self, folder: Path, step: int) -> Path:
         """Return the folder, under another name, that hooks write into."""
-        staged = _staged(folder)
+        staged = _staged(folder, step)
         if self._makes_here:
+            pending = [save.staged for save in self._pending]
+            for left in _staged_before(folder):
+                if left not in pending:
+                    shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
         return staged
@@ -91,8 +95,9 @@ class StateFolders:
         """Make *folder* appear when its save is committed."""
         if not self._makes_here:
             return
-        write_durably(_staged(folder) / MARK, json.dumps(mark._asdict()))
-        self._pending.append(_StateFolder(future, _staged(folder), folder))
+        staged = _staged(folder, mark.step)
+        write_durably(staged / MARK, json.dumps(mark._asdict()))
+        self._pending.append(_StateFolder(future, staged, folder))
 
     def publish(self) -> None:
         """Publish the folders of committed saves, in the order of the saves."""
@@ -133,7 +138,11 @@ class StateFolders:
             self.publish()
 
     def restore(self, infos: Iterable[Any]) -> None:
-        """Publish the folders of steps that were committed when the process died; read those of the other steps."""
+        """Publish the folders of steps that were committed when the process died; read those of the other steps.
+
+        Args:
+            infos: the oldest first, because a folder that was saved to again is that of the newest.
+        """
         if not self._makes_here:
             return
         for info in infos:
@@ -141,8 +150,9 @@ class StateFolders:
             if not isinstance(user, dict) or "folder" not in user:
                 continue
             folder, mark = Path(user["folder"]), Mark(info.step, user["key"])
-            if read_mark(_staged(folder)) == mark and read_mark(folder) != mark:
-                self._appear(_staged(folder), folder)
+            staged = _staged(folder, info.step)
+            if read_mark(staged) == mark and read_mark(folder) != mark:
+                self._appear(staged, folder)
             if read_mark(folder) == mark:
                 self._known[info.step] = folder
 
@@ -213,5 +223,12 @@ def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:
     return mark.step
 
 
-def _staged(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.aiockpt")
+def _staged(folder: Path, step: int) -> Path:
+    """Return the path of a folder until *step* is committed; the step before may be in progress for the same folder."""
+    return folder.with_name(f".{folder.name}.{step}.aiockpt")
+
+
+def _staged_before(folder: Path) -> list[Path]:
+    """Return what saves to a folder have staged, those that a kill has stopped too."""
+    name = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.aiockpt")
+    return [path for path in folder.parent.glob(".*.aiockpt") if name.fullmatch(path.name)]
