@@ -602,6 +602,25 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert again.progress.batches == 3
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_the_limit_keeps_the_newest_also_after_a_copy_that_changed_times(is_elsewhere: bool, tmp_path: Path) -> None:
+    trained(tmp_path, stop=9)
+    for number in range(3):
+        mark = tmp_path / "checkpoints" / f"checkpoint_{number}" / "aiockpt.json"
+        os.utime(mark, (4e9 - number, 4e9 - number))  # from front to back
+    again = make(tmp_path, total_limit=2)
+    ckpt = attach(again.accelerator, tmp_path / "other" if is_elsewhere else None)
+    OPEN.add(ckpt)
+    if is_elsewhere:
+        again.accelerator.project_configuration.iteration = 3
+    else:
+        again.accelerator.load_state()
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert [info.step for info in ckpt.steps().result()] == ([0] if is_elsewhere else [3, 2])
+
+
 def test_a_run_that_went_back_leaves_the_folders_of_later_steps(tmp_path: Path) -> None:
     first = attached(tmp_path, "named folders")
     for epoch in range(5):

@@ -158,6 +158,15 @@ class StateFolders:
 
     # ------------------------------------------------------------------ deleting
 
+    def _commit_order(self, folder: Path) -> tuple[bool, int]:
+        """Return the sort key of a folder: its step, but before those of this place if another place has it.
+
+        Times of files do not tell it, because a copy changes them, and numbers of folders do not after a run went back.
+        """
+        mark = read_mark(folder)
+        assert mark is not None
+        return (self._known.get(mark.step) == folder, mark.step)
+
     def rotate(self) -> None:
         """Delete steps and folders that ``total_limit`` does not keep, and steps whose folder now has another step."""
         self.publish()
@@ -166,9 +175,8 @@ class StateFolders:
         limit = self._settings.total_limit if self.root is not None else None
         deleted, self._replaced = self._replaced, []
         if limit is not None:
-            # In the order of their commits: a run that went back continues with smaller numbers.
             ours = [folder for _, folder in self.numbered() if read_mark(folder) is not None]
-            ours.sort(key=lambda folder: (folder / MARK).stat().st_mtime_ns)
+            ours.sort(key=self._commit_order)
             for folder in ours[: max(len(ours) - max(limit, 1), 0)]:
                 mark = read_mark(folder)
                 if mark is not None and self._known.pop(mark.step, None) == folder:
