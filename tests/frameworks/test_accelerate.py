@@ -602,6 +602,32 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert again.progress.batches == 3
 
 
+def test_the_limit_holds_for_relative_folders_and_for_more_than_were_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained(Path("run"), stop=12, every=1, total_limit=12)
+    again = attached(Path("run"), total_limit=2)
+    again.accelerator.load_state()
+    assert again.accelerator.save_state() == Path("run/checkpoints/checkpoint_12")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again.ckpt.wait()
+    again.train(torch.ones(4, 4))
+    monkeypatch.chdir(tmp_path)
+    again.accelerator.end_training()
+    assert [info.step for info in again.ckpt.steps().result()] == [12, 11]
+    assert folders(tmp_path / "run" / "checkpoints") == ["checkpoint_11", "checkpoint_12"]
+
+
+def test_the_old_step_of_a_folder_goes_although_many_were_saved_since(tmp_path: Path) -> None:
+    trained(tmp_path, "named folders", stop=10, every=1)
+    again = attached(tmp_path, "named folders")
+    again.accelerator.save_state(tmp_path / "step_1")
+    again.accelerator.end_training()
+    assert [info.step for info in again.ckpt.steps().result()] == list(range(10, 0, -1))
+
+
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_the_limit_keeps_the_newest_also_after_a_copy_that_changed_times(is_elsewhere: bool, tmp_path: Path) -> None:
     trained(tmp_path, stop=9)

@@ -138,12 +138,13 @@ class _AttachedAccelerator:
             )
         self._check_seen()
         settings = self._accelerator.project_configuration
-        folder = self._folder(output_dir)
+        named = self._folder(output_dir)
+        folder = named.absolute()  # the program may change its directory until the commit
         self._folders.rotate()
         staged = self._folders.stage(folder, self._next)
         left_out = self._call_save_hooks(staged)
         mark = new_mark(self._next)
-        user = {"folder": str(folder.absolute()), "key": mark.key}
+        user = {"folder": str(folder), "key": mark.key}
         state = self._loop.build(self._next + 1, settings.iteration + 1)
         left_out = [*self._exclude, *left_out]
 
@@ -155,7 +156,7 @@ class _AttachedAccelerator:
         begin_save(
             lambda: self._ckpt.save(self._next, state, user=user, only=self._only, exclude=left_out or None), expect
         )
-        return folder
+        return named
 
     def _folder(self, output_dir: Any) -> Path:
         settings, root = self._accelerator.project_configuration, self._folders.root

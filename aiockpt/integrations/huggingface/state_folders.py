@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
-from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface import folders
 from aiockpt.integrations.huggingface.folders import MARK, write_durably
 
@@ -56,7 +56,7 @@ class StateFolders:
         self._delete_with_folder = delete_with_folder
         self._pending: list[_StateFolder] = []
         self._known: dict[int, Path] = {}
-        self._replaced: list[int] = []
+        self._replaced: list[tuple[Path, Mark]] = []
 
     # ------------------------------------------------------------------ names
 
@@ -69,7 +69,11 @@ class StateFolders:
     def numbered(self) -> list[tuple[int, Path]]:
         """Return the folders of ``automatic_checkpoint_naming`` with their numbers, the newest number first."""
         paths = self.root.iterdir() if self.root is not None and self.root.is_dir() else ()
-        found = [(int(match[1]), path) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
+        found = [
+            (int(match[1]), path.absolute())
+            for path in paths
+            if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))
+        ]
         return sorted(found, reverse=True)
 
     def number_after_theirs(self) -> None:
@@ -113,9 +117,8 @@ class StateFolders:
         mark, before = read_mark(staged), read_mark(folder)
         assert mark is not None
         if before is not None:
-            if self._known.get(before.step) == folder and before.step != mark.step:
-                self._replaced.append(before.step)
-                del self._known[before.step]
+            if before.step != mark.step:
+                self._replaced.append((folder, before))
             shutil.rmtree(folder)
         elif (folder / _THEIRS).exists():
             folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
@@ -146,8 +149,8 @@ class StateFolders:
         if not self._makes_here:
             return
         for info in infos:
-            user: Any = self._ckpt.describe(info.step).result().user
-            if not isinstance(user, dict) or "folder" not in user:
+            user = _user_of(self._ckpt, info.step)
+            if "folder" not in user:
                 continue
             folder, mark = Path(user["folder"]), Mark(info.step, user["key"])
             staged = _staged(folder, info.step)
@@ -167,21 +170,33 @@ class StateFolders:
         assert mark is not None
         return (self._known.get(mark.step) == folder, mark.step)
 
+    def _was_saved_to(self, folder: Path, mark: Mark) -> bool:
+        """Return whether this place has the step of a mark, and *folder* is not a copy."""
+        if self._known.get(mark.step) == folder:
+            return True
+        try:
+            user = _user_of(self._ckpt, mark.step)
+        except (StepNotFoundError, CorruptionError):
+            return False
+        return (user.get("folder"), user.get("key")) == (str(folder), mark.key)
+
     def rotate(self) -> None:
         """Delete steps and folders that ``total_limit`` does not keep, and steps whose folder now has another step."""
         self.publish()
         if not self._makes:
             return
         limit = self._settings.total_limit if self.root is not None else None
-        deleted, self._replaced = self._replaced, []
+        doomed, self._replaced = self._replaced, []
         if limit is not None:
             ours = [folder for _, folder in self.numbered() if read_mark(folder) is not None]
             ours.sort(key=self._commit_order)
-            for folder in ours[: max(len(ours) - max(limit, 1), 0)]:
-                mark = read_mark(folder)
-                if mark is not None and self._known.pop(mark.step, None) == folder:
-                    deleted.append(mark.step)
+            old = ours[: max(len(ours) - max(limit, 1), 0)]
+            doomed += [(folder, mark) for folder in old if (mark := read_mark(folder)) is not None]
+            for folder in old:
                 shutil.rmtree(folder)
+        deleted = [mark.step for folder, mark in doomed if self._was_saved_to(folder, mark)]
+        for step in deleted:
+            self._known.pop(step, None)
         gone = [step for step, folder in self._known.items() if not folder.exists()]
         for step in gone:
             folder = self._known.pop(step)
@@ -220,15 +235,21 @@ def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:
     if mark is None:
         raise UsageError(f"{folder} was made neither by save_state() nor by accelerate itself; name another folder")
     try:
-        user: Any = ckpt.describe(mark.step).result().user
+        user = _user_of(ckpt, mark.step)
     except StepNotFoundError:
-        user = None
-    if not isinstance(user, dict) or user.get("key") != mark.key:
+        user = {}
+    if user.get("key") != mark.key:
         raise UsageError(
             f"{folder} has no weights of its own: they are in a step that {ckpt!r} does not have; attach() to the place "
             "where it was saved"
         )
     return mark.step
+
+
+def _user_of(ckpt: aiockpt.Checkpointer, step: int) -> dict[str, Any]:
+    """Return what `save_state` has stored beside a step; an empty dict of a step that something else saved."""
+    user = ckpt.describe(step).result().user
+    return user if isinstance(user, dict) else {}
 
 
 def _staged(folder: Path, step: int) -> Path:
