@@ -1127,6 +1127,22 @@ def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> 
     assert again.optimizer.state_dict()["state"][0]["step"] == 3
 
 
+@pytest.mark.parametrize("kind", ["plain", "named folders"])
+def test_hooks_of_a_copied_project_read_its_own_folder(kind: str, tmp_path: Path) -> None:
+    run = attached(tmp_path / "one", kind)
+    run.accelerator.register_save_state_pre_hook(lambda *hooked: (Path(hooked[2]) / "ema.txt").touch())
+    run.accelerator.save_state(None if kind == "plain" else tmp_path / "one" / "by name" / "last")
+    run.accelerator.end_training()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    found: list[str] = []
+    for name in ("one", "copy"):
+        again = attached(tmp_path / name, kind)
+        again.accelerator.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        again.accelerator.load_state()
+    inner = "checkpoints/checkpoint_0" if kind == "plain" else "by name/last"
+    assert found == [str(tmp_path / name / inner) for name in ("one", "copy")]
+
+
 def test_what_a_hook_takes_out_on_the_first_rank_alone_is_not_saved_by_the_others(tmp_path: Path) -> None:
     output_of(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), "hook on the first rank")
     with aiockpt.Checkpointer(tmp_path / "out" / "aiockpt") as ckpt:

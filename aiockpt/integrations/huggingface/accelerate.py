@@ -227,7 +227,7 @@ class _AttachedAccelerator:
                     f"load_state(): step {step} of {self._ckpt!r} was not saved by save_state(): load it into your objects "
                     "by the checkpointer that attach() returns, or attach() to another place"
                 )
-            self._load(step, Path(user["folder"]), strict)
+            self._load(step, self._folders.of_step(step, user), strict)
 
         if steps := valid_steps(self._ckpt):
             load_newest(steps, load)

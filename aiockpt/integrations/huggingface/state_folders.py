@@ -76,6 +76,15 @@ class StateFolders:
         ]
         return sorted(found, reverse=True)
 
+    def of_step(self, step: int, user: dict[str, Any]) -> Path:
+        """Return the folder of a step: in a project that was copied or moved, the one that is there now."""
+        saved, mark = Path(user["folder"]), Mark(step, user["key"])
+        project = self._settings.project_dir and Path(self._settings.project_dir).absolute()
+        if not project or project in saved.parents:
+            return saved
+        here = (project.joinpath(*saved.parts[first:]) for first in range(1, len(saved.parts)))
+        return next((folder for folder in here if read_mark(folder) == mark), saved)
+
     def number_after_theirs(self) -> None:
         """Give the next folder a greater number than those that accelerate wrote: the greatest one is loaded next time."""
         theirs = next((number for number, folder in self.numbered() if is_of_accelerate(folder)), -1)
