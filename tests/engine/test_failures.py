@@ -477,3 +477,10 @@ def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(bac
         thread.join(250)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
             ckpt.save(2, run.state)
+
+
+def test_a_close_that_may_take_for_ever_ends_with_its_saves(run: Run) -> None:
+    deadlines = aiockpt.Deadlines(close_s=float("inf"))
+    with aiockpt.Checkpointer(MemoryBackend(), limits=aiockpt.Limits(io=SMALL, deadlines=deadlines)) as ckpt:
+        save = ckpt.save(1, run.state)
+    assert save.result().step == 1
