@@ -830,13 +830,17 @@ def test_a_trial_of_a_search_resumes_nothing_and_one_that_saves_is_refused(
         ({"accelerator_config": {"use_seedable_sampler": False}, "train_sampling_strategy": "sequential"}, 15, ""),
         ({"train_sampling_strategy": "group_by_length"}, 9, ""),
         ({"per_device_train_batch_size": 1}, 9, "batches have 1 samples, and had 2 when it was saved"),
+        ({"gradient_accumulation_steps": 4}, 7, "saved at epoch 0.78, and is resumed at epoch 1.40"),
+        ({"gradient_accumulation_steps": 4}, 12, "saved at epoch 1.33, and is resumed at epoch 2.40"),
+        ({"gradient_accumulation_steps": 4, "ignore_data_skip": True}, 7, ""),
         ({}, 15, ""),
     ],
 )
 def test_where_a_resume_is_only_as_good_as_the_trainers_own_it_is_logged_once(
     settings: dict[str, Any], at: int, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
+    changed = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    first = {name: value for name, value in settings.items() if name not in changed}
     for more, start in ((first, None), (settings, str(tmp_path / f"checkpoint-{at}"))):
         trainer = make(tmp_path, max_steps=at + 1, save_steps=at, **more)
         trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(36))  # iterable to its end
@@ -845,6 +849,26 @@ def test_where_a_resume_is_only_as_good_as_the_trainers_own_it_is_logged_once(
         trainer.train(resume_from_checkpoint=start)
     assert [record.name for record in caplog.records if record.name == "aiockpt"] == ["aiockpt"] * bool(logged)
     assert logged in caplog.text
+
+
+@pytest.mark.parametrize("max_steps", [6, 12])
+def test_the_position_in_data_without_a_length_is_not_compared(
+    max_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (6, max_steps):
+        trainer = make(tmp_path, max_steps=steps)
+        source = trainer.train_dataset
+
+        class Stream(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self, source: Any = source) -> Any:
+                return (source[index] for index in range(38))
+
+        trainer.train_dataset = Stream()
+        attach(trainer)
+        trainer.train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-3") if (tmp_path / "checkpoint-3").exists() else None
+        )
+    assert "counts its position" not in caplog.text
 
 
 def test_only_the_model_may_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

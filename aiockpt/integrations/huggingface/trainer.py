@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
+from aiockpt.integrations.huggingface.differences import log_order, log_position
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, stands_for, step_of
 from aiockpt.integrations.huggingface.model_names import renames, rule_of
@@ -287,8 +289,10 @@ class _Attached:
         step = self._trainer.state.global_step
         if folder is None:
             return begun
-        _log_differences(self._trainer, folder, *(begun if step < max_steps else (0, 0)))
+        # For data without a length the Trainer has no number of epochs, and no position within one.
+        log_position(self._trainer, folder, *begun, per_epoch if epochs < sys.maxsize else None)
         if step < max_steps:
+            log_order(self._trainer, folder, *begun)
             return begun
         logger.warning(
             "%s: all %d steps of this run are trained, and nothing is left to do; raise max_steps or num_train_epochs to "
@@ -492,30 +496,3 @@ class _Attached:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             ckpt.load(state, step, only=parts, rename=renames(model)).result()
         return set(held)
-
-
-def _log_differences(trainer: Any, folder: str, epoch: int, batch_count: int) -> None:
-    """Log why the rest of a resumed epoch differs from an uninterrupted one; the Trainer's own resume also differs.
-
-    Args:
-        epoch: the epoch in which training resumes.
-        batch_count: number of its batches that are skipped.
-    """
-    size, before = trainer.args.train_batch_size, trainer.state.train_batch_size
-    if before not in (None, size) and not trainer.args.auto_find_batch_size:
-        logger.warning(
-            "%s: batches have %d samples, and had %d when it was saved; the Trainer counts its position in steps, so some "
-            "samples are left out or come twice; resume with batches of %d for the same run",
-            *(folder, size, before, before),
-        )
-    strategy, data = getattr(trainer.args, "train_sampling_strategy", "random"), trainer.train_dataset
-    is_seeded = trainer.accelerator.use_seedable_sampler and strategy == "random"
-    if not batch_count or not epoch or is_seeded or strategy not in ("random", "group_by_length"):
-        return
-    if not isinstance(data, torch.utils.data.IterableDataset):
-        reason = "use_seedable_sampler=False" if strategy == "random" else f"train_sampling_strategy={strategy!r}"
-        logger.warning(
-            "%s: %s: the Trainer draws the rest of this epoch in another order, so some samples come twice, and others not; "
-            "save_strategy='epoch' resumes as the same run",
-            *(folder, reason),
-        )
