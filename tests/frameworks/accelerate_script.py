@@ -157,7 +157,7 @@ class Run:
         if kind == "generator":
             loader = {**loader, "generator": torch.Generator().manual_seed(5)}
         if kind == "order of its own":
-            loader = {"sampler": OwnOrder()}
+            loader = dict[str, Any](sampler=OwnOrder())
         batches: Any = DataLoader(data(), batch_size=batch_size, **loader)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, batches
