@@ -385,6 +385,10 @@ class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMean
         check_amount("Scrub", "bandwidth", self.bandwidth, " bytes/s", optional=True)
 
 
+MOST_DEADLINE_S = 100 * 365 * 86400.0
+"""What a longer deadline, such as inf, becomes: threads cannot wait for that (`threading.TIMEOUT_MAX`)."""
+
+
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """Seconds before a wait times out, and its error names what it waited for. No deadline stops a transfer that progresses.
 
@@ -405,6 +409,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             check_amount("Deadlines", name, getattr(self, name), " seconds")
+            msgspec.structs.force_setattr(self, name, min(getattr(self, name), MOST_DEADLINE_S))
 
 
 class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):

@@ -42,8 +42,6 @@ wait for the thread that it interrupts."""
 
 MOST_WORKERS = 12
 """Worker threads of one engine, at most: four writes, four reads, two checksums, one snapshot, one to spare."""
-LONGEST_WAIT_S = threading.TIMEOUT_MAX
-"""What a wait of a thread may take at most; a longer one, such as inf, is an OverflowError."""
 GONE_S = 1.0
 """For a system thread to end after its Python thread has: microseconds, on a busy machine milliseconds."""
 FIRST_WORKERS = 2

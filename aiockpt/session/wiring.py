@@ -29,7 +29,7 @@ from aiockpt.prove.call_probe import CallProbe
 from aiockpt.prove.session import Closes, find_probe
 from aiockpt.redaction import redact
 from aiockpt.runtime.background import run_background
-from aiockpt.runtime.loop import LONGEST_WAIT_S, LoopThread, made_for_the_loop
+from aiockpt.runtime.loop import LoopThread, made_for_the_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.world import Loop, Ranks, World
@@ -380,7 +380,7 @@ class Shutdown:
     def _is_idle_within(self, seconds: float) -> bool:
         idle = self._engine.loop.submit(self._idle)
         try:
-            idle.result(min(seconds, LONGEST_WAIT_S))
+            idle.result(seconds)
         except TimeoutError:
             return False
         finally:
@@ -411,7 +411,7 @@ class Shutdown:
         closing = self._engine.loop.submit(self._destination.close, patience_s)
         in_order = False
         try:
-            closing.result(min(2 * patience_s + CLOSE_S, LONGEST_WAIT_S))  # it keeps deadlines of its own
+            closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own
             in_order = patience_s > 0
         finally:
             closing.cancel()

@@ -480,7 +480,8 @@ def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(bac
 
 
 def test_a_close_that_may_take_for_ever_ends_with_its_saves(run: Run) -> None:
-    deadlines = aiockpt.Deadlines(close_s=float("inf"))
-    with aiockpt.Checkpointer(MemoryBackend(), limits=aiockpt.Limits(io=SMALL, deadlines=deadlines)) as ckpt:
-        save = ckpt.save(1, run.state)
-    assert save.result().step == 1
+    deadlines = aiockpt.Deadlines(**dict.fromkeys(aiockpt.Deadlines.__struct_fields__, float("inf")))
+    limits = aiockpt.Limits(io=SMALL, deadlines=deadlines, max_in_flight=1)
+    with aiockpt.Checkpointer(MemoryBackend(), limits=limits) as ckpt:
+        saves = [ckpt.save(step, run.state) for step in (1, 2, 3)]
+    assert [save.result().step for save in saves] == [1, 2, 3]
