@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.rng import RNG, per_rank
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import TensorRef, open_target, read_tree
@@ -291,3 +293,12 @@ def test_a_checkpoint_can_be_read_without_a_state(save: Any) -> None:
 def test_reading_a_damaged_tree_says_so() -> None:
     with pytest.raises(ManifestError, match="a is not an optimizer"):
         read_tree(Stored(tensors={}, alias={}, values={"a": {"$": "optimizer"}}))
+
+
+def test_a_slice_of_a_tied_parameter_is_no_whole_tensor() -> None:
+    stored = Stored({"a": ("F32", (2, 2))}, {"b": "a"}, {})
+    matcher = Matcher(stored, only=None, strict=True, rename=None, codecs=CodecRegistry())
+    part, flat = torch.zeros(2), FlatRange((2, 2), 0, 2)
+    assert matcher.enter(("a",), "a", part, flat)
+    assert matcher.enter(("b",), "b", part, flat)
+    assert matcher.values.whole == {}

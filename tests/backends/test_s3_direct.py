@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
+import anyio
 import botocore.auth
 import pytest
 from botocore.awsrequest import AWSRequest
@@ -15,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiockpt.backends.s3 import S3Backend
+from aiockpt.backends.s3_client import Bucket, Settings, _Direct
 from aiockpt.backends.s3_direct import ObjectRequests, Route, sign
-from aiockpt.errors import ObjectNotFoundError
+from aiockpt.errors import ObjectNotFoundError, StorageTimeoutError
+from aiockpt.testing.virtual_time import run_virtually
 from tests.fails import fails
 from tests.servers.proxy import Fault, Proxy
 from tests.servers.seaweed import Seaweed
@@ -77,6 +80,44 @@ async def test_after_the_first_request_botocore_makes_none_for_one_object(
     (listed,) = [stat for stat in (await s3.list("d")).objects if stat.key == ODD]
     assert listed == await s3.stat(ODD)
     await s3.close()
+
+
+async def test_a_body_is_asked_for_as_it_is_stored(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session unpacks nothing, and aiohttp alone would accept gzip."""
+    asked: list[str] = []
+
+    async def request(self: Any, method: str, url: Any, **options: Any) -> Any:
+        asked.append(options["headers"]["accept-encoding"])
+        return await really(self, method, url, **options)
+
+    await s3.put("first", b"data")
+    really = _Direct.request
+    monkeypatch.setattr(_Direct, "request", request)
+    assert await s3.get("first", 9) == b"data"
+    assert asked == ["identity"]
+    await s3.close()
+
+
+def test_a_call_may_take_long_while_bytes_move_and_not_while_none_do() -> None:
+    async def main() -> None:
+        bucket = Bucket("bucket", "", Settings(stall_s=60.0))
+        with bucket.sending("writing", "a") as moved:
+            for _ in range(20):
+                await anyio.sleep(59.0)
+                moved()
+        for seconds in (0.0, 59.0):
+            begun_s = anyio.current_time()
+            with pytest.raises(StorageTimeoutError, match="nothing moved for 60 s"):
+                await hang(bucket, seconds)
+            assert 60.0 <= anyio.current_time() - begun_s - seconds <= 62.0
+
+    async def hang(bucket: Bucket, after_s: float) -> None:
+        with bucket.sending("writing", "a") as moved:
+            await anyio.sleep(after_s)
+            moved()
+            await anyio.sleep(1000.0)
+
+    run_virtually(main)
 
 
 async def test_an_answer_of_aws_that_sends_elsewhere_is_left_to_botocore(proxy: Proxy, s3_url: str) -> None:

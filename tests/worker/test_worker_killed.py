@@ -278,7 +278,7 @@ def test_a_cancelled_save_is_cancelled_in_the_writer_too(orders: Orders) -> None
 def test_a_writer_that_is_dead_before_its_first_message_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
         dead = subprocess.Popen(["sh", "-c", "kill -9 $$"])
-        dead.wait()
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is left to be reaped
         return dead
 
     monkeypatch.setattr(process, "_start", start)
