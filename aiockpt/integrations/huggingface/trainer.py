@@ -18,11 +18,11 @@ import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
-from aiockpt.integrations.huggingface.differences import log_order, log_position
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, stands_for, step_of
 from aiockpt.integrations.huggingface.model_names import renames, rule_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
+from aiockpt.integrations.huggingface.resume_differences import log_order, log_position
 from aiockpt.integrations.huggingface.runs import RUN, finish_run, is_first_run, next_run, run_of, step_in_run
 from aiockpt.integrations.steps import ask_first_rank, load_newest, raise_if_lost, valid_steps
 from aiockpt.prove.assignment import VARIABLE
