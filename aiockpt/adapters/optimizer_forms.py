@@ -231,7 +231,7 @@ def tensor_names(node: Node) -> Iterator[str]:
         for item in node:
             yield from tensor_names(item)
     elif type(node) is dict:
-        if node.get(TAG) in ("tensor", "numpy.ndarray", "stored") and type(node.get("name")) is str:
+        if node.get(TAG) in ("tensor", "numpy.ndarray", "stored", "numbers") and type(node.get("name")) is str:
             yield node["name"]
         for item in node.values():
             yield from tensor_names(item)

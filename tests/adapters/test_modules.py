@@ -205,6 +205,21 @@ def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -
     assert target.missing == ("model.more",)
 
 
+def test_a_module_that_loads_itself_gets_the_keys_that_it_saved_and_no_parts_of_their_values(save: Any) -> None:
+    more = {"seen": list(range(2000)), "bytes": b"x" * 100_000, "tensor": torch.ones(2)}
+
+    class Nested(Renames):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().state_dict(*args, **kwargs), "more": more}
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            assert state_dict.keys() == {"doubled", "bias", "note", "more"}
+            assert state_dict["more"]["seen"] == more["seen"]
+            return super().load_state_dict(state_dict)
+
+    save({"model": Nested(2, 3)}).load({"model": Nested(2, 3)})
+
+
 def tied() -> nn.Module:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     model["head"].weight = model["embed"].weight
