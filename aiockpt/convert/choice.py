@@ -2,17 +2,21 @@
 
 In a step a weight is named ``model.layers.0.weight``: the state's key, then the module's own name. In a folder it has the
 module's own name alone. The *prefix* is the difference; it is optional where the state held one module.
+
+Tensors that are parts of plain values (long bytes and lists, a module's extra state) are no weights.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from aiockpt.adapters.composites import is_composite_node
+from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.rename import Rules
+from aiockpt.adapters.stored import members_of
 from aiockpt.convert.casting import cast_code
 from aiockpt.convert.folder_layout import Weight
 from aiockpt.errors import UnsupportedStateError, UsageError
@@ -20,10 +24,7 @@ from aiockpt.format.dtypes import is_native
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import join_name, split_name
 from aiockpt.planning.modules import Modules
-from aiockpt.state.tree import Path
-
-_OF_A_RANK = re.compile(r"@rank\d+\Z")
-
+from aiockpt.state.tree import TAG, Node, Path
 
 AS_IT_IS = Rules(())
 
@@ -65,10 +66,18 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, re
 
     Raises:
         UsageError: there is no such part, or several candidates; or two tensors would get one name.
-        UnsupportedStateError: safetensors has no such dtype.
+        UnsupportedStateError: a tensor is composite or of one rank alone, or safetensors has no such dtype.
     """
     path = _find_module(manifest) if prefix is None else parse_prefix(prefix)
-    names = {stored: rename(name) for stored, name in _below((*manifest.tensors, *manifest.alias), path)}
+    inner = dict(_inner_tensors(manifest.state.get("global")))
+    inner |= dict.fromkeys(tensor_names(manifest.state.get("per_rank")), True)
+    names: dict[str, str] = {}
+    for stored, name in _below((*manifest.tensors, *manifest.alias), path):
+        if inner.get(stored):
+            reason = "a part of a composite tensor (quantized, sparse) or of one rank's values, and no plain tensor"
+            raise UnsupportedStateError(stored, f"{reason}; give a prefix without it")
+        if stored not in inner:
+            names[stored] = rename(name)
     if not names:
         raise _nothing_below(manifest, join_name(path))
     check_unique(names)
@@ -117,11 +126,24 @@ def name_below(path: Path, name: str) -> str:
 def _below(names: Iterable[str], path: Path) -> Iterator[tuple[str, str]]:
     """Yield (name in the step, name in a folder) for each of *names* below *path*."""
     for stored in names:
-        if _OF_A_RANK.search(stored):
-            continue
         parts = split_name(stored)
         if parts[: len(path)] == path and len(parts) > len(path):
             yield stored, ".".join(map(str, parts[len(path) :]))
+
+
+def _inner_tensors(node: Node, *, of_module: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield each tensor that is a part of a value, and whether that value is a composite tensor."""
+    kind = node.get(TAG) if type(node) is dict else None
+    if kind in ("tensor", "numpy.ndarray"):
+        return
+    if kind == "module":
+        for value in members_of(node.get("values")).values():
+            yield from _inner_tensors(value, of_module=True)
+    elif not of_module and (inside := members_of(node)):
+        for value in inside.values():
+            yield from _inner_tensors(value)
+    else:
+        yield from ((name, is_composite_node(node)) for name in tensor_names(node))
 
 
 def check_unique(names: Mapping[str, str]) -> None:
@@ -147,7 +169,7 @@ def _weight(manifest: Manifest, stored: str, name: str, dtype: str | None) -> We
 
 
 def _nothing_below(manifest: Manifest, prefix: str) -> UsageError:
-    parts = _parts(manifest)
+    parts = [part for part in _parts(manifest) if part != prefix]
     close = difflib.get_close_matches(prefix, parts, n=3)
     advice = (
         f"did you mean {' or '.join(f'--prefix {part}' for part in close)}?" if close else f"there is {_tops(manifest)}"

@@ -91,6 +91,7 @@ def to_hugging_face(
     Raises: Raised by the future
         StepNotFoundError, NoValidCheckpointError: there is nothing to convert.
         UsageError: the prefix or the dtype does not fit the step, or its files cannot be linked.
+        UnsupportedStateError: a tensor is composite, of one rank alone, or of a dtype that safetensors lacks.
         CorruptionError: the step is damaged; no part of the folder is left.
         ObjectExistsError: the folder holds weights already.
         StorageError: of either place.

@@ -16,7 +16,7 @@ from safetensors.torch import save_model as save_by_safetensors
 
 import aiockpt
 from aiockpt.adapters.rename import Rules
-from aiockpt.convert import from_hugging_face, to_hugging_face
+from aiockpt.convert import from_hugging_face, open_weights, to_hugging_face
 from aiockpt.errors import StateMismatchError, UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import CODES, is_native, torch_name
 from tests.convert.small_models import (
@@ -282,6 +282,33 @@ def test_names_that_collide_and_dtypes_that_nobody_reads_are_refused(tmp_path: P
         export(tmp_path / "run", tmp_path / "out", step=3, prefix="w")
     with pytest.raises(UsageError, match="weights can be rounded to"):
         export(tmp_path / "run", tmp_path / "out", step=3, prefix="w", dtype="int8")
+    assert not (tmp_path / "out").exists()
+
+
+class Extra(torch.nn.Linear):
+    """A layer whose own state holds tensors, long bytes and many numbers."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"bytes": b"x" * 100_000, "numbers": list(range(2000)), "tensor": torch.ones(2)}
+
+
+def test_parts_of_values_are_no_weights_whatever_their_names(tmp_path: Path) -> None:
+    model, plain = Extra(2, 2), {"lora@rank8": torch.ones(2), "long": b"x" * 100_000, "seen": list(range(2000))}
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"model": model, "plain": plain}).result(DEADLINE_S)
+        assert set(open_weights(ckpt)) == {"weight", "bias"}
+    export(tmp_path / "run", tmp_path / "plain", prefix="plain")
+    assert load_folder(tmp_path / "plain").keys() == {"lora@rank8"}
+    export(tmp_path / "run", tmp_path / "model")
+    assert load_folder(tmp_path / "model").keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), aiockpt.per_rank(torch.ones(2))])
+def test_a_tensor_that_is_no_plain_one_is_refused_by_name_and_not_lost(value: Any, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"w": {"x": torch.ones(2), "odd": value}}).result(DEADLINE_S)
+    with pytest.raises(UnsupportedStateError, match=r"w\.odd.*: a part of a composite tensor.* or of one rank"):
+        export(tmp_path / "run", tmp_path / "out", prefix="w")
     assert not (tmp_path / "out").exists()
 
 
