@@ -84,7 +84,8 @@ def to_hugging_face(
         rename: from the module's names to those in the folder, by regular expressions, one after the other, or a function.
         replace: remove the weights in the folder; on a file system only after all new ones are durable.
         link: write no weights, but make hard links to the files of the step, which are verified first; the links stay when
-            the step is deleted. Possible for a module that one rank has saved to this machine's file system.
+            the step is deleted. Possible for a module that one rank has saved to this machine's file system. The files do
+            not note what is tied: `from_hugging_face` needs ``ties`` then.
         dry_run: write nothing, and return what would be written.
         on_written: called with the bytes of each window (verified ones, for links), on the loop thread; for progress.
 

@@ -86,15 +86,15 @@ def _files_of(manifest: Manifest, chosen: Chosen) -> list[int]:
 
 
 def _check_names(manifest: Manifest, chosen: Chosen, paths: Mapping[int, Path]) -> None:
-    """Compare the names in the files with those of a folder; on a worker thread.
+    """Compare the names in the files, and the places of their tensors, with those of a folder; on a worker thread.
 
     Raises:
         UsageError: other names, or tensors that are no weights.
     """
-    wanted: dict[int, dict[str, int]] = {index: {} for index in paths}
+    wanted: dict[int, dict[str, tuple[int, int]]] = {index: {} for index in paths}
     for weight in chosen.weights:
         piece = manifest.tensors[weight.stored].pieces[0]
-        wanted[piece.file][weight.name] = piece.end - piece.start
+        wanted[piece.file][weight.name] = piece.start, piece.end
     for index, path in paths.items():
         try:
             with path.open("rb") as file:
@@ -102,8 +102,9 @@ def _check_names(manifest: Manifest, chosen: Chosen, paths: Mapping[int, Path]) 
                 head = length + file.read(int.from_bytes(length, "little"))
         except OSError as error:
             raise from_os_error(error, "reading", str(path)) from error
-        entries = decode_header(head, manifest.files[index].size).entries
-        if {entry.name: entry.end - entry.start for entry in entries} != wanted[index]:
+        header = decode_header(head, manifest.files[index].size)
+        first = header.data_start
+        if {entry.name: (first + entry.start, first + entry.end) for entry in header.entries} != wanted[index]:
             raise UsageError(
                 f"{manifest.id}: {manifest.files[index].p} holds other tensors beside the weights of {chosen.prefix}, or "
                 f"under other names (a dict of tensors is no module): {_ADVICE}"

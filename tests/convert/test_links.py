@@ -115,6 +115,16 @@ def test_what_cannot_serve_as_it_is_is_refused_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_names_that_change_places_are_refused_as_the_files_have_their_own(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.save(1, {"model": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}).result()
+    with pytest.raises(UsageError, match="or under other names"):
+        export(
+            tmp_path / "run", tmp_path / "out", link=True, rename=lambda name: {"a": "b", "b": "a"}[name[0]] + name[1:]
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_place_that_is_no_file_system_is_refused(tmp_path: Path) -> None:
     save_model("memory://links", 1)
     with pytest.raises(UsageError, match="links need one file system of this machine"):
