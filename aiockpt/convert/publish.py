@@ -8,7 +8,8 @@ Guarantees:
   (Shared memory shows a file at its full size at once; tools read no weights there.)
 - Existing weights are refused, or replaced with ``replace``: on a file system only after all of the new are durable,
   elsewhere before, because a store has no second name for an object.
-- A failure leaves no files of its own. A crash leaves at most files with hidden names, which the next conversion reports.
+- A failure leaves no files of its own; on a file system the old weights are there again. A crash leaves at most files with
+  hidden names, which the next conversion reports.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +39,7 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Backend, Seen, Upload, local_path
+from aiockpt.storage.backend import Backend, Listing, Seen, Upload, local_path
 from aiockpt.storage.transfer import put_once, space_for
 
 ABORT_DEADLINE_S = 60.0
@@ -128,12 +129,12 @@ async def check_target(folder: Backend, replace: bool) -> None:
     steps = [name for name in listing.folders if parse_step(name) is not None]
     if steps:
         raise UsageError(f"{folder.url} holds checkpoints ({steps[0]}): name a folder of its own for the weights")
-    there = [stat.key for stat in listing.objects if is_weights(stat.key)]
+    there = list(filter(is_weights, _names_in(listing)))
     if there and not replace:
         raise ObjectExistsError(
             f"{folder.url} holds {there[0]} already: name another folder, or use replace=True (--force)"
         )
-    left = [stat.key for stat in listing.objects if stat.key.startswith(STAGING_PREFIX)]
+    left = [name for name in _names_in(listing) if name.startswith(STAGING_PREFIX)]
     if left and not replace:
         raise ObjectExistsError(
             f"{folder.url} holds {left[0]}, of a conversion that runs or was killed: wait, or use replace=True (--force)"
@@ -171,11 +172,16 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
 
 
 async def _remove_leftovers(folder: Backend) -> None:
-    names = [stat.key for stat in (await folder.list("")).objects]
+    names = _names_in(await folder.list(""))
     await folder.delete([name for name in names if name.startswith(STAGING_PREFIX)])
 
 
-def _in_order_of_loss(names: Sequence[str]) -> list[str]:
+def _names_in(listing: Listing) -> list[str]:
+    """Return the names of files: a link, too, and what cannot be read now, would be taken for weights."""
+    return [*(stat.key for stat in listing.objects), *listing.others]
+
+
+def _in_order_of_loss(names: Iterable[str]) -> list[str]:
     """Return old weights in the order of removal: the index, which makes the others a whole, goes first."""
     return sorted(names, key=lambda name: (name != INDEX_NAME, name != SINGLE_NAME, name))
 
@@ -190,7 +196,7 @@ class _StoreTarget:
 
     async def clear(self) -> None:
         """Remove the weights that are to be replaced."""
-        there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
+        there = filter(is_weights, _names_in(await self._folder.list("")))
         await self._folder.delete(_in_order_of_loss(there))
 
     async def write(
@@ -230,6 +236,7 @@ class _FileSystemTarget:
         self._renaming = Limiter("renaming", 1)
         self._written: list[str] = []
         self._moved: list[str] = []
+        self._replaced: Sequence[str] = ()
         self._made_root = False
 
     async def write(
@@ -261,6 +268,9 @@ class _FileSystemTarget:
     def _staged(self, name: str) -> str:
         return f"{self._prefix}{name}{STAGING_SUFFIX}"
 
+    def _old(self, name: str) -> str:
+        return self._staged(f"old-{name}")
+
     def _has_root(self) -> bool:
         try:
             self._files.lstat(self._root)
@@ -275,20 +285,23 @@ class _FileSystemTarget:
             await self._folder.put(self._staged(INDEX_NAME), index)
         else:
             await self._folder.delete([self._staged(INDEX_NAME)])
-        there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
+        there = list(filter(is_weights, _names_in(await self._folder.list(""))))
         if there and not self._replace:
             raise ObjectExistsError(f"{self._folder.url}: another conversion has written {there[0]}; use a new folder")
-        await run_blocking(self._renaming, self._rename_all, index is not None, there)
+        self._replaced = _in_order_of_loss(there)
+        await run_blocking(self._renaming, self._rename_all, index is not None)
 
-    def _rename_all(self, has_index: bool, there: Sequence[str]) -> None:
-        """Replace the weights *there* by the new ones: a single file by one rename; several while no index exists."""
+        await self._folder.delete([self._old(name) for name in there])
+
+    def _rename_all(self, has_index: bool) -> None:
+        """Replace the old weights by the new ones: a single file by one rename; several while no index exists."""
         try:
             if not has_index:
                 self._move(self._written)
-            for name in _in_order_of_loss(there):
+            for name in self._replaced:
                 if has_index or name not in self._written:
-                    self._files.unlink(os.path.join(self._root, name))
-                    # Before the next removal: a crash must not leave an index whose files are gone.
+                    self._rename(name, self._old(name))
+                    # Before the next one: a crash must not leave an index whose files are gone.
                     flush_names(self._files, self._root)
             if has_index:
                 self._move(self._written)
@@ -298,18 +311,33 @@ class _FileSystemTarget:
 
     def _move(self, names: Sequence[str]) -> None:
         for name in names:
-            self._files.rename(os.path.join(self._root, self._staged(name)), os.path.join(self._root, name))
+            self._rename(self._staged(name), name)
             self._moved.append(name)
         flush_names(self._files, self._root)
 
+    def _rename(self, name: str, new_name: str) -> None:
+        self._files.rename(os.path.join(self._root, name), os.path.join(self._root, new_name))
+
     async def abandon(self) -> None:
-        names = [stat.key for stat in (await self._folder.list("")).objects]
-        left = [name for name in names if name.startswith(self._prefix)]
         if SINGLE_NAME not in self._moved and INDEX_NAME not in self._moved:  # else they are whole already
-            left += self._moved
-        await self._folder.delete(left)
+            await self._folder.delete(self._moved)
+            await run_blocking(self._renaming, self._put_back, await self._list_own())
+        await self._folder.delete(await self._list_own())
         if self._made_root:
             await run_blocking(self._renaming, self._remove_root)
+
+    async def _list_own(self) -> list[str]:
+        return [name for name in _names_in(await self._folder.list("")) if name.startswith(self._prefix)]
+
+    def _put_back(self, own: Sequence[str]) -> None:
+        """Give the old weights that are *own* files their names again, the index last."""
+        try:
+            for name in reversed(self._replaced):
+                if self._old(name) in own:
+                    self._rename(self._old(name), name)
+                    flush_names(self._files, self._root)
+        except OSError as error:
+            raise from_os_error(error, "restoring the old weights", self._root) from error
 
     def _remove_root(self) -> None:
         try:

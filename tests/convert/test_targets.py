@@ -97,6 +97,17 @@ def test_of_two_conversions_to_one_folder_the_second_is_told(tmp_path: Path, roo
     assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"theirs"]
 
 
+def test_a_link_that_a_reader_would_take_for_the_weights_is_refused_or_replaced(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    (tmp_path / "out" / SINGLE_NAME).symlink_to(tmp_path / "theirs")
+    with pytest.raises(ObjectExistsError, match=r"holds model\.safetensors already"):
+        export(root, tmp_path / "out", max_shard_bytes=10_000)
+    export(root, tmp_path / "out", max_shard_bytes=10_000, replace=True)
+    assert not (tmp_path / "out" / SINGLE_NAME).is_symlink()
+    assert (tmp_path / "theirs").read_bytes() == b"theirs"
+
+
 def test_a_file_is_no_folder(tmp_path: Path, root: Path) -> None:
     with pytest.raises(UsageError, match="name a folder"):
         export(root, tmp_path / "model.safetensors")
@@ -317,16 +328,18 @@ def call_is_of_file(call: Call) -> bool:
     return call.path != OUT
 
 
-def failing_everywhere(error: int) -> Iterator[tuple[int, SimulatedFiles, BaseException | None]]:
+def failing_everywhere(
+    error: int, start: SimulatedFiles, max_shard_bytes: int
+) -> Iterator[tuple[int, SimulatedFiles, BaseException | None]]:
     """Yield (call, disk, outcome) of a conversion whose every call fails once."""
     at = 0
     while True:
         at += 1
-        files = snapshot(disk_with_two_steps())
+        files = snapshot(start)
         faulty = FaultyFiles(files, [Fault(do="fail", at=at, error=error)])
         outcome: BaseException | None = None
         try:
-            convert_on(faulty, 2, 100)
+            convert_on(faulty, 2, max_shard_bytes)
         except CheckpointError as failed:
             outcome = failed
         if not faulty.schedule.fired:
@@ -338,7 +351,7 @@ def failing_everywhere(error: int) -> Iterator[tuple[int, SimulatedFiles, BaseEx
 def test_an_error_at_any_call_leaves_whole_weights_or_none_and_no_rubbish(error: int) -> None:
     expected = conversion("many").new
     failed = 0
-    for at, files, outcome in failing_everywhere(error):
+    for at, files, outcome in failing_everywhere(error, disk_with_two_steps(), 100):
         assert files.open_count == 0
         found = whole(files)
         if outcome is None:
@@ -348,6 +361,17 @@ def test_an_error_at_any_call_leaves_whole_weights_or_none_and_no_rubbish(error:
         assert found in (None, expected), f"at call {at}: {outcome!r}"
         assert content(files) in ({}, expected), f"at call {at}: {outcome!r}"
     assert failed > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_at_any_call_of_a_replacement_leaves_the_old_weights_or_the_new_ones(kind: str) -> None:
+    found = conversion(kind)
+    assert found.old is not None
+    assert found.new is not None
+    for at, files, outcome in failing_everywhere(errno.EIO, found.start, KINDS[kind][1]):
+        assert whole(files) in ((found.new,) if outcome is None else (found.old, found.new)), (
+            f"at call {at}: {outcome!r}"
+        )
 
 
 def test_a_cancelled_conversion_leaves_nothing(tmp_path: Path) -> None:
