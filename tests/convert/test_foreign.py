@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import aiockpt
 from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step, write_dcp
 from aiockpt.errors import CorruptionError, StateMismatchError, StepExistsError, UsageError
+from tests.cli.small_checkpoints import flip
 from tests.convert.same_states import assert_same
 
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -277,6 +278,24 @@ def test_plain_dcp_loads_what_a_step_became(tmp_path: Path) -> None:
     expected = {"model": expected_model, "optimizer": expected_optimizer, "step": 7, "more": [1, {"ema": ema}]}
     assert_same(target, expected)
     assert_same(open_checkpoint(tmp_path / "dcp").state, expected)
+
+
+def test_a_folder_of_dcp_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.full((20_000,), float(step))}).result()
+        write_dcp(ckpt, tmp_path / "dcp", step=1)
+        before = sorted(path.name for path in (tmp_path / "dcp").iterdir())
+        (data,) = tmp_path.glob("steps/step-00000002/a-*/d/*.safetensors")
+        flip(data, 70_000)
+        with pytest.raises(CorruptionError):
+            write_dcp(ckpt, tmp_path / "dcp", step=2, replace=True)
+        assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == before
+        assert torch.equal(open_checkpoint(tmp_path / "dcp").state["x"], torch.full((20_000,), 1.0))
+        flip(data, 70_000)
+        write_dcp(ckpt, tmp_path / "dcp", step=2, replace=True)
+    assert len(list((tmp_path / "dcp").iterdir())) == 2
+    assert torch.equal(open_checkpoint(tmp_path / "dcp").state["x"], torch.full((20_000,), 2.0))
 
 
 def test_tensors_in_lists_and_two_modules_of_one_optimizer_are_in_a_folder_of_dcp(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,6 @@ def _put(tree: Any, path: TreePath, value: Any) -> None:
     _at(tree, path[:-1])[path[-1]] = value
 
 
-DATA = "__0_0.distcp"
-
-
 def write_dcp(
     checkpointer: Checkpointer,
     folder: str | os.PathLike[str],
@@ -120,7 +118,7 @@ def write_dcp(
 
     Args:
         folder: a folder of this machine; made with its parents.
-        replace: whether an existing checkpoint is removed first.
+        replace: whether an existing checkpoint is replaced; it stays until the new one is durable.
         on_written: called with the bytes of each item.
 
     Raises:
@@ -146,17 +144,31 @@ def write_dcp(
 
     try:
         target.mkdir(parents=True, exist_ok=True)
-        (target / METADATA).unlink(missing_ok=True)
-        with (target / DATA).open("wb") as file:
-            items = _Items(file, on_written)
-            for name, value in flat.items():
-                if isinstance(value, TensorRef):
-                    items.tensor(name, read(value))
-                else:  # DCP pickles lists and tuples, with the tensors in them
-                    items.value(name, _with_tensors(value, read))
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(target, pickle.dumps(items.metadata(paths), protocol=4))
+        # A new name: an existing checkpoint is whole until the metadata are renamed.
+        data = next(path for number in count() if not (path := target / f"__0_{number}.distcp").exists())
+        staged = target / f"{METADATA}.tmp"
+        try:
+            with data.open("xb") as file:
+                items = _Items(file, data.name, on_written)
+                for name, value in flat.items():
+                    if isinstance(value, TensorRef):
+                        items.tensor(name, read(value))
+                    else:  # DCP pickles lists and tuples, with the tensors in them
+                        items.value(name, _with_tensors(value, read))
+                file.flush()
+                os.fsync(file.fileno())
+            with staged.open("wb") as file:
+                file.write(pickle.dumps(items.metadata(paths), protocol=4))
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            for path in (data, staged):
+                path.unlink(missing_ok=True)
+            raise
+        staged.replace(target / METADATA)
+        flush_names(OsFiles(), str(target))
+        for path in set(target.glob("__*_*.distcp")) - {data} if replace else ():
+            path.unlink()
     except OSError as error:
         raise StorageError(f"{target}: {error}") from error
     return items.written
@@ -182,8 +194,9 @@ async def _manifest(steps: Destination, step: int | None) -> Manifest:
 class _Items:
     """Writes items one after the other, and keeps their metadata for DCP."""
 
-    def __init__(self, file: io.BufferedWriter, on_written: Callable[[int], object]) -> None:
+    def __init__(self, file: io.BufferedWriter, name: str, on_written: Callable[[int], object]) -> None:
         self._file = file
+        self._name = name
         self._on_written = on_written
         self._held: dict[str, Any] = {}
         self._where: dict[Any, Any] = {}
@@ -227,15 +240,4 @@ class _Items:
         size = self._file.tell() - begin
         self.written += size
         self._on_written(size)
-        return _StorageInfo(DATA, begin, size)
-
-
-def _publish(folder: Path, metadata: bytes) -> None:
-    """Make the metadata visible after all files that they name are durable."""
-    staged = folder / f"{METADATA}.tmp"
-    with staged.open("wb") as file:
-        file.write(metadata)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(folder / METADATA)
-    flush_names(OsFiles(), str(folder))
+        return _StorageInfo(self._name, begin, size)
