@@ -327,20 +327,35 @@ def test_a_conjugated_tensor_is_read_with_its_conjugation(tmp_path: Path) -> Non
         assert all(torch.equal(found[name], saved[name]) for name in saved), kind
 
 
-def test_frozen_parameters_of_zero_3_are_joined_by_the_numbers_of_their_ranks(tmp_path: Path) -> None:
-    whole = torch.arange(24.0).view(12, 2)
-    (tmp_path / "zero" / "w").mkdir(parents=True)
-    torch.save({"param": torch.ones(4)}, tmp_path / "zero" / "w" / "fp32.pt")
-    torch.save({"param_groups": [{"lr": 1.0}]}, tmp_path / "zero" / "optimizer_state.pt")
-    for rank, part in enumerate(whole):
+def write_universal(folder: Path, frozen: dict[str, torch.Tensor], shape: torch.Size) -> None:
+    """Write a checkpoint of one weight, and of a frozen parameter with the parts *frozen* by the names of ranks."""
+    (folder / "zero" / "w").mkdir(parents=True)
+    torch.save({"param": torch.ones(4)}, folder / "zero" / "w" / "fp32.pt")
+    torch.save({"param_groups": [{"lr": 1.0}]}, folder / "zero" / "optimizer_state.pt")
+    for rank, part in frozen.items():
         held = {
             "module": {},
             "param_shapes": [{"w": torch.Size([4])}],
-            "frozen_param_shapes": {"frozen": whole.shape},
+            "frozen_param_shapes": {"frozen": shape},
             "frozen_param_fragments": {"frozen": part.clone()},
         }
-        torch.save(held, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save(held, folder / f"{rank}_model_states.pt")
+
+
+def test_frozen_parameters_of_zero_3_are_joined_by_the_numbers_of_their_ranks(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(12, 2)
+    parts = {f"zero_pp_rank_{rank}_mp_rank_00": part for rank, part in enumerate(whole)}
+    write_universal(tmp_path, parts, whole.shape)
     assert torch.equal(open_checkpoint(tmp_path).state["model"]["frozen"], whole)
+
+
+def test_frozen_parameters_that_tensor_parallelism_divides_are_refused_and_others_kept(tmp_path: Path) -> None:
+    part = torch.arange(4.0)
+    write_universal(tmp_path / "same", {"mp_rank_00": part, "mp_rank_01": part}, part.shape)
+    assert torch.equal(open_checkpoint(tmp_path / "same").state["model"]["frozen"], part)
+    write_universal(tmp_path / "parts", {"mp_rank_00": part, "mp_rank_01": part + 1}, part.shape)
+    with pytest.raises(UsageError, match="different parts of the frozen parameter frozen"):
+        open_checkpoint(tmp_path / "parts")
 
 
 def test_what_dcp_has_saved_through_us_goes_back_to_dcp(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from aiockpt.convert.foreign import torch_files
-from aiockpt.errors import CorruptionError
+from aiockpt.errors import CorruptionError, UsageError
 
 _WEIGHTS = "fp32.pt"
 _SETTINGS = "optimizer_state.pt"
@@ -70,7 +70,7 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
                 state.setdefault(name, {})[file.stem] = tensor
     for name in shapes.keys() - model.keys():
         raise CorruptionError(f"{path} has no weights of {name}")
-    model |= dict(_frozen(ranks, model)) | dict(_buffers(known))
+    model |= _frozen_alike(path, files, ranks, model) | dict(_buffers(known))
     model |= {name: model[home] for name, home in (known.get("shared_params") or {}).items() if home in model}
     found: dict[str, Any] = {"model": model, "optimizer": _optimizer(path, ranks, state, trust_pickle)}
     if known.get("lr_scheduler") is not None:
@@ -111,6 +111,23 @@ def _shapes(ranks: list[Any]) -> dict[str, torch.Size]:
         for group in rank.get("param_shapes") or ()
         for name, shape in group.items()
     }
+
+
+def _frozen_alike(
+    path: Path, files: list[Path], ranks: list[Any], model: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the frozen parameters, which all ranks of tensor parallelism must have alike: no file says how to join them."""
+    by_number: dict[str, list[Any]] = {}
+    for file, rank in zip(files, ranks, strict=True):
+        by_number.setdefault(_NUMBER.findall(file.name)[-1], []).append(rank)
+    first, *others = [dict(_frozen(some, model)) for some in by_number.values()]
+    for name, tensor in first.items():
+        if any(name not in other or not torch.equal(tensor, other[name]) for other in others):
+            raise UsageError(
+                f"{path}: the ranks of tensor parallelism have different parts of the frozen parameter {name}, and "
+                "universal checkpoints do not say how to join them: load it with DeepSpeed and save it with aiockpt"
+            )
+    return first
 
 
 def _frozen(ranks: list[Any], model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
