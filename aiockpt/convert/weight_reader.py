@@ -6,8 +6,10 @@ It has the names and calls of ``safetensors.safe_open``, and a read-ahead iterat
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,23 +19,27 @@ from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import Weight, split_by_bytes
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import Found, find_manifest
-from aiockpt.engine.load import fill_tensors
+from aiockpt.engine.load import fill_tensors, read_found
 from aiockpt.errors import StateMismatchError
+from aiockpt.format.names import list_names
 from aiockpt.futures import Future
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.session.checkpointer import Checkpointer
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
+logger = logging.getLogger("aiockpt")
+
 AHEAD_BYTES = 256 << 20
 
 
 class Weights:
-    """The weights of one step, by their names in the module. Any thread, one at a time.
+    """The weights of one save of a step, by their names in the module. Any thread, one at a time.
 
     Attributes:
         step: of the checkpoint.
         ties: other names of a weight's memory → its name.
+        left_out: names of weights that are not here, because the step was saved without them.
     """
 
     def __init__(self, checkpointer: Checkpointer, found: Found, chosen: Chosen) -> None:
@@ -43,6 +49,7 @@ class Weights:
         self._weights = {weight.name: weight for weight in chosen.weights}
         self.step = manifest.step
         self.ties = dict(chosen.ties)
+        self.left_out = chosen.left_out
 
     def keys(self) -> list[str]:
         """Return the names, in the order of the model; tied weights appear once."""
@@ -59,13 +66,14 @@ class Weights:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a weight, on the host, in its stored dtype. Blocks."""
-        return self._checkpointer.read(self.step, self._weight(name).stored).result()
+        return self._read(self._weight(name), None)
 
     __getitem__ = get_tensor
 
     def get_slice(self, name: str) -> WeightSlice:
         """Return a weight whose rows are read on access: ``get_slice(name)[:10]``."""
-        return WeightSlice(self._checkpointer, self.step, self._weight(name))
+        weight = self._weight(name)
+        return WeightSlice(weight, partial(self._read, weight))
 
     def items(self, *, ahead_bytes: int = AHEAD_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name with its weight, in the order of the model; the next ones are read meanwhile.
@@ -100,22 +108,27 @@ class Weights:
 
         return tensors, self._checkpointer.run_on_destination(f"reading of {weights[0].name} and more", read)
 
+    def _read(self, weight: Weight, rows: slice | None) -> torch.Tensor:
+        # From this save, also when the step is saved anew.
+        async def read(_: Destination) -> torch.Tensor:
+            return await read_found(self._found, weight.stored, rows)
+
+        return self._checkpointer.run_on_destination(f"read of {weight.name}", read).result()
+
     def _weight(self, name: str) -> Weight:
         weight = self._weights.get(self.ties.get(name, name))
         if weight is None:
-            raise StateMismatchError(
-                self._found.manifest.id, [f"{name}: in no part of its weights"], "keys() lists what there is."
-            )
+            problem = "left out when the step was saved" if name in self.left_out else "in no part of its weights"
+            raise StateMismatchError(self._found.manifest.id, [f"{name}: {problem}"], "keys() lists what there is.")
         return weight
 
 
 class WeightSlice:
     """A weight whose parts are read on access; it has the methods of a slice of ``safetensors``."""
 
-    def __init__(self, checkpointer: Checkpointer, step: int, weight: Weight) -> None:
-        self._checkpointer = checkpointer
-        self._step = step
+    def __init__(self, weight: Weight, read: Callable[[slice | None], torch.Tensor]) -> None:
         self._weight = weight
+        self._read = read
 
     def get_shape(self) -> list[int]:
         """Return its shape."""
@@ -129,8 +142,7 @@ class WeightSlice:
         first, *others = key if isinstance(key, tuple) else (key,)
         by_rows = isinstance(first, slice) and first.step in (None, 1) and len(self._weight.shape) > 0
         rows = slice(first.start, first.stop) if by_rows else None
-        read = self._checkpointer.read(self._step, self._weight.stored, rows=rows).result()
-        return read[(slice(None) if by_rows else first, *others)]
+        return self._read(rows)[(slice(None) if by_rows else first, *others)]
 
 
 def open_weights(checkpointer: Checkpointer, step: int | None = None, *, prefix: str | None = None) -> Weights:
@@ -148,4 +160,8 @@ def open_weights(checkpointer: Checkpointer, step: int | None = None, *, prefix:
         found = await find_manifest(steps, step)
         return found, await run_blocking(steps.engine.state_work, choose_weights, found.manifest, prefix, None)
 
-    return Weights(checkpointer, *checkpointer.run_on_destination("read the weights", choose).result())
+    found, chosen = checkpointer.run_on_destination("read the weights", choose).result()
+    if chosen.left_out:
+        names = list_names(chosen.left_out)
+        logger.warning("%s is opened without %s: left out when the step was saved", found.manifest.id, names)
+    return Weights(checkpointer, found, chosen)

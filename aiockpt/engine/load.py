@@ -20,7 +20,7 @@ from aiockpt.adapters.stored import Stored, find_node
 from aiockpt.adapters.target import OptimizerState, open_target
 from aiockpt.adapters.tensors import byte_view, torch_dtype
 from aiockpt.engine.context import Place
-from aiockpt.engine.find import Skipped, StepPlaces, candidates, find_manifest, note_skipped
+from aiockpt.engine.find import Found, Skipped, StepPlaces, candidates, find_manifest, note_skipped
 from aiockpt.errors import (
     CorruptionError,
     NoValidCheckpointError,
@@ -417,7 +417,11 @@ async def verify_files(
 
 async def read(places: StepPlaces, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
     """Return tensor *name* of a step (the newest valid one for None), or the *rows* of its first axis, on the host."""
-    found = await find_manifest(places, step)
+    return await read_found(await find_manifest(places, step), name, rows)
+
+
+async def read_found(found: Found, name: str, rows: slice | None) -> torch.Tensor:
+    """Return tensor *name* of a step that was found, or the *rows* of its first axis, on the host."""
     place, manifest = found.place, found.manifest
     stored = _stored_name(manifest, name)
     entry = manifest.tensors[stored]

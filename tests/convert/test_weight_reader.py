@@ -81,6 +81,27 @@ def test_a_step_that_comes_later_changes_nothing(root: Path) -> None:
             open_weights(ckpt, 99)
 
 
+def test_a_step_that_is_saved_anew_does_not_mix_its_weights_with_those_that_are_open(root: Path) -> None:
+    model = Tied(1)
+    with aiockpt.Checkpointer(root, on_exists="new_generation", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        weights = open_weights(ckpt, 7)
+        ckpt.save(7, {"model": Tied(5)}).result()
+        for found in (dict(weights.items()), {name: weights[name] for name in weights}):
+            assert all_same(found, {name: model.state_dict()[name] for name in weights})
+        assert torch.equal(weights.get_slice("embed.weight")[2:5], model.embed.weight[2:5])
+        assert torch.equal(open_weights(ckpt, 7)["embed.weight"], Tied(5).embed.weight)
+
+
+def test_weights_that_the_save_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.save(1, {"model": nn.Linear(3, 3)}, exclude=["model.bias"]).result()
+        weights = open_weights(ckpt)
+        assert weights.left_out == ("bias",)
+        assert "step-00000001 is opened without bias: left out when the step was saved" in caplog.text
+        with pytest.raises(StateMismatchError, match="bias: left out when the step was saved"):
+            weights.get_tensor("bias")
+
+
 def test_damage_is_raised_by_the_weight_that_has_it(root: Path) -> None:
     path = min(root.glob("step-*/a-*/d/*.safetensors"))
     flip(path, path.stat().st_size - 5)
