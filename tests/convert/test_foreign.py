@@ -319,6 +319,25 @@ def test_tensors_in_lists_and_two_modules_of_one_optimizer_are_in_a_folder_of_dc
     assert torch.equal(moments["gen.bias"], optimizer.state[nets["gen"].bias]["exp_avg"])
 
 
+def test_extra_state_with_tensors_and_keys_with_dots_go_to_dcp_and_names_that_become_one_are_refused(
+    tmp_path: Path,
+) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, Any]:
+            return {"seen": torch.arange(3)}
+
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(1, {"my.model": Extra(2, 1)}).result()
+        write_dcp(ckpt, tmp_path / "dcp")
+        found = open_checkpoint(tmp_path / "dcp").state["my.model"]
+        assert found.keys() == {"weight", "bias", "_extra_state"}
+        assert torch.equal(found["_extra_state"]["seen"], torch.arange(3))
+        ckpt.save(2, {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}).result()
+        with pytest.raises(UsageError, match=r"two names of the state are one in DCP.* a\.b.*: rename one"):
+            write_dcp(ckpt, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+
 def test_a_conjugated_tensor_is_read_with_its_conjugation(tmp_path: Path) -> None:
     saved = {"conjugated": torch.randn(3, dtype=torch.complex64).conj()}
     saved["negated"] = torch.randn(3, dtype=torch.complex64).conj().imag

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.stored import Stored, members_of
 from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.convert.foreign.dcp import METADATA
@@ -45,23 +46,28 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
     names = [(name, split_name(name)) for name in (*stored.tensors, *stored.alias)]
     modules: list[TreePath] = []
     # Optimizers last: the names of their parameters are made relative to the modules.
-    for path, kind in sorted(_objects(stored.values, ()), key=lambda found: found[1] == "optimizer"):
+    for path, node in sorted(_objects(stored.values, ()), key=lambda found: found[1][TAG] == "optimizer"):
         inside = {name: parts[len(path) :] for name, parts in names if parts[: len(path)] == path}
-        if kind == "module":
+        if node[TAG] == "module":
             modules.append(path)
-            _at(tree, path).update({".".join(map(str, parts)): TensorRef(name) for name, parts in inside.items()})
-        elif kind == "optimizer":
+            # Those of values, such as extra state, are in the tree already.
+            in_values = set(tensor_names(node))
+            own = {
+                ".".join(map(str, parts)): TensorRef(name) for name, parts in inside.items() if name not in in_values
+            }
+            _at(tree, path).update(own)
+        elif node[TAG] == "optimizer":
             _put(tree, path, _optimizer(_at(tree, path), path, inside, modules))
         else:
             _put(tree, path, None)
     return {key: value for key, value in tree.items() if key != DCP_NOTE and value is not None}
 
 
-def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, str]]:
-    """Yield the path and kind of each object."""
+def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, Node]]:
+    """Yield the path and node of each object."""
     kind = node.get(TAG) if type(node) is dict else None
     if kind in ("module", "optimizer", "loader", "per_rank"):
-        yield path, str(kind)
+        yield path, node
         return
     for key, child in members_of(node).items():
         yield from _objects(child, (*path, key))
@@ -122,7 +128,7 @@ def write_dcp(
         on_written: called with the bytes of each item.
 
     Raises:
-        UsageError: the folder holds a checkpoint already.
+        UsageError: the folder holds a checkpoint already, or two names of the state are one in DCP.
         StepNotFoundError, CorruptionError, StorageError: of the step.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -136,7 +142,13 @@ def write_dcp(
             f"{target} holds a checkpoint of DCP already: give another folder, or use replace=True (--force)"
         )
     manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()
-    flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
+    try:
+        flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
+    except ValueError as error:
+        raise UsageError(
+            f"{manifest.id}: two names of the state are one in DCP, which joins keys by dots ({error}): rename one of them, "
+            "save again, and convert that step"
+        ) from error
 
     def read(tensor: TensorRef) -> torch.Tensor:
         found: torch.Tensor = checkpointer.read(manifest.step, tensor.name).result()
