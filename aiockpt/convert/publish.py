@@ -290,7 +290,6 @@ class _FileSystemTarget:
             raise ObjectExistsError(f"{self._folder.url}: another conversion has written {there[0]}; use a new folder")
         self._replaced = _in_order_of_loss(there)
         await run_blocking(self._renaming, self._rename_all, index is not None)
-
         await self._folder.delete([self._old(name) for name in there])
 
     def _rename_all(self, has_index: bool) -> None:
@@ -319,6 +318,7 @@ class _FileSystemTarget:
         self._files.rename(os.path.join(self._root, name), os.path.join(self._root, new_name))
 
     async def abandon(self) -> None:
+        # Listed after the renames: one whose answer was lost may have taken effect.
         if SINGLE_NAME not in self._moved and INDEX_NAME not in self._moved:  # else they are whole already
             await self._folder.delete(self._moved)
             await run_blocking(self._renaming, self._put_back, await self._list_own())

@@ -298,6 +298,16 @@ def test_a_folder_of_dcp_is_replaced_only_when_the_new_one_is_whole(tmp_path: Pa
     assert torch.equal(open_checkpoint(tmp_path / "dcp").state["x"], torch.full((20_000,), 2.0))
 
 
+def test_a_step_that_is_saved_anew_meanwhile_does_not_mix_in_a_folder_of_dcp(tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((3,), value) for name in ("x", "y")}
+
+    with aiockpt.Checkpointer(tmp_path / "steps", on_exists="new_generation") as ckpt:
+        ckpt.save(1, state(1.0)).result()
+        write_dcp(ckpt, tmp_path / "dcp", on_written=lambda _: ckpt.save(1, state(2.0)).result())
+    assert_same(open_checkpoint(tmp_path / "dcp").state, state(1.0))
+
+
 def test_tensors_in_lists_and_two_modules_of_one_optimizer_are_in_a_folder_of_dcp(tmp_path: Path) -> None:
     nets = {"gen": nn.Linear(2, 1), "disc": nn.Linear(2, 1)}
     optimizer = torch.optim.Adam([{"params": net.parameters()} for net in nets.values()])

@@ -18,11 +18,9 @@ from aiockpt.adapters.stored import Stored, members_of
 from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.convert.foreign.dcp import METADATA
 from aiockpt.convert.publish import flush_names
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.load import stored_state
+from aiockpt.engine.load import read_found, stored_state
 from aiockpt.errors import StorageError, UsageError
-from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import join_name, split_name
 from aiockpt.runtime.world import OsFiles
 from aiockpt.session.checkpointer import Checkpointer
@@ -141,7 +139,8 @@ def write_dcp(
         raise UsageError(
             f"{target} holds a checkpoint of DCP already: give another folder, or use replace=True (--force)"
         )
-    manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()
+    found = checkpointer.run_on_destination("conversion to DCP", lambda steps: find_manifest(steps, step)).result()
+    manifest = found.manifest
     try:
         flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
     except ValueError as error:
@@ -151,8 +150,9 @@ def write_dcp(
         ) from error
 
     def read(tensor: TensorRef) -> torch.Tensor:
-        found: torch.Tensor = checkpointer.read(manifest.step, tensor.name).result()
-        return found
+        # From this save, also when the step is saved anew.
+        reading = checkpointer.run_on_destination("conversion to DCP", lambda _: read_found(found, tensor.name, None))
+        return reading.result()
 
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -197,10 +197,6 @@ def _with_tensors(value: Any, read: Callable[[TensorRef], torch.Tensor]) -> Any:
         made.update((key, _with_tensors(item, read)) for key, item in value.items())
         return made
     return value
-
-
-async def _manifest(steps: Destination, step: int | None) -> Manifest:
-    return (await find_manifest(steps, step)).manifest
 
 
 class _Items:
