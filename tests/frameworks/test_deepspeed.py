@@ -328,6 +328,20 @@ def test_tags_name_steps(place: Path) -> None:
             job.engine.load_checkpoint("x", "third")
 
 
+def test_a_second_tag_of_a_step_that_is_not_the_latest_leaves_the_first_the_latest(place: Path) -> None:
+    job = Job(2)
+    job.step(0)
+    with attach(job.engine, place):
+        job.engine.save_checkpoint("x", "regular")
+        for tag in ("best", "regular"):  # the file "latest" of DeepSpeed would still say "regular"
+            job.engine.save_checkpoint("x", tag, save_latest=False)
+    again = Job(2, seed=8)
+    with attach(again.engine, place):
+        for asked in (None, "best", "aside", None):
+            assert again.engine.load_checkpoint("x", asked)[0] == f"x/{asked or 'regular'}"
+            again.engine.save_checkpoint("x", "aside", save_latest=False)
+
+
 def test_nothing_there_is_what_deepspeed_returns(place: Path) -> None:
     assert loaded(place, Job(2)) == (None, None)
 

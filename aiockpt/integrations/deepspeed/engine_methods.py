@@ -61,7 +61,7 @@ class _AttachedEngine:
         self._engine = engine
         self._ckpt = ckpt
         self._more = more
-        self._tags: dict[int, list[str]] = {}
+        self._known: dict[int, dict[str, Any]] = {}
         self.load_theirs: Callable[..., Any] = engine.load_checkpoint
         self.commits = DurableCommits(engine.checkpoint_engine)
         before = getattr(engine.load_checkpoint, "__self__", None)
@@ -85,12 +85,18 @@ class _AttachedEngine:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             logger.warning("save_checkpoint() between the batches of one step: their gradients are not saved")
         tag = f"global_step{step}" if tag is None else str(tag)
-        # Two tags of one global step are one state: both tags name it.
-        self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
+        # Two tags of one global step are one state: both tags name it. The last one is its newest with save_latest.
+        known = self._known.get(step, {"tags": [], "latest": False})
+        tags = known["tags"]
+        if save_latest:
+            tags = [*(one for one in tags if one != tag), tag]
+        elif tag not in tags:
+            tags = [tag, *tags]
+        user = {"tags": tags, "latest": save_latest or known["latest"]}
+        self._known = {step: user}
         state = build_state(engine, client_state) | self._more
         frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]
         left_out = frozen if exclude_frozen_parameters and frozen else None
-        user = {"tags": self._tags[step], "latest": save_latest}
         return begin_save(
             lambda: self._ckpt.save(step, state, user=user, exclude=left_out),
             partial(self.commits.expect, str(save_dir), tag, save_latest),
@@ -139,22 +145,23 @@ class _AttachedEngine:
                 progress=not load_module_only,
                 without=() if load_lr_scheduler_states else ("lr_scheduler",),
             )
-            self._tags = {step: steps[step]}
-            return os.path.join(str(load_dir), tag or steps[step][-1]), client
+            self._known = {step: steps[step]}
+            return os.path.join(str(load_dir), tag or steps[step]["tags"][-1]), client
 
         return load_newest(list(steps), load)
 
-    def _find(self, tag: str | None) -> dict[int, list[str]]:
-        """Return the tags of the steps to try, the newest step first; the same on all ranks."""
+    def _find(self, tag: str | None) -> dict[int, dict[str, Any]]:
+        """Return the steps to try with what `save` has stored beside each, the newest first; the same on all ranks."""
 
-        def find() -> dict[int, list[str]]:
+        def find() -> dict[int, dict[str, Any]]:
             self._ckpt.finish_commits().result()
-            found: dict[int, list[str]] = {}
+            found: dict[int, dict[str, Any]] = {}
             for step in valid_steps(self._ckpt):
                 user: Any = self._ckpt.describe(step).result().user
-                known: Any = user if isinstance(user, dict) and "tags" in user else {"tags": [], "latest": True}
+                of_save = isinstance(user, dict) and "tags" in user
+                known: Any = user if of_save else {"tags": [f"global_step{step}"], "latest": True}
                 if known["latest"] if tag is None else tag in known["tags"]:
-                    found[step] = known["tags"] or [f"global_step{step}"]
+                    found[step] = known
                     if tag is not None:
                         break
             return found
