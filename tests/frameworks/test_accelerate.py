@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -1016,6 +1017,26 @@ def test_where_every_step_is_damaged_nothing_begins_anew(manifests: list[int], t
         (tmp_path / "aiockpt" / f"step-0000000{step}" / "MANIFEST-1.json").write_text("{}")
     with pytest.raises(CorruptionError):
         go_on(tmp_path)
+
+
+def test_folders_whose_steps_are_nowhere_do_not_begin_anew(tmp_path: Path) -> None:
+    trained(tmp_path, stop=6)
+    shutil.rmtree(tmp_path / "aiockpt")
+    with pytest.raises(UsageError, match=r"checkpoint_1 has no weights of its own: .* does not have; attach"):
+        go_on(tmp_path)
+    for folder in (tmp_path / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    assert go_on(tmp_path).progress.batches == 0
+
+
+def test_an_older_step_is_loaded_with_a_warning_where_that_of_the_newest_folder_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trained(tmp_path, stop=9)
+    assert "checkpoint_2" not in caplog.text
+    run.ckpt.delete(2).result()
+    assert go_on(tmp_path).progress.batches == 6
+    assert re.search(r"loads step 1: .*checkpoint_2 has no weights of its own", caplog.text)
 
 
 def test_nothing_to_load_begins_anew(tmp_path: Path) -> None:

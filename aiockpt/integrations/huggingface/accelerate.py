@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,9 @@ class _AttachedAccelerator:
                 )
             self._load(step, self._folders.of_step(step, user), strict)
 
-        if steps := valid_steps(self._ckpt):
+        steps = valid_steps(self._ckpt)
+        ask_first_rank(partial(self._folders.check_newest, steps))
+        if steps:
             load_newest(steps, load)
         else:
             raise_if_lost(self._ckpt)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import uuid
@@ -19,6 +20,7 @@ import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface import folders
 from aiockpt.integrations.huggingface.folders import MARK, write_durably
+from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
 
@@ -84,6 +86,22 @@ class StateFolders:
             return saved
         here = (project.joinpath(*saved.parts[first:]) for first in range(1, len(saved.parts)))
         return next((folder for folder in here if read_mark(folder) == mark), saved)
+
+    def check_newest(self, steps: list[int]) -> None:
+        """Raise if there are no *steps* to load, but a numbered folder has its step in another place, or in this one before
+        it was lost. If only the step of the newest folder is missing, log it.
+        """
+        marks = [(mark.step, folder) for _, folder in self.numbered() if (mark := read_mark(folder)) is not None]
+        # Each start of a proof has a place of its own.
+        if not marks or VARIABLE in os.environ:
+            return
+        try:
+            check_folder(self._ckpt, max(marks)[1])
+        except (UsageError, CorruptionError) as error:
+            if not steps:
+                error.add_note("To begin anew, remove such folders, or give another project_dir.")
+                raise
+            logger.warning("load_state() loads step %d: %s", steps[0], error)
 
     def number_after_theirs(self) -> None:
         """Give the next folder a greater number than those that accelerate wrote: the greatest one is loaded next time."""
