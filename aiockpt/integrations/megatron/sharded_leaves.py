@@ -9,7 +9,7 @@ same part are not distinguished by ``replica_id``: the engine stores it once, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -183,9 +183,9 @@ class GlobalTensors:
         for key, shape in self.shapes.items():
             info, parts = saved[key], self._parts[key]
             if key in self.flexible and info.shape != shape:
-                for _, part in parts:
-                    part.zero_()
-                shape, parts = info.shape, list(clip(parts, info.shape))
+                shape, (parts, outside) = info.shape, clip(parts, info.shape)
+                # Not before the load, which may refuse the checkpoint, and then leaves all as it is.
+                self._after[:0] = [(rest, rest.new_zeros(())) for rest in outside]
             dtype = torch_dtype(info.dtype)
             if dtype != self._dtypes[key]:
                 made = [(offsets, torch.empty_like(part, dtype=dtype)) for offsets, part in parts]
@@ -202,12 +202,17 @@ class GlobalTensors:
             target.copy_(source)
 
 
-def clip(parts: Sequence[Part], shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield the pieces of *parts* inside a tensor of *shape*."""
+def clip(parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[list[Part], list[torch.Tensor]]:
+    """Return the pieces of *parts* inside a tensor of *shape*, and what is outside."""
+    pieces, outside = [], []
     for offsets, part in parts:
-        sizes = [min(size, whole - start) for size, whole, start in zip(part.shape, shape, offsets, strict=True)]
-        if min(sizes, default=1) > 0:
-            yield offsets, part[tuple(slice(size) for size in sizes)]
+        for axis, (start, whole) in enumerate(zip(offsets, shape, strict=True)):
+            size = max(0, min(part.shape[axis], whole - start))
+            part, rest = part.tensor_split((size,), axis)
+            outside.append(rest)
+        if part.numel():
+            pieces.append((offsets, part))
+    return pieces, outside
 
 
 def flat_parts(base: Any, start: int, data: torch.Tensor) -> tuple[tuple[int, ...], list[Part]]:
