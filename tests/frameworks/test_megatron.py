@@ -523,14 +523,17 @@ def test_a_resumed_run_of_megatron_bridge_keeps_its_rule_until_it_ends(places: P
 
 
 @pytest.mark.usefixtures("microbatches")
-def test_what_a_checkpoint_of_megatron_bridge_lacks_is_told(places: Path) -> None:
+def test_what_a_checkpoint_of_megatron_bridge_lacks_is_told(places: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = BridgeRun(save_optim=False, save_rng=False)
     run.train(1)
     run.save()
     run.manager.finalize_async_saves(state=run.state, blocking=True)
     with pytest.raises(aiockpt.StateMismatchError, match=r"optimizer\.state\.exp_avg"):
         BridgeRun().load()
+    assert BridgeRun(load_optim=False, load_rng=False).load() == (1, 1000)
+    assert "random numbers" not in caplog.text
     assert BridgeRun(load_optim=False).load() == (1, 1000)
+    assert "step 1 has no bridge.rng/shard_0.0.0_1.1.1: the present random numbers go on" in caplog.text
 
 
 @pytest.mark.usefixtures("microbatches")

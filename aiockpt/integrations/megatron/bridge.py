@@ -7,6 +7,7 @@ Model, optimizer, scheduler, training state and random numbers are saved and loa
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,8 @@ from aiockpt.integrations.megatron.sharded_leaves import leaf_name, mapping
 _parallel: Any = import_module("megatron.core.parallel_state")
 _seeds: Any = import_module("megatron.core.tensor_parallel.random")
 _microbatches: Any = import_module("megatron.core.num_microbatches_calculator")
+
+logger = logging.getLogger("aiockpt")
 
 _RNG = aiockpt.RNG()
 
@@ -130,6 +133,8 @@ class BridgeManager:
         )
         if loaded.get("rng") is not None:
             _set_generators(loaded["rng"])
+        elif "rng" in asked:
+            logger.warning("step %d has no %s: the present random numbers go on", step, leaf_name(asked["rng"]))
         return loaded["iteration"], loaded["flops"]
 
     @staticmethod
