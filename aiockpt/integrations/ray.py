@@ -12,6 +12,7 @@ order of the reports, while training continues.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping
 from importlib import import_module
@@ -26,6 +27,8 @@ from aiockpt.format.document import described
 _train: Any = import_module("ray.train")
 
 HANDLE = "aiockpt.json"
+
+logger = logging.getLogger("aiockpt")
 
 
 class RayHandle(msgspec.Struct, frozen=True):
@@ -82,7 +85,17 @@ def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
             f"Ray's newest checkpoint is step {handle.step} of {handle.url}: keep what is reported, or load it there"
         )
         raise
+    if handle.url not in (urls := ckpt.run_on_destination("resume", _urls).result()):
+        logger.warning(
+            "resumed from step %d of %s, but Ray's newest checkpoint is that step of %s: unless the one is a copy of the "
+            "other, resume from there, or begin a run of another name",
+            *(handle.step, " and ".join(urls), handle.url),
+        )
     return handle.step + 1
+
+
+async def _urls(destination: Any) -> list[str]:
+    return [place.backend.url for place in destination.places]
 
 
 def read_handle(checkpoint: Any) -> RayHandle:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import aiockpt
-from aiockpt.integrations.ray import HANDLE, RayHandle, read_handle
+from aiockpt.integrations.ray import HANDLE, RayHandle, read_handle, resume
 from tests.docs.running import run_page
 from tests.frameworks import ray_job
 from tests.frameworks.proving import prove, steps_in
@@ -90,6 +91,21 @@ def test_a_run_of_another_name_goes_on_from_the_place_and_a_step_that_is_gone_is
         ckpt.delete(6).result()
     with pytest.raises(train.TrainingFailedError, match=r"Ray's newest checkpoint is step 6 of file:.*/place"):
         fit({"place": place, "steps": 9}, 1, storage, name="two", failures=0)
+
+
+def test_a_step_of_another_place_than_rays_checkpoint_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"value": 1}
+    with aiockpt.Checkpointer(tmp_path / "here") as ckpt:
+        url = ckpt.save(4, state).result().url
+        for place in (url, "file:///there"):
+            handle = RayHandle(place, 4, "step-00000004")
+            (tmp_path / HANDLE).write_bytes(msgspec.json.encode(handle))
+            monkeypatch.setattr(train, "get_checkpoint", lambda: train.Checkpoint.from_directory(tmp_path))
+            assert resume(ckpt, state) == 5
+            told = f"step 4 of {url}, but Ray's newest checkpoint is that step of {place}" in caplog.text
+            assert told == (place != url)
 
 
 def test_a_checkpoint_of_somebody_else_is_told_as_such(tmp_path: Path) -> None:
