@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -789,6 +790,15 @@ def test_folders_whose_steps_are_nowhere_do_not_begin_anew(native: int, resume: 
         argument = {}
     trainer.train(**argument)
     assert len(losses(trainer)) == 6
+
+
+def test_an_older_step_is_resumed_with_a_warning_where_that_of_the_newest_folder_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran(tmp_path, max_steps=6).ckpt.delete(6).result()
+    assert "does not have" not in caplog.text
+    ran(tmp_path, resume=True, max_steps=9)
+    assert re.search(r"resumed from .*checkpoint-3: the weights of .*checkpoint-6 are in step 6, which", caplog.text)
 
 
 def test_runs_of_one_process_in_places_of_their_own_may_share_a_folder(tmp_path: Path) -> None:

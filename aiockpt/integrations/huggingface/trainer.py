@@ -176,10 +176,10 @@ class _Attached:
         newest = automatic or resume_from_checkpoint is True
         steps = self._committed(all_runs=not automatic) if newest else []
         theirs = self._newest_of_the_trainer(steps) if newest and not (automatic and self._run) else None
-        if newest and not steps:
-            ask_first_rank(partial(self._check_place, theirs))
-            if automatic and theirs is None:
-                self._check_none()
+        if newest:
+            ask_first_rank(partial(self._check_place, theirs, steps))
+        if automatic and not steps and theirs is None:
+            self._check_none()
         if theirs is not None:
             done = train(str(theirs))  # written by the Trainer before it was attached, or later without aiockpt
         else:
@@ -219,17 +219,27 @@ class _Attached:
         )
         return folder if begun == folder else None
 
-    def _check_place(self, theirs: Path | None) -> None:
-        """Raise if the place is empty, but a folder has its step in one: in another, or in this one before it was lost.
+    def _check_place(self, theirs: Path | None, steps: list[int]) -> None:
+        """Raise if the place is empty, but a folder has its step in one: in another, or in this one before it was lost. If
+        only that step is missing, log it.
 
         Args:
             theirs: what the Trainer itself wrote last; if it has the larger number, the run went on without aiockpt.
+            steps: to resume from, the newest first.
         """
         ours = self._folders.newest_of_ours()
         if ours is None or (theirs is not None and step_of(theirs) >= step_in_run(step_of(ours))):
             return
         # An earlier run of this process, such as another fold, may have had a place of its own; each start of a proof has.
-        if not is_first_run() or VARIABLE in os.environ or self._ckpt.steps().result():
+        there = [info.step for info in self._ckpt.steps().result()]
+        if not is_first_run() or VARIABLE in os.environ or step_of(ours) in there or (there and not steps):
+            return
+        if steps:
+            logger.warning(
+                "resumed from %s: the weights of %s are in step %d, which %r does not have; attach() to the place where it "
+                "was saved, or copy that step, too",
+                *(theirs or self._folders.path(steps[0]), ours, step_of(ours), self._ckpt),
+            )
             return
         named = "" if theirs is None else f"train(resume_from_checkpoint={str(theirs)!r}) resumes from what is older; "
         raise UsageError(
