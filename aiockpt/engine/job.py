@@ -332,7 +332,7 @@ class SaveJob:
         finally:
             self.state = self.state.without_tensors()  # not ours to keep alive any longer
         if self._stopped_by is None:
-            self._engine.loop.call_soon(self._engine.emit, self._snapshot_taken(copied_from_ns))
+            self._engine.loop.call_soon(self.stages.follow, self._snapshot_taken(copied_from_ns))
             self.promise.snapshotted.resolve(None)
             self.copied.resolve(None)  # last: what is written waits for it, so that all is reported in order
 
@@ -469,5 +469,6 @@ class SaveJob:
         if not isinstance(error, SaveCancelledError):
             engine.failures.add(self.future)
             logger.error("the save of step %d failed: %r", self.step, error)
+        self.stages.flush()
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.promise.fail(error)

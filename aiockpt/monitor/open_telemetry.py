@@ -59,8 +59,6 @@ class OpenTelemetry:
         self._whole: dict[_Which, Span] = {}
         self._over: dict[Operation, tuple[_Which, Span]] = {}
         """The last ended span of each operation: after a load fails in one file, the stages of its other files still end."""
-        self._early: list[tuple[TimeSpan, str]] = []
-        """Stages of saves without a span yet: a small state may be copied before the loop emits `SaveStarted`."""
 
     def on_event(self, event: Event) -> None:
         """Make a span where *event* ends an operation or a stage."""
@@ -72,9 +70,6 @@ class OpenTelemetry:
             begun_ns = self._wall_ns(event.at_ns) - round(event.seconds * 1e9)
             more = {"aiockpt.bytes": event.bytes, "aiockpt.url": self._opened.urls[0]}
             self._begin(("save", event.step, ""), begun_ns, more)
-            early, self._early = self._early, []
-            for found, error in early:
-                self._add(found, error)
         elif isinstance(event, PromotionQueued):
             self._begin(("copy", event.step, event.url), self._wall_ns(event.at_ns), {"aiockpt.url": event.url})
         for found in spans_of(self._opened, event):
@@ -121,8 +116,6 @@ class OpenTelemetry:
 
     def _end(self, which: _Which, event: Event, problem: str = "", more: dict[str, Any] | None = None) -> None:
         span = self._whole.pop(which, None)
-        if which[0] == "save":
-            self._early = [one for one in self._early if one[0].step != event.step]
         if span is not None:
             self._over[which[0]] = which, span
             span.set_attributes(more or {})
@@ -136,8 +129,7 @@ class OpenTelemetry:
         whole = self._whole.get(which)
         if whole is None and found.stage != "find" and (over := self._over.get(found.operation)) and over[0] == which:
             whole = over[1]
-        if whole is None and found.operation == "save":
-            self._early.append((found, error))
+        if whole is None and found.operation == "save":  # one that failed before it began
             return
         if whole is None:  # a copy that a save waits for is in no queue
             whole = self._begin(which, round(found.begin_s * 1e9), {"aiockpt.url": found.key} if found.key else {})

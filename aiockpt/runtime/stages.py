@@ -44,7 +44,8 @@ class Stages:
         self._emit = emit
         self._operation: Operation = operation
         self._step = step
-        self._noted: list[StageEnded] = []
+        self._noted: list[Event] = []
+        self._flushed = False
 
     @contextmanager
     def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[StageTally]:
@@ -66,6 +67,12 @@ class Stages:
         """Note, on any thread, that a stage ended at *ended_ns*, None for now; the next `flush` emits it."""
         self._noted.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
+    def follow(self, event: Event) -> None:
+        """Emit *event*, at the first `flush` where none came yet. On the loop thread."""
+        self._noted.append(event)
+        if self._flushed:
+            self.flush()
+
     def ended(self, stage: str, begun_ns: int) -> None:
         """Emit a stage that ends now. On the loop thread."""
         self._emit(self._ended(stage, begun_ns, "", StageTally()))
@@ -78,9 +85,10 @@ class Stages:
 
     def flush(self) -> None:
         """Emit what was noted. On the loop thread."""
+        self._flushed = True
         noted, self._noted = self._noted, []
-        for ended in noted:
-            self._emit(ended)
+        for event in noted:
+            self._emit(event)
 
     def _ended(
         self,

@@ -13,10 +13,11 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend, LocalUpload
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.events import Event
+from aiockpt.events import Event, SaveStarted, SnapshotTaken
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Listing
+from tests.gates import Gate
 from tests.small_run import SMALL, Run
 from tests.watch import Watch
 
@@ -289,6 +290,20 @@ def test_events_tell_the_story_of_a_save(backend: Backend, run: Run) -> None:
     story = ["SaveStarted", "BytesWritten", "DataWritten", "Committed", "Loaded"]
     assert [names.index(name) for name in story] == sorted(names.index(name) for name in story)
     assert "SnapshotTaken" in names
+
+
+def test_a_save_is_started_before_its_snapshot_is_reported_though_it_is_copied_while_it_waits(
+    backend: Backend, run: Run
+) -> None:
+    gate, watch = Gate(backend, times=1), Watch()
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
+        saves = [ckpt.save(1, run.state) for _ in range(2)]  # of one step: one at a time
+        saves[1].snapshotted().result()
+        gate.open_up()
+        for save in saves:
+            save.result()
+    told = [type(event) for event in watch.events if isinstance(event, SaveStarted | SnapshotTaken)]
+    assert told == [SaveStarted, SnapshotTaken] * 2
 
 
 def test_an_observer_that_raises_harms_nothing(backend: Backend, run: Run, caplog: pytest.LogCaptureFixture) -> None:

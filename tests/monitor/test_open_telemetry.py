@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
-from aiockpt.events import Closed, Opened, SaveStarted, SnapshotTaken
+from aiockpt.events import Closed, Opened, SaveStarted
 from aiockpt.monitor import OpenTelemetry
 from tests.small_run import SMALL
 
@@ -170,15 +170,6 @@ def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(tmp
     damaged, whole = traced.named("aiockpt.load")
     assert (damaged.status.status_code, whole.status.status_code) == (StatusCode.ERROR, StatusCode.UNSET)
     assert [attributes(span)["aiockpt.step"] for span in (damaged, whole)] == [2, 1]
-
-
-def test_a_snapshot_that_is_told_before_its_save_is_below_it() -> None:
-    traced = Traced()
-    opened = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",))
-    copied = SnapshotTaken(at_ns=4, step=1, bytes=8, pause_s=2e-9, copy_s=1e-9)
-    for event in (opened, copied, SaveStarted(at_ns=5, step=1, bytes=8, tensor_count=1, seconds=3e-9), Closed(at_ns=9)):
-        traced.observer.on_event(event)
-    assert traced.below(traced.one("aiockpt.save")) == {"aiockpt.save.pause", "aiockpt.save.snapshot"}
 
 
 def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error() -> None:
