@@ -173,8 +173,12 @@ class Loaded(Event, frozen=True, tag=True):
     forked_from: str = ""
 
 
+CANCELLED = "it was cancelled"
+"""The *error* of a load that its program has cancelled."""
+
+
 class LoadFailed(Event, frozen=True, tag=True):
-    """A ``load`` of *step*, or of the newest one (-1), failed after *seconds*; *error* is the exception in one line."""
+    """A ``load`` of *step*, or of the newest one (-1), failed after *seconds*; *error* is the exception, or `CANCELLED`."""
 
     error: str
     seconds: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from aiockpt.errors import (
     UsageError,
     say_briefly,
 )
-from aiockpt.events import Loaded, LoadFailed
+from aiockpt.events import CANCELLED, Loaded, LoadFailed
 from aiockpt.format.configuration import config_changes
 from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import Manifest
@@ -140,15 +141,14 @@ class LoadAlone:
 
 @contextmanager
 def reporting_failures(engine: Engine, step: int | None) -> Iterator[None]:
-    """Notify observers where a load of *step*, or of the newest one for None, raises."""
+    """Notify observers where a load of *step*, or of the newest one for None, raises or is cancelled."""
     begun_ns = engine.now_ns()
     try:
         yield
-    except Exception as error:
+    except (Exception, CancelledError) as error:
+        why = say_briefly(error) if isinstance(error, Exception) else CANCELLED
         at = -1 if step is None else step
-        engine.emit(
-            LoadFailed(at_ns=engine.now_ns(), step=at, error=say_briefly(error), seconds=engine.since_s(begun_ns))
-        )
+        engine.emit(LoadFailed(at_ns=engine.now_ns(), step=at, error=why, seconds=engine.since_s(begun_ns)))
         raise
 
 

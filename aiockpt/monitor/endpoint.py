@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.events import Committed, Event, Loaded, LoadFailed, Opened, SaveFailed
+from aiockpt.events import CANCELLED, Committed, Event, Loaded, LoadFailed, Opened, Operation, SaveFailed
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``/health``.
 
     Attributes:
-        well: whether nothing is overdue and the last save did not fail.
+        well: whether nothing is overdue and neither the last save nor the last load failed.
         problems: the reasons why not, in words.
         pending: unfinished saves and loads, the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since: what a crash would lose.
@@ -48,7 +48,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 class Endpoint:
     """Serves ``/health`` and ``/metrics``; add one to each checkpointer's ``observers``.
 
-    ``/health`` returns status 200, or 503 when something is overdue or the last save has failed; both with JSON
+    ``/health`` returns status 200, or 503 when something is overdue or the last save or load has failed; both with JSON
     (`Health`). ``/metrics`` returns what ``prometheus_client`` has counted (`aiockpt.monitor.Metrics`).
 
     Args:
@@ -82,7 +82,7 @@ class Endpoint:
         self._overdue_s = overdue_s
         self._registry = registry
         self._opened: Opened | None = None
-        self._failed = ""
+        self._failed: dict[Operation, str] = {}
         self._under_way = UnderWay()
         self._begun, self._ending = anyio.Event(), anyio.Event()
 
@@ -94,11 +94,13 @@ class Endpoint:
                 self._opened = event
                 self._begun.set()
             case SaveFailed():
-                self._failed = f"the save of step {event.step} failed: {event.error}"
-            case LoadFailed():
-                self._failed = f"the load of {event.which} failed: {event.error}"
-            case Committed() | Loaded():
-                self._failed = ""
+                self._failed["save"] = f"the save of step {event.step} failed: {event.error}"
+            case LoadFailed() if event.error != CANCELLED:
+                self._failed["load"] = f"the load of {event.which} failed: {event.error}"
+            case Loaded():
+                self._failed.pop("load", None)
+            case Committed():
+                self._failed.clear()
 
     async def run(self) -> None:
         """Serve until `aclose`.
@@ -141,8 +143,7 @@ class Endpoint:
         now_ns = time.monotonic_ns()
         pending = self._under_way.pending(now_ns)
         problems = [f"overdue: {describe(work)}" for work in pending if work.for_s > self._overdue_s]
-        if self._failed:
-            problems.append(self._failed)
+        problems += self._failed.values()
         durable_step, durable_s = self._under_way.durable(now_ns) or (None, None)
         return Health(
             well=not problems,

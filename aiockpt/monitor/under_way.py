@@ -10,6 +10,7 @@ from aiockpt.events import (
     DataWritten,
     Event,
     Loaded,
+    LoadFailed,
     Operation,
     SaveFailed,
     SaveSkipped,
@@ -88,8 +89,15 @@ class UnderWay:
                 self._enter("save", event, "commit")
             case StageEnded(operation="load"):
                 self._receive_of_load(event)
-            case Committed() | SaveFailed() | SaveSkipped() | Loaded():
-                self._end(event)
+            case Committed() | SaveFailed() | SaveSkipped():
+                self._work.pop(("save", event.step), None)
+                if isinstance(event, Committed):
+                    self._durable = (event.step, event.at_ns - round(event.seconds * 1e9))
+            case Loaded() | LoadFailed():
+                # Files of a step that the load has passed over may have ended after the one that is damaged.
+                self._work = {which: work for which, work in self._work.items() if which[0] != "load"}
+                if isinstance(event, Loaded) and event.step >= 0:
+                    self._durable = (event.step, event.at_ns)
 
     def pending(self, now_ns: int) -> list[PendingWork]:
         """Return the unfinished work, the oldest first."""
@@ -122,13 +130,6 @@ class UnderWay:
             begun_ns = event.at_ns - round(event.seconds * 1e9)
             self._work.setdefault(("load", event.step), _Work("load", event.step, "find", begun_ns))
             self._enter("load", event, _AFTER[event.stage])
-
-    def _end(self, event: Committed | SaveFailed | SaveSkipped | Loaded) -> None:
-        self._work.pop(("load" if isinstance(event, Loaded) else "save", event.step), None)
-        if isinstance(event, Committed):
-            self._durable = (event.step, event.at_ns - round(event.seconds * 1e9))
-        elif isinstance(event, Loaded) and event.step >= 0:
-            self._durable = (event.step, event.at_ns)
 
     def __len__(self) -> int:
         return len(self._work)

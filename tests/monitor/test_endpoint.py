@@ -67,6 +67,35 @@ def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> N
         assert health(endpoint)[0] == 200
 
 
+def test_a_load_that_its_program_cancels_is_neither_pending_nor_a_problem(tmp_path: Path) -> None:
+    endpoint = Endpoint(0, overdue_s=1e-6)
+    gate = Gate(LocalBackend(tmp_path), "put", "*/lease-*")  # between two stages of the load
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]) as ckpt:
+        ckpt.save(7, STATE).result()
+        load = ckpt.load(STATE)
+        assert gate.reached.wait(250)
+        assert health(endpoint)[1]["pending"]
+        load.cancel()
+        gate.open_up()
+        with pytest.raises(aiockpt.SaveCancelledError):
+            load.result()
+        until(lambda: health(endpoint)[0] == 200, "it is well again", 20)
+
+
+def test_a_save_that_failed_is_a_problem_until_one_is_durable_though_a_load_succeeds(tmp_path: Path) -> None:
+    place, endpoint = Filled(tmp_path), Endpoint(0)
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
+        ckpt.save(7, STATE).result()
+        place.full = True
+        with pytest.raises(StorageError):
+            ckpt.save(8, STATE).result()
+        ckpt.load(STATE).result()
+        assert health(endpoint)[0] == 503
+        place.full = False
+        ckpt.save(9, STATE).result()
+        assert health(endpoint)[0] == 200
+
+
 def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
     place, endpoint = Filled(tmp_path), Endpoint(0, overdue_s=0.05)
     gate = Gate(place)
