@@ -284,7 +284,7 @@ class Observer(Protocol):
 class BackgroundTask(Observer, Protocol):
     """An observer with work of its own: the checkpointer runs it beside the engine, on the same loop.
 
-    Its errors are logged and harm no save.
+    Its errors are logged and harm no save; after one it receives no more events.
     """
 
     async def run(self) -> None:

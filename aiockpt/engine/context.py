@@ -311,8 +311,12 @@ class Engine:
             try:
                 observer.on_event(event)
             except Exception:
-                self._observers.remove(observer)
+                self.drop(observer)
                 logger.exception("observer %r raised and is not called again", observer)
+
+    def drop(self, observer: Observer) -> None:
+        """Send *observer* no more events. On the loop."""
+        self._observers = [one for one in self._observers if one is not observer]
 
 
 # State that the operations on one place share: storage, uploader, readers, what retention knows of it.

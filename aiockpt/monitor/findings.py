@@ -13,7 +13,6 @@ from aiockpt.events import (
     Committed,
     Loaded,
     LoadFailed,
-    NotFiniteFound,
     SaveStarted,
     StepDamaged,
     StepRepaired,
@@ -278,25 +277,24 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
         )
 
 
-def not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+def not_finite(points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report NaN and infinite numbers; the level is bad where the last durable step has them, else a note."""
-    reported = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.events_of(NotFiniteFound)))}
     durable = [one for one in points if one.durable_s is not None]
-    bad = [one for one in durable if one.step in reported]
+    bad = [one for one in durable if one.not_finite]
     if not bad:
         return
     since = bad[0]
     for one in reversed(durable):
-        if one.step not in reported:
+        if not one.not_finite:
             break
         since = one
-    lasts = durable[-1].step in reported
+    lasts = bool(durable[-1].not_finite)
     first = since if lasts else bad[0]
-    rank, event = reported[first.step]
-    before = [one.step for one in durable if one.step not in reported and one.begun_s < first.begun_s]
+    rank, tensors = min(first.not_finite.items())
+    before = [one.step for one in durable if not one.not_finite and one.begun_s < first.begun_s]
     yield Finding(
         level="bad" if lasts else "note",
-        what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(event.tensors))}, "
+        what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(tensors))}, "
         + (f"in every step since step {first.step}." if lasts else f"in {len(bad)} steps, first in step {first.step}."),
         advice=f"Step {before[-1]} is the newest before that has none." if before else "No step before it has none.",
         since_s=first.begun_s,
@@ -396,7 +394,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         *slower(summary, points),
         *failures(summary, points),
         *failed_loads(run),
-        *not_finite(run, points),
+        *not_finite(points),
         *damaged(run),
         *_restarts(summary),
         *_retries(run),

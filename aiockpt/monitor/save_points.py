@@ -9,7 +9,16 @@ from statistics import median
 
 import msgspec
 
-from aiockpt.events import Committed, DataWritten, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
+from aiockpt.events import (
+    Committed,
+    DataWritten,
+    Event,
+    NotFiniteFound,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    SnapshotTaken,
+)
 from aiockpt.monitor.run_log import ProcessLog, RunLog, start_numbers
 
 
@@ -24,6 +33,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
         bytes: that all ranks wrote.
         ranks: that began it; *unwritten* those of them whose data were not durable, *open* those without an end.
         error: why it failed on the first rank that reported it; empty where it did not.
+        not_finite: tensors with numbers that are NaN or infinite, by the rank that wrote them.
     """
 
     step: int
@@ -39,6 +49,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
     unwritten: tuple[int, ...]
     open: tuple[int, ...]
     error: str = ""
+    not_finite: dict[int, list[str]] = {}
 
     @property
     def bytes_per_s(self) -> float:
@@ -56,6 +67,7 @@ class _Gathered:
         self.pauses: dict[int, float] = {}
         self.failed: list[tuple[float, str]] = []
         self.ended: set[int] = set()
+        self.not_finite: dict[int, list[str]] = {}
         self.last_s = 0.0
 
     def receive(self, event: Event, rank: int, process: ProcessLog) -> None:
@@ -74,6 +86,8 @@ class _Gathered:
             case SaveFailed():
                 self.failed.append((at_s, event.error))
                 self.ended.add(rank)
+            case NotFiniteFound():
+                self.not_finite[rank] = list(event.tensors)
             case _:
                 self.ended.add(rank)
 
@@ -94,10 +108,11 @@ class _Gathered:
             unwritten=tuple(sorted(self.begun.keys() - done)),
             open=tuple(sorted(self.begun.keys() - self.ended)),
             error=min(self.failed)[1] if self.failed else "",
+            not_finite=self.not_finite,
         )
 
 
-_TOLD = {SaveStarted, SnapshotTaken, DataWritten, Committed, SaveFailed, SaveSkipped}
+_TOLD = {SaveStarted, SnapshotTaken, DataWritten, NotFiniteFound, Committed, SaveFailed, SaveSkipped}
 
 
 def save_points(run: RunLog) -> list[SavePoint]:

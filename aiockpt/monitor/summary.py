@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
+from aiockpt.events import Loaded, Promoted, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
 from aiockpt.monitor.run_log import ProcessLog, RunLog, leading_logs
 from aiockpt.monitor.spans import WHOLE, TimeSpan
 from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
@@ -40,7 +40,8 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: seconds since 1970.
         resumed_from: the loaded step; None where none was loaded.
-        lost_s: from the call that saved that step to the last sign of life before: repeated work.
+        lost_s: from the call that saved that step to the last sign of life before: repeated work, without what an
+            earlier restart has lost or was down.
         down_s: from that last sign to this start.
         after_close: the process before was closed, and not killed.
     """
@@ -106,9 +107,9 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
     begun_s = min(process.wall_s(process.opened.at_ns) for process in run.processes)
     ended_s = max(process.last_s for process in run.processes)
     pauses = [event.pause_s for _, event in run.events_of(SnapshotTaken)]
-    restarts = _restarts(leading_logs(run), committed)
+    restarts, repeated = _restarts(leading_logs(run), committed)
     wasted_s = _covered_s(
-        [(one.at_s - one.down_s - one.lost_s, one.at_s) for one in restarts]
+        repeated
         + [(span.begin_s, span.begin_s + span.seconds) for span in found if span.rank == lowest and _holds(span)]
     )
     return Summary(
@@ -146,11 +147,15 @@ def _holds(span: TimeSpan) -> bool:
 
 
 def _failures(run: RunLog) -> list[FailedStep]:
+    copied_s = {(event.step, event.url): log.wall_s(event.at_ns) for log, event in run.events_of(Promoted)}
     found: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
-    for process in run.processes:
-        for event in process.events:
-            if isinstance(event, SaveFailed | PromotionFailed):
-                found[event.step, event.error].append((process.wall_s(event.at_ns), process.opened.rank))
+    failed: list[tuple[ProcessLog, SaveFailed | PromotionFailed]] = [*run.events_of(SaveFailed)]
+    failed += run.events_of(PromotionFailed)
+    for log, event in failed:
+        at_s = log.wall_s(event.at_ns)
+        # A copy is retried, and by the next start, too.
+        if isinstance(event, SaveFailed) or copied_s.get((event.step, event.url), 0.0) < at_s:
+            found[event.step, event.error].append((at_s, log.opened.rank))
     some = [
         FailedStep(at_s=min(where)[0], rank=min(where)[1], step=step, error=error, ranks=len({at[1] for at in where}))
         for (step, error), where in found.items()
@@ -187,9 +192,15 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
     return sorted(figures, key=lambda one: (order[one.operation], one.stage != WHOLE, -one.median_s))
 
 
-def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list[Restart]:
-    """Return the starts after the first; each of *starts* has the logs of all checkpointers of one process."""
-    restarts = []
+def _restarts(
+    starts: list[list[ProcessLog]], committed: list[TimeSpan]
+) -> tuple[list[Restart], list[tuple[float, float]]]:
+    """Return the starts after the first, and for each the time from what it resumed to its begin.
+
+    Args:
+        starts: the logs of all checkpointers of one process each.
+    """
+    restarts, repeated = list[Restart](), list[tuple[float, float]]()
     for before, after in pairwise(starts):
         opened = after[0].opened
         at_s, last_s = after[0].wall_s(opened.at_ns), max(log.last_s for log in before)
@@ -203,8 +214,10 @@ def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list
                 after_close=before[-1].closed,
                 world_size=opened.world_size,
                 resumed_from=loaded,
-                lost_s=max(last_s - since_s, 0.0),
+                # A start that saves nothing repeats what an earlier one has lost: that counts once.
+                lost_s=_covered_s([*repeated, (since_s, last_s)]) - _covered_s(repeated),
                 down_s=max(at_s - last_s, 0.0),
             )
         )
-    return restarts
+        repeated.append((since_s, at_s))
+    return restarts, repeated

@@ -70,15 +70,14 @@ class TraceFile:
         self._opened: Opened | None = None
         self._news: anyio.Event | None = None
         self._end: anyio.Event | None = None
-        self._ending = self._stopped = False
+        self._ending = False
 
     def on_event(self, event: Event) -> None:
         """Queue *event*."""
         if isinstance(event, Opened):
             event = self._opened = msgspec.structs.replace(event, mesh=self._mesh)
-        if not self._stopped:
-            self._lines.append(msgspec.json.encode(event) + b"\n")
-            self._wake()
+        self._lines.append(msgspec.json.encode(event) + b"\n")
+        self._wake()
 
     async def run(self) -> None:
         """Write the queue whenever it is not empty, until `aclose`.
@@ -115,8 +114,6 @@ class TraceFile:
                     with anyio.move_on_after(GATHER_S):
                         await self._end.wait()
         finally:
-            # After an error `on_event` must queue nothing more: the queue would grow until the process ends.
-            self._stopped = not self._ending
             self._lines.clear()
 
     async def aclose(self) -> None:

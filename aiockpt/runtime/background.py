@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.errors import CheckpointError
-from aiockpt.events import BackgroundTask, Event, EventSource
+from aiockpt.events import BackgroundTask, Event, EventSource, Observer
 from aiockpt.runtime.world import Loop
 
 FINISH_S = 60.0
@@ -15,11 +15,14 @@ FINISH_S = 60.0
 logger = logging.getLogger("aiockpt")
 
 
-def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event], object]) -> Callable[[], None]:
+def run_background(
+    loop: Loop, observer: BackgroundTask, emit: Callable[[Event], object], drop: Callable[[Observer], object]
+) -> Callable[[], None]:
     """Start the task of *observer* on *loop*; return a function that ends it, by force when late. Its errors are logged.
 
     Args:
         emit: passes an event to all observers, on the loop thread.
+        drop: ends the events of an observer, on the loop thread: after an error nothing would take them from its queue.
     """
     if isinstance(observer, EventSource):
         observer.tell_through(emit)
@@ -27,6 +30,7 @@ def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event],
 
     def log_error(_: object) -> None:
         if not running.cancelled() and (error := running.exception()) is not None:
+            drop(observer)
             if isinstance(error, CheckpointError):  # its message is enough
                 logger.error("observer %r stopped working: %s", observer, error)
             else:

@@ -152,7 +152,7 @@ def start_observers(
     """Start the tasks of observers, and have cadences serve the saves to *url*; return a function to end each."""
     options, clock = engine.options, engine.world.clock
     tasks = [observer for observer in observers if isinstance(observer, BackgroundTask)]
-    ends: list[Callable[[], object]] = [run_background(engine.loop, observer, engine.emit) for observer in tasks]
+    ends: list[Callable[[], object]] = [run_background(engine.loop, one, engine.emit, engine.drop) for one in tasks]
     limits = options.max_in_flight, options.deadlines.ranks_s
     cadences = [observer for observer in observers if isinstance(observer, Cadence)]
     ends += [cadence.join(engine.loop, ranks, url, clock, *limits) for cadence in cadences]

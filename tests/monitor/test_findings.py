@@ -19,7 +19,10 @@ from aiockpt.events import (
     Event,
     Loaded,
     LoadFailed,
+    NotFiniteFound,
     Opened,
+    Promoted,
+    PromotionFailed,
     SaveStarted,
     StepDamaged,
     StepRepaired,
@@ -311,6 +314,55 @@ def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of
     assert restart.lost_s == pytest.approx(2)
     assert not restart.after_close
     assert summary.effective == pytest.approx(1 - (60 + 2 + 3 + 7) / 3700)
+
+
+def test_work_that_several_starts_repeat_in_vain_is_lost_once(tmp_path: Path) -> None:
+    """Step 5 is saved at 10 s; four starts, the later ones after 100, 200 and 300 s, resume it and are killed 90 s later."""
+    told: list[Event] = []
+    for start in range(4):
+        at_ns = int((BEGUN_S + 100 * start) * 1e9)
+        told.append(Opened(at_ns=at_ns, time_ns=at_ns, pid=start, host="h", rank=0, world_size=1, urls=()))
+        if start:
+            told.append(Loaded(at_ns=at_ns, step=5, bytes=1, read_bytes=1, seconds=0.0))
+        else:
+            told.append(Committed(at_ns=at_ns + 10 * 10**9, step=5, bytes=1, seconds=0.0, generation=1))
+        told.append(Alive(at_ns=at_ns + 90 * 10**9))
+    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    run = read_run(tmp_path)
+    summary = summarize(run, spans(run))
+    assert [round(one.lost_s) for one in summary.restarts] == [80, 90, 90]
+    assert [round(one.down_s) for one in summary.restarts] == [10, 10, 10]
+    assert summary.effective == pytest.approx(100 / 390)
+
+
+def test_a_copy_that_succeeds_when_it_is_retried_is_no_failure(tmp_path: Path) -> None:
+    drawn(mesh={"dp": 1}, saves=2, killed=True).write(tmp_path)
+    trace = tmp_path / "rank-00000.jsonl"
+    last_ns = max(event.at_ns for event in read_run(tmp_path).processes[0].events)
+    failed = PromotionFailed(at_ns=last_ns + 10**9, step=100, url="s3://far", error="down", final=False)
+    copied = Promoted(at_ns=last_ns + 2 * 10**9, step=100, url="s3://far", bytes=1, seconds=3.0)
+    with trace.open("ab") as file:
+        file.write(msgspec.json.encode(failed) + b"\n")
+    assert [one.level for one in problems_in(tmp_path) if "down" in one.what] == ["bad"]
+    with trace.open("ab") as file:
+        file.write(msgspec.json.encode(copied) + b"\n")
+    assert not [one for one in problems_in(tmp_path) if "down" in one.what]
+
+
+def test_numbers_that_are_not_finite_are_of_the_save_that_has_them(tmp_path: Path) -> None:
+    """The run saves step 900 with NaN, and again, without, after it has gone back."""
+    drawn(mesh={"dp": 1}, saves=10).write(tmp_path)
+    trace = tmp_path / "rank-00000.jsonl"
+    change_events(trace, lambda event: None if event["type"] == "Closed" else event)
+    events = trace.read_bytes().splitlines(keepends=True)
+    again = [one for one in events if b'"step":900' in one]
+    found = NotFiniteFound(at_ns=msgspec.json.decode(again[0])["at_ns"], step=900, tensors={"w": 2})
+    at = events.index(again[0]) + 1
+    events.insert(at, msgspec.json.encode(found) + b"\n")
+    trace.write_bytes(b"".join(events))
+    assert [one.level for one in problems_in(tmp_path) if "NaN" in one.what] == ["bad"]
+    trace.write_bytes(b"".join(events + again))
+    assert [one.level for one in problems_in(tmp_path) if "NaN" in one.what] == ["note"]
 
 
 def test_a_step_that_is_saved_twice_in_one_start_counts_twice(tmp_path: Path) -> None:
