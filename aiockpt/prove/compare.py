@@ -122,11 +122,14 @@ class Reference:
     def idle(self) -> set[str]:
         """Return the rows of random generators that nothing draws from: their state never changes."""
         states: dict[str, set[str]] = {}
+        owners = {f"{TRAINING}random"}
         for record in self.by_key.values():
             for found in record.random if isinstance(record, Stepped) else ():
                 for name, digest in found.items():
                     states.setdefault(name, set()).add(digest)
-        return {f"{TRAINING}random {name}" for name, found in states.items() if len(found) == 1}
+            if isinstance(record, Labelled):
+                owners |= {part for part, kind in record.state.parts.items() if kind == "per rank"}
+        return {f"{owner} {name}" for name, found in states.items() if len(found) == 1 for owner in owners}
 
 
 class Comparison:

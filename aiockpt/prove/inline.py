@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -219,7 +218,7 @@ def _quiet(recorder: Recorder) -> Iterator[None]:
 def _fresh_generators() -> Iterator[None]:
     """Seed all generators as a new process does for the length of the block."""
     python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    mode: Any = torch.are_deterministic_algorithms_enabled()
+    mode = torch.get_deterministic_debug_mode()
     random.seed()
     np.random.seed()
     torch.seed()
@@ -229,4 +228,4 @@ def _fresh_generators() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numbers)
         torch.set_rng_state(state)
-        torch.use_deterministic_algorithms(mode)
+        torch.set_deterministic_debug_mode(mode)

@@ -25,7 +25,6 @@ from aiockpt.prove.assignment import Kill, ProofJob
 from aiockpt.prove.certificate import Certificate, Evidence, judge
 from aiockpt.prove.compare import (
     RESUME,
-    TRAINING,
     Comparison,
     Findings,
     Reference,
@@ -131,6 +130,8 @@ class _Proof:
         """Run everything and return the certificate."""
         straight = self._run("straight", self._folder / "place-straight")
         _check_straight(straight)
+        if self._how.loss is not None and not straight.printed:
+            raise UsageError(f"--loss {self._how.loss!r} matches nothing that the script prints:\n{straight.tail}")
         kills = draw_kills(straight, self._how.kills, self._how.seed)
         if not kills:
             raise UsageError(SHORT)
@@ -228,8 +229,7 @@ class _Proof:
 
     def _idle(self, straight: Start, findings: Findings) -> set[str]:
         """Return the rows of random generators that no rank draws from."""
-        idle = set.intersection(*(Reference(records).idle() for records in straight.ranks.values()))
-        return {row for row in findings.rows if row in idle or f"{TRAINING}random {row.rpartition(' ')[2]}" in idle}
+        return set.intersection(set(findings.rows), *(Reference(one).idle() for one in straight.ranks.values()))
 
     def _ignored(self, findings: Findings) -> set[str]:
         return {row for row in findings.rows if any(fnmatch(row, pattern) for pattern in self._how.ignore)}

@@ -194,7 +194,8 @@ class FileWriter:
     """Appends records to a file; each line is written at once, so that nothing is lost with the process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        path = folder / f"rank{rank:05d}-{os.getpid()}.jsonl"
+        # By the time of its begin, which orders the processes of a rank.
+        path = folder / f"rank{rank:05d}-{time.time_ns():020d}-{os.getpid()}.jsonl"
         self._fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def __call__(self, record: AnyRecord) -> None:

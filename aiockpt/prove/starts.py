@@ -78,10 +78,10 @@ class Start(msgspec.Struct, frozen=True):
 def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
     """Return the records that the processes of one start wrote into *folder*, by rank.
 
-    Of several processes of one rank (a launcher that starts ranks again) the first one counts.
+    Of several processes of one rank (a launcher that starts ranks again, a script that starts another) the first one counts.
     """
     ranks: dict[int, list[AnyRecord]] = {}
-    for path in sorted(folder.glob("rank*.jsonl"), key=lambda path: path.stat().st_ctime_ns):
+    for path in sorted(folder.glob("rank*.jsonl")):
         ranks.setdefault(int(path.name[4:9]), read_records(path))
     return ranks
 

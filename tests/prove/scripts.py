@@ -125,7 +125,7 @@ def train(
     steps: int = STEPS,
     noise: bool = False,
     clock: bool = False,
-    told: bool = False,
+    told: str = "",
     beside: aiockpt.Checkpointer | None = None,
 ) -> None:
     """Train to the end, from the newest checkpoint below *folder*.
@@ -134,7 +134,7 @@ def train(
         noise: add a little that no two runs agree on to each loss.
         clock: give a metric that no two runs agree on.
         beside: saves the weights alone, every now and then.
-        told: record the first feature of each batch.
+        told: a name by which to record the first feature of each batch.
     """
     if bug == "no such file":
         Path("no such file").read_text()
@@ -174,7 +174,7 @@ def train(
             if noise:
                 loss = loss * (1 + 1e-3 * SystemRandom().random())  # of ten thousand values in float32
             if told:
-                record("first", features[0, 0])
+                record(told, features[0, 0])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # so it is in torch
             optimizer.step()

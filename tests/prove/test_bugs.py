@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -127,10 +128,11 @@ def test_a_row_can_be_ignored() -> None:
     assert outcomes(found)["ema"] == "ignored"
 
 
-def test_recorded_values_are_compared() -> None:
-    found = certify(partial(scripts.train, "data one ahead", told=True))
+@pytest.mark.parametrize("name", ["first", "numpy"])
+def test_recorded_values_are_compared_also_those_that_are_called_as_an_idle_generator(name: str) -> None:
+    found = certify(partial(scripts.train, "data one ahead", told=name))
     assert found.first is not None
-    assert (found.first.row, found.first.at) == ("record first", f"after step {went_on_from(found)}")
+    assert (found.first.row, found.first.at) == (f"record {name}", f"after step {went_on_from(found)}")
     record("nobody listens", 1)  # outside of a proof
 
 
@@ -191,6 +193,12 @@ def test_a_place_that_the_script_reads_is_left_as_it_is(tmp_path: Path) -> None:
         certify(fine_tune)
 
 
+def test_a_pattern_of_losses_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    script = "import tests.prove.scripts as s; s.train_plainly(); print('the loss is 3')"
+    with pytest.raises(UsageError, match="--loss 'los=' matches nothing that the script prints:\nthe loss is 3"):
+        certify([sys.executable, "-c", script], Proof(loss="los="), folder=tmp_path)
+
+
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(UsageError, match="not empty"):
@@ -200,7 +208,12 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 def test_hooks_are_gone_afterwards() -> None:
     backward = torch.Tensor.backward
     state = torch.get_rng_state()
-    certify(scripts.train)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        certify(scripts.train)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert torch.Tensor.backward is backward
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.nn.modules.module._global_forward_hooks

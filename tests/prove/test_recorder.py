@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from aiockpt.errors import StorageError
 from aiockpt.prove.assignment import Kill, ProofJob
-from aiockpt.prove.recorder import Recorder
+from aiockpt.prove.recorder import FileWriter, Recorder
 from aiockpt.prove.records import AnyRecord, Died
+from aiockpt.prove.starts import read_start_ranks
 
 
 async def wait(seconds: float) -> None:
     pytest.fail(f"there is a checkpoint, and the kill waits {seconds} s for one")
+
+
+def test_of_several_processes_of_a_rank_the_one_that_began_first_counts_whenever_it_ended(tmp_path: Path) -> None:
+    first, second = FileWriter(tmp_path, 0), FileWriter(tmp_path, 0)
+    second(Died(where="of an evaluation that the script starts"))
+    first(Died(where="of the script"))
+    assert read_start_ranks(tmp_path) == {0: [Died(where="of the script")]}
 
 
 async def test_what_a_load_finishes_of_a_dead_start_is_in_no_save_of_this_one() -> None:
