@@ -36,7 +36,8 @@ work over threads: ten million float32 took 0.08 s, and 0.5 s in chunks of a mil
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-Kind = Literal["same", "changed", "added", "removed", "left out"]
+Kind = Literal["same", "changed", "added", "removed", "left out", "not compared"]
+"""The last is of names that both steps leave out."""
 
 
 class TensorDifference(msgspec.Struct, frozen=True):
@@ -66,6 +67,11 @@ class LeafChange(msgspec.Struct, frozen=True):
     kind: Kind
     detail: str = ""
     difference: TensorDifference | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference is known, or possible because one step left it out."""
+        return self.kind not in ("same", "not compared")
 
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
@@ -127,16 +133,13 @@ def _tensor_bytes(entry: TensorEntry) -> int:
 
 
 def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
-    """Mark names that were excluded when one of two steps was saved: whether they changed is unknown.
-
-    Names that were excluded from both are compared by the recorded dtype and shape.
-    """
+    """Mark names that were excluded when one of two steps was saved, or both: whether they changed is unknown."""
     old, new = before.left_out or {}, after.left_out or {}
     kept = [one for one in found if not (one.kind in ("added", "removed") and _covers({**old, **new}, one.name))]
     for name in {**old, **new}:
-        kind: Kind = "same" if name in old and name in new and old[name] == new[name] else "left out"
+        kind: Kind = "not compared" if name in old and name in new and old[name] == new[name] else "left out"
         facts = (_noted(left, manifest, name) for left, manifest in ((old, before), (new, after)))
-        kept.append(LeafChange(name, "tensor", kind, "" if kind == "same" else " → ".join(facts)))
+        kept.append(LeafChange(name, "tensor", kind, " → ".join(facts)))
     return kept
 
 

@@ -73,14 +73,12 @@ def show_copied(copied: Copied, left_out: int) -> None:
 
 def show_changes(root: str, one: int, two: int, found: Sequence[LeafChange], everything: bool) -> None:
     """Print which tensors and values differ between two steps: tensors, then values."""
-    differing = [change for change in found if change.kind != "same"]
-    title(
-        f"{root} step {one} → {two}",
-        f"{len(differing)} of {count(len(found), 'leaf').replace('leafs', 'leaves')} differ",
-    )
+    differing = [change for change in found if change.differs]
+    unknown = [change.name for change in found if change.kind == "not compared"]
+    leaves = count(len(found) - len(unknown), "leaf").replace("leafs", "leaves")
+    title(f"{root} step {one} → {two}", f"{len(differing)} of {leaves} differ")
     if not differing:
         say("[green]equal, bit for bit[/]")
-        return
     tensors = [change for change in differing if change.what == "tensor"]
     tensors.sort(key=lambda change: natural_order(change.name))
     values = [change for change in differing if change.what == "value"]
@@ -89,6 +87,9 @@ def show_changes(root: str, one: int, two: int, found: Sequence[LeafChange], eve
     print_table(("value", ""), [(escape(one.name), Text(_value_text(one))) for one in values[:most]], folds="")
     if most is not None and max(len(tensors), len(values)) > most:
         say(f"[dim]the first {most} of {len(tensors)} tensors and {len(values)} values: --all shows everything[/]")
+    if unknown:
+        names = ", ".join(unknown) if everything else list_names(unknown)
+        say(f"[yellow]not compared: {escape(names)}: left out when both were saved[/]")
 
 
 def _show_tensors(found: Sequence[LeafChange]) -> None:

@@ -144,5 +144,5 @@ def diff(
         compare = partial(diff_steps, one=one, two=two, progress=watch)
         changes = finish(ckpt.run_on_destination(f"comparison of {one} and {two}", compare))
     show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
-    if any(change.kind != "same" for change in changes):
+    if any(change.differs for change in changes):
         raise typer.Exit(DAMAGED)
