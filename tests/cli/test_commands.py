@@ -51,6 +51,12 @@ def test_looking_changes_nothing_and_finishes_nobodys_commit(
     assert snapshot_of(root) == before
 
 
+def test_a_metric_with_brackets_in_its_name_has_a_column_of_that_name(aiockpt_command: Command, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": torch.ones(1)}, metrics={"accuracy[top5]": 0.5}).result()
+    assert "accuracy[top5]" in aiockpt_command("ls", tmp_path).out
+
+
 @pytest.mark.parametrize("step", ["newest", "2.5", "step-200"])
 def test_what_is_no_step_is_refused_with_what_would_be_one(aiockpt_command: Command, made: Path, step: str) -> None:
     outcome = aiockpt_command("verify", made, step)

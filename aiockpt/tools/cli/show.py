@@ -107,7 +107,7 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in right else "left"
-        table.add_column(heading, justify=justify, no_wrap=heading != folds, overflow="fold")
+        table.add_column(escape(heading), justify=justify, no_wrap=heading != folds, overflow="fold")
     return table
 
 
