@@ -252,6 +252,23 @@ async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: Me
     assert not any(point.operation == "put_new" for point in report.points)
 
 
+async def test_wrong_bytes_are_told_though_the_place_refuses_the_verb_later(
+    memory: MemoryBackend, plan: StressPlan
+) -> None:
+    got: list[str] = []
+
+    async def get(key: str, most: int) -> bytes | None:
+        if "/objects/" not in key:
+            return await memory.get(key, most)
+        got.append(key)
+        if len(got) > 1:
+            raise UsageError("one get is enough")
+        return b"x"
+
+    report = await measure(changed(memory, get=get), plan)
+    assert any("are not what was put" in problem for problem in report.problems)
+
+
 async def test_retries_below_are_counted(memory: MemoryBackend, plan: StressPlan) -> None:
     faults = [Fault(do="fail", verb="stat", match="*/listed/*", times=3, error=errno.EAGAIN)]
     policy = RetryPolicy(first_wait_s=0.001, longest_wait_s=0.001)

@@ -234,11 +234,12 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         except UsageError as error:
             self.skip(f"{operation} {size_text(size)} × {concurrency}", str(error))
             return False
+        finally:
+            self.report.problems += [problem for meter in meters.values() for problem in meter.wrong]
         retries = self.retries() - retries
         wall_s = stopwatch.wall_s
         cpu_s = stopwatch.cpu_s
         for name, meter in meters.items():
-            self.report.problems.extend(meter.wrong)
             if name == operation:
                 self.report.points.append(meter.point(name, size, concurrency, wall_s, cpu_s, retries))
             elif meter.requests or meter.errors:
