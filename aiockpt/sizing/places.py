@@ -193,11 +193,13 @@ def find_problems(place: PlaceEstimate, reserve_bytes: int) -> list[str]:
         return []
     room = f"{place.url} has {size(place.free_bytes)} free"
     if place.kept.steps is None:
-        if place.free_bytes >= MANY * place.step_bytes:
+        # The newest one, and older ones, which may have their weights alone.
+        fits = max(1 + (place.free_bytes - place.kept.bytes) // max(place.kept.grows_bytes, 1), 0)
+        if fits >= MANY:
             return []
-        fits = place.free_bytes // max(place.step_bytes, 1)
         return [f"{room}, keeps every step, and takes {fits} of them: give Retention(last=…)"]
-    to_come_bytes = place.kept.bytes - min(place.found_steps, place.kept.steps) * place.step_bytes
+    # Steps that are there may have their weights alone, and those to come have all.
+    to_come_bytes = min(place.kept.bytes, max(place.kept.steps - place.found_steps, 0) * place.step_bytes)
     if place.free_bytes >= SAFE * to_come_bytes + reserve_bytes:
         return []
     there = f", {place.found_steps} of which are there" if place.found_steps else ""

@@ -189,6 +189,31 @@ def test_what_does_not_fit_is_told_with_what_to_do(tmp_path: Path, monkeypatch: 
         assert "a quarter of the memory to spare" in found.problems[0]
 
 
+def test_steps_that_keep_their_weights_alone_count_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1000, 100)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}  # 1.2 MB, of which 0.4 are weights
+
+    def problems(free_bytes: int, **rules: Any) -> tuple[str, ...]:
+        monkeypatch.setattr(Small, "free_bytes", free_bytes)
+        with aiockpt.Checkpointer(
+            Small(tmp_path), limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(**rules)
+        ) as ckpt:
+            for step in range(rules.get("last", 0) + 1):
+                ckpt.save(step, state)
+                ckpt.wait()
+            return ckpt.estimate(state).result().problems
+
+    assert problems(60_000_000, optimizer=1) == (), "a hundred take 42 MB"
+    (problem,) = problems(30_000_000, optimizer=1)
+    assert "takes 7" in problem
+    (problem,) = problems(3_000_000, last=4, optimizer=1)
+    assert "4 of which are there" in problem, "they have 2.4 MB, and three of 1.2 are to come"
+    assert problems(4_500_000, last=4, optimizer=1) == ()
+
+
 def test_memory_that_saves_and_tiers_need_and_the_host_has_not_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
