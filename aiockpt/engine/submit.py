@@ -83,22 +83,24 @@ class Submitter:
         begun_ns = self._engine.now_ns()
         self.refuse_inside_save("save()")
         thread = thread_id()
+        job: SaveJob | None = None
+        before: Sequence[Promise[Any]] | None = None
         try:
             self._saving.add(thread)
             with self._calls:
                 entered = self._enter(msgspec.structs.replace(request, begun_ns=begun_ns))
-            if isinstance(entered, SaveFuture):
-                return entered
-            job, before = entered
+                if isinstance(entered, SaveFuture):
+                    return entered
+                job, before = entered
             if before is not None:
-                try:
-                    # One that is stuck for longer is not waited for: this save then runs beside it.
-                    for point in before:
-                        point.wait_anyway(self._engine.options.deadlines.close_s)
-                    self._start(job)
-                except BaseException as error:
-                    if not self._refuse_in_call(job, error):
-                        raise
+                # One that is stuck for longer is not waited for: this save then runs beside it.
+                for point in before:
+                    point.wait_anyway(self._engine.options.deadlines.close_s)
+                self._start(job)
+            return job.future
+        except BaseException as error:
+            if job is None or before is None or not self._refuse_in_call(job, error):
+                raise
             return job.future
         finally:
             self._saving.discard(thread)
@@ -150,6 +152,8 @@ class Submitter:
             save_round.abort(error)
             raise
         if not capture.beside:
+            self._saves.append(job.promise)
+            self._last_copy = job.copied
             return job, before
         self._register(job, before)
         return job, None
@@ -204,6 +208,7 @@ class Submitter:
             self._refuse(job, error)
         else:  # known to the caller only
             job.round.abort(error)
+            job.promise.fail(error)
         return left_to_future
 
     def _start(self, job: SaveJob) -> None:
@@ -217,10 +222,6 @@ class Submitter:
         # Before `submit`: an interrupt right after that must end a save that runs, and not its round alone.
         job.begun = True
         self._engine.loop.submit(self._run, job)
-        # For a save that is copied in the call: the others are in the list since `_register`.
-        with self._calls:
-            if job.promise not in self._saves:
-                self._saves.append(job.promise)
         job.copy()
 
     async def _run(self, job: SaveJob) -> None:

@@ -15,8 +15,10 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import UsageError
+from aiockpt.events import Committed, SaveStarted
 from tests.gates import Gate
 from tests.small_run import SMALL
+from tests.watch import Watch, until
 
 SOON_S = 250
 Call = Callable[[aiockpt.Checkpointer], object]
@@ -122,6 +124,33 @@ def test_what_a_handler_asks_for_without_waiting_for_the_save_is_answered(
         ckpt.save(0, {"x": 1}).result(SOON_S)
         ckpt.save(1, {"part": ToldMeanwhile()}).result(SOON_S)
     assert answers == [0]
+
+
+def test_no_more_saves_run_at_once_than_allowed_though_several_threads_call_at_once(tmp_path: Path) -> None:
+    watch, all_there = Watch(), threading.Barrier(5)
+    gate = Gate(LocalBackend(str(tmp_path)), "put_new", "*")
+
+    def save(step: int) -> None:
+        all_there.wait(SOON_S)
+        ckpt.save(step, {"x": torch.full((1000,), step)})
+
+    with aiockpt.Checkpointer(
+        gate, limits=aiockpt.Limits(io=SMALL, max_in_flight=1), observers=[watch], snapshot="eager"
+    ) as ckpt:
+        threads = [threading.Thread(target=save, args=(step,)) for step in range(5)]
+        for thread in threads:
+            thread.start()
+        assert gate.reached.wait(SOON_S)
+        until(lambda: ckpt.statistics().saves_in_flight == 5, "each has called", 30)
+        started = len(watch.of(SaveStarted))
+        gate.open_up()
+        for thread in threads:
+            thread.join(SOON_S)
+        ckpt.wait()
+    assert started == 1
+    assert [type(event) for event in watch.events if isinstance(event, SaveStarted | Committed)] == (
+        [SaveStarted, Committed] * 5
+    )
 
 
 def test_other_threads_save_while_one_saves(tmp_path: Path) -> None:
