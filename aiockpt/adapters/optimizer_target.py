@@ -45,6 +45,7 @@ from aiockpt.adapters.optimizer import (
     own_parameters,
     parameters_of,
     state_path,
+    view_general,
     view_plain,
 )
 from aiockpt.adapters.optimizer_forms import (
@@ -60,7 +61,7 @@ from aiockpt.adapters.optimizer_forms import (
     tensor_names,
 )
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.adapters.tensors import facts_of, may_spread, torch_dtype
+from aiockpt.adapters.tensors import facts_of, local_tensors, may_spread, torch_dtype
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.format.dtypes import same, torch_name
 from aiockpt.format.names import dotted, join_name, prefixes, split_name
@@ -365,21 +366,38 @@ class OptimizerTarget:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _apply_general(self, groups: Sequence[Thunks], states: States, rest: Thunk | None) -> None:
-        """Pass a state dict with torch's numbers to the optimizer's own ``load_state_dict()``."""
-        numbers: dict[int, int] = {}
-        packed = []
-        for group, thunks in zip(self.optimizer.param_groups, groups, strict=False):
+        """Pass a state dict with torch's numbers to the optimizer's own ``load_state_dict()``, which replaces all state."""
+        optimizer, numbers, packed = self.optimizer, dict[torch.Tensor, int](), []
+        for group, thunks in zip(optimizer.param_groups, groups, strict=False):
             for parameter in group["params"]:
-                numbers.setdefault(id(parameter), len(numbers))
+                numbers.setdefault(parameter, len(numbers))
             values = {**group, **{key: value() for key, value in thunks.items()}}
-            packed.append({**values, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-        state = {
-            numbers[id(parameter)]: {key: value() for key, value in thunks.items()}
-            for parameter, thunks in states
-            if thunks
-        }
-        state |= rest() if rest is not None else {}
-        self.optimizer.load_state_dict({"state": state, "param_groups": packed})
+            packed.append({**values, "params": [numbers[parameter] for parameter in group["params"]]})
+        state = {parameter: {key: value() for key, value in thunks.items()} for parameter, thunks in states}
+        if len(state) < len(numbers) and (present := view_general(optimizer, self.members)) is not None:
+            # What is not loaded stays, as in a plain optimizer.
+            parameters = {owner: parameter for _, parameter, owner in parameters_of(optimizer, self.members)}
+            state = {parameters[owner]: dict(entry) for owner, entry in present.states} | state
+        numbered: dict[Any, Any] = {numbers[parameter]: {**entry} for parameter, entry in state.items() if entry}
+        numbered |= rest() if rest is not None else {}
+        optimizer.load_state_dict({"state": numbered, "param_groups": packed})
+        for parameter, entry in state.items():
+            _undo_casts(parameter, entry, optimizer.state.get(parameter, {}))
+
+
+def _undo_casts(parameter: torch.Tensor, given: Mapping[Any, Any], taken: dict[Any, Any]) -> None:
+    """Replace the tensors of a parameter's state that torch's ``load_state_dict()`` has cast to the parameter's dtype."""
+    for key, tensor in given.items():
+        cast = taken.get(key)
+        if (
+            isinstance(tensor, torch.Tensor)
+            and isinstance(cast, torch.Tensor)
+            and tensor.dtype != cast.dtype == parameter.dtype
+        ):
+            parts = zip(local_tensors(cast), local_tensors(tensor), strict=True)
+            # Other values are the optimizer's own conversion.
+            if all(torch.equal(one, source.to(one)) for one, source in parts):
+                taken[key] = tensor.to(cast.device)
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -110,11 +110,15 @@ def test_state_finds_its_parameter_in_another_order_and_group(save: Any) -> None
         assert torch.equal(one["exp_avg"], other["exp_avg"])
 
 
-def test_moments_of_another_dtype_than_the_parameter_keep_it(save: Any) -> None:
+@pytest.mark.parametrize("hooks", [False, True])
+def test_moments_of_another_dtype_than_the_parameter_keep_it(save: Any, hooks: bool) -> None:
     state, found = (build(two_groups(torch.optim.AdamW), torch.bfloat16) for _ in range(2))
     train(state, 2)
     for entry in state["optimizer"].state.values():
         entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
+        entry["seen"] = torch.tensor([2**30 + 1])
+    if hooks:
+        found["optimizer"].register_load_state_dict_post_hook(lambda _: None)
     saved = save(state)
     saved.load(found)
     assert saved.equals(found)
@@ -508,6 +512,17 @@ def test_an_optimizer_that_wants_a_say_has_it_and_names_all_the_same(save: Any, 
     assert "optimizer.state.model.b.bias.momentum_buffer" in saved.bytes
 
 
+def test_what_an_optimizer_converts_itself_is_not_replaced_by_what_was_saved(save: Any) -> None:
+    state, found = (build(two_groups(Own, momentum=0.9), torch.bfloat16) for _ in range(2))
+    train(state, 2)
+    for entry in state["optimizer"].state.values():
+        entry["momentum_buffer"] = entry["momentum_buffer"].float()
+    save(state).load(found)
+    entries = [list(each["optimizer"].state.values()) for each in (state, found)]
+    for one, other in zip(*entries, strict=True):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"].float())
+
+
 def test_an_optimizer_with_a_form_of_its_own_is_saved_in_it(save: Any) -> None:
     found = build(two_groups(OtherForm, lr=1.0))
     save(build(two_groups(OtherForm, lr=0.5))).load(found)
@@ -562,7 +577,7 @@ def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:
 
 
 @pytest.mark.parametrize("there", ["object", "dict"])
-@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("first", ["model", "optimizer", "hooked optimizer"])
 @pytest.mark.parametrize("now", [lambda: nn.Linear(3, 2), lambda: nn.Linear(2, 2, dtype=torch.bfloat16)])
 def test_state_of_a_parameter_that_does_not_fit_is_not_taken(
     save: Any, now: Callable[[], nn.Module], first: str, there: str
@@ -577,13 +592,16 @@ def test_state_of_a_parameter_that_does_not_fit_is_not_taken(
     state: dict[str, Any] = {"model": source, "optimizer": optimizers[0]}
     saved = save(state if there == "object" else {key: one.state_dict() for key, one in state.items()})
     found: dict[str, Any] = {"model": target, "optimizer": optimizers[1]}
-    if first == "optimizer":
+    if first != "model":
         found = dict(reversed(found.items()))
+    if first == "hooked optimizer":
+        optimizers[1].register_load_state_dict_post_hook(lambda _: None)
     kept = {id(parameter): dict(state) for parameter, state in optimizers[1].state.items()}
     with pytest.raises(StateMismatchError, match=r"optimizer\.state\.model\.weight: of a parameter of "):
         saved.load(found)
     problems = saved.load(found, strict=False).problems
     assert any(problem.startswith("optimizer.state.model.weight: of a parameter of ") for problem in problems)
+    assert {id(one) for one in optimizers[1].state} == kept.keys()
     for one, values in optimizers[1].state.items():
         if one.shape != (2,) or one.dtype != torch.float32:  # the bias fits where the model is float32
             assert all(values[key] is value for key, value in kept[id(one)].items())
