@@ -43,6 +43,10 @@ def note_unused(matcher: Matcher) -> None:
         name = join_name(saved.path)
         for one in [one for some in saved.members for one in some if one not in saved.met]:
             matcher.note(f"{name}.state.{one}: left in the checkpoint: no optimizer of the state has this parameter")
+        if saved.rest is not None and None not in saved.met:
+            matcher.note(
+                f"{name}.rest: left in the checkpoint: it belongs to no parameter, and several optimizers differ"
+            )
 
 
 class _FoundState(msgspec.Struct, frozen=True):
@@ -89,7 +93,8 @@ class _ByParameter:
         met = {id(parameter) for parameter, _ in states}
         every = (parameter for _, parameter, _ in parameters_of(target.optimizer, target.members))
         states += ((one, Thunks()) for one in every if id(one) not in met)
-        target.apply_later(groups, states, self._rest())
+        main = self._main(saved for saved, _ in sources.values())
+        target.apply_later(groups, states, None if main is None else target.want_rest(main))
 
     def _want_own_parameters(self) -> None:
         """Request the parameters that are named by position only, where the positions are unchanged."""
@@ -102,11 +107,12 @@ class _ByParameter:
                 for source in self._sources:
                     source.ids.pop(owner, None)
 
-    def _rest(self) -> Any:
-        first = self._sources[0]
-        if first.saved.path != self._at or first.misfit is not None or first.saved.rest is None:
-            return None
-        return self._matcher.values.fresh((*self._target.path, "rest"), first.saved.rest)
+    def _main(self, sources: Iterable[SavedOptimizer]) -> SavedOptimizer | None:
+        """Return the saved optimizer for what belongs to no parameter: that of the same name, else the only one used."""
+        if (first := self._sources[0]).saved.path == self._at and first.misfit is None:
+            return first.saved
+        used = {one.path: one for one in sources}
+        return next(iter(used.values())) if len(used) == 1 else None
 
     def _begin_anew(self, owner: Path, why: str) -> None:
         place = self._target.state_place(owner)

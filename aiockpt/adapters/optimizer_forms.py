@@ -47,7 +47,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         rest: state that belongs to no parameter, or None.
         rows: the relation of the state tensors to each parameter that was spread over ranks.
         names: of the parameters of each group, in a dict that knows them by numbers and has torch's ``param_names``.
-        met: the parameters of it that are matched in the state.
+        met: the parameters of it that are matched in the state, and None for the rest.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     rest: Node = None
     rows: Mapping[Id, OptimizerRow] = {}
     names: list[list[str]] = []
-    met: set[Id] = msgspec.field(default_factory=set)
+    met: set[Id | None] = msgspec.field(default_factory=set)
 
     @property
     def by_numbers(self) -> bool:

@@ -332,10 +332,18 @@ class OptimizerTarget:
             live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.stored.axes_of(name))
         return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
+    def want_rest(self, saved: SavedOptimizer) -> Thunk | None:
+        """Return a getter for the the state of no parameter; None where it stays: not selected, or a dict was saved."""
+        saved.met.add(None)
+        place = (*self.path, "rest")
+        if saved.is_dict or not self.matcher.selects(place):
+            return None
+        return dict if saved.rest is None else self.matcher.values.fresh(place, saved.rest)
+
     # ---------------------------------------------------------------- steps
 
     def apply_later(self, groups: Sequence[Thunks], states: States, rest: Thunk | None) -> None:
-        """Set the requested parts in a step: the values of groups, the state of parameters, and the rest."""
+        """Set the requested parts in a step: the values of groups, the state of parameters, and the rest; None stays."""
         if not is_plain(self.optimizer):
             self.matcher.later(lambda: self._apply_general(groups, states, rest))
             return
@@ -362,6 +370,8 @@ class OptimizerTarget:
             if thunks:
                 optimizer.state[parameter].update({key: value() for key, value in thunks.items()})
         if rest is not None:
+            for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+                del optimizer.state[key]
             optimizer.state.update(rest())
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -374,12 +384,15 @@ class OptimizerTarget:
             values = {**group, **{key: value() for key, value in thunks.items()}}
             packed.append({**values, "params": [numbers[parameter] for parameter in group["params"]]})
         state = {parameter: {key: value() for key, value in thunks.items()} for parameter, thunks in states}
-        if len(state) < len(numbers) and (present := view_general(optimizer, self.members)) is not None:
+        others = {} if rest is None else rest()
+        is_whole = rest is not None and len(state) == len(numbers)
+        if not is_whole and (present := view_general(optimizer, self.members)) is not None:
             # What is not loaded stays, as in a plain optimizer.
             parameters = {owner: parameter for _, parameter, owner in parameters_of(optimizer, self.members)}
             state = {parameters[owner]: dict(entry) for owner, entry in present.states} | state
+            others = present.rest if rest is None else others
         numbered: dict[Any, Any] = {numbers[parameter]: {**entry} for parameter, entry in state.items() if entry}
-        numbered |= rest() if rest is not None else {}
+        numbered |= others
         optimizer.load_state_dict({"state": numbered, "param_groups": packed})
         for parameter, entry in state.items():
             _undo_casts(parameter, entry, optimizer.state.get(parameter, {}))
@@ -443,8 +456,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
         return
     ids = target.pair(saved)
     groups, states = _want_groups(target, saved, ids), _want_states_of_all(target, saved, ids)
-    rest = None if saved.rest is None else matcher.values.fresh((*path, "rest"), saved.rest)
-    target.apply_later(groups, states, rest)
+    target.apply_later(groups, states, target.want_rest(saved))
 
 
 def _places(target: OptimizerTarget) -> Iterator[Path]:

@@ -245,6 +245,26 @@ def test_two_optimizers_of_one_parameter_are_no_guess(through: Through) -> None:
     assert len(after.state) == len(list(found.parameters()))
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_state_of_no_parameter_follows_all_the_parameters_or_is_told(through: Through, hooks: bool) -> None:
+    model, found = net(), net()
+    before, after = SGD(model.parameters()), SGD(found.parameters())
+    before.state["count"], after.state["count"] = 3, 1  # type: ignore[index]
+    if hooks:
+        after.register_load_state_dict_post_hook(lambda _: None)
+    how: Any = {"optimizer_state": "by_parameter"}
+    assert not through({"m": model, "a": before}, {"m": found, "b": after}, **how).differences
+    assert after.state == {"count": 3}
+    first, second = (SGD(some) for some in split(model))
+    first.state["count"] = 4  # type: ignore[index]
+    result = through({"m": model, "a": first, "c": second}, {"m": found, "b": after}, **how)
+    assert (
+        "a.rest: left in the checkpoint: it belongs to no parameter, and several optimizers differ"
+        in result.differences
+    )
+    assert after.state == {"count": 3}
+
+
 @pytest.mark.parametrize("saved_as", ["named", "numbered"])
 def test_the_dict_of_an_optimizer_is_a_store_too_where_it_has_names(through: Through, saved_as: str) -> None:
     model, found = net(), net()

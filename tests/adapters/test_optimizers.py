@@ -468,12 +468,19 @@ def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_h
         saved.load(other)
 
 
-def test_state_that_belongs_to_no_parameter_is_kept(save: Any) -> None:
-    state, found = build(OPTIMIZERS["SGD"]), build(OPTIMIZERS["SGD"])
+@pytest.mark.parametrize("how", [{}, {"optimizer_state": "by_parameter"}])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_state_that_belongs_to_no_parameter_becomes_what_was_saved(save: Any, hooks: bool, how: dict[str, Any]) -> None:
+    state, found, without = (build(OPTIMIZERS["SGD"]) for _ in range(3))
+    for one in (state, found, without) if hooks else ():
+        one["optimizer"].register_load_state_dict_post_hook(lambda _: None)
     state["optimizer"].state["global"] = {"count": 3, "mean": torch.ones(2)}
-    save(state).load(found)
-    assert found["optimizer"].state["global"]["count"] == 3
-    assert torch.equal(found["optimizer"].state["global"]["mean"], torch.ones(2))
+    found["optimizer"].state["later"] = {"count": 1}
+    for saved in (save(state), save(without)):
+        saved.load(found, only=["model"], **how)
+        assert not saved.equals(found)
+        saved.load(found, **how)
+        assert saved.equals(found)
 
 
 class Own(torch.optim.SGD):
