@@ -22,8 +22,8 @@ from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, own_parameters, parameters_of
-from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, agreed_values, class_misfit
-from aiockpt.adapters.optimizer_target import OptimizerTarget, Source, Thunks, load_optimizer, numbers_misfit
+from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, agreed_values, class_misfit, groups_without_parameters
+from aiockpt.adapters.optimizer_target import OptimizerTarget, Thunks, load_optimizer, numbers_misfit
 from aiockpt.adapters.stored import members_of
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
@@ -82,18 +82,22 @@ class _ByParameter:
         """Request the state."""
         target = self._target
         self._want_own_parameters()
-        groups: list[Thunks] = []
-        sources: dict[Path, Source] = {}
-        for number, owners in enumerate(target.members):
-            chosen = {owner: source for owner in owners if (source := self._choose(owner, number)) is not None}
-            groups.append(target.want_values(number, self._values_of(number, chosen)))
-            sources |= {owner: (one.saved, one.ids[owner]) for owner, one in chosen.items()}
+        chosen = [
+            {owner: source for owner in owners if (source := self._choose(owner, number)) is not None}
+            for number, owners in enumerate(target.members)
+        ]
+        sources = {owner: (one.saved, one.ids[owner]) for some in chosen for owner, one in some.items()}
+        main = self._main(saved for saved, _ in sources.values())
+        empty = iter(()) if main is None else groups_without_parameters(main)
+        groups = [
+            target.want_values(number, self._values_of(number, chosen[number]) if owners else next(empty, {}))
+            for number, owners in enumerate(target.members)
+        ]
         states = target.want_states(sources, self._begin_anew)
         # A parameter without a source begins anew: with no getters its present state is removed.
         met = {id(parameter) for parameter, _ in states}
         every = (parameter for _, parameter, _ in parameters_of(target.optimizer, target.members))
         states += ((one, Thunks()) for one in every if id(one) not in met)
-        main = self._main(saved for saved, _ in sources.values())
         target.apply_later(groups, states, None if main is None else target.want_rest(main))
 
     def _want_own_parameters(self) -> None:

@@ -565,7 +565,8 @@ def test_a_node_that_no_optimizer_wrote_is_refused_as_damage(save: Any) -> None:
         saved.open(state)
 
 
-def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:
+@pytest.mark.parametrize("how", [{}, {"optimizer_state": "by_parameter"}])
+def test_groups_without_parameters_get_their_settings_back(save: Any, how: dict[str, Any]) -> None:
     """A trainer makes a group for each kind of parameter, and a scheduler goes on from all of them."""
 
     def make(lr: float) -> dict[str, Any]:
@@ -577,7 +578,7 @@ def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:
     state, found = make(0.5), make(0.25)
     for number, group in enumerate(state["optimizer"].param_groups):
         group["lr"] = 0.1 * number
-    save(state).load(found)
+    save(state).load(found, **how)
     assert [(group["lr"], group["weight_decay"]) for group in found["optimizer"].param_groups] == [
         (group["lr"], group["weight_decay"]) for group in state["optimizer"].param_groups
     ]
