@@ -323,6 +323,7 @@ class OptimizerPart:
     def _watch_plain(self, watch: Watch) -> None:
         optimizer = self._keeper
         watch.attribute(attrgetter("state"), optimizer)
+        watch.attribute(lambda each: "state_dict" in vars(each), optimizer)
         for hooks in _hooks(optimizer):
             watch.mapping(hooks)
         # Values that are no tensors are read anew in each walk (`refresh`): of them only the keys have to stay.

@@ -134,6 +134,7 @@ CHANGES = {
     "new group members": "optimizer.param_groups[0]['params'] = [model[0].weight]",
     "new group value": "optimizer.param_groups[0]['extra'] = 5",
     "hook optimizer": "optimizer.register_state_dict_post_hook(lambda _, found: found['param_groups'][0].update(more=1))",
+    "override saving of the optimizer": "optimizer.state_dict = lambda: {'own': ONE}",
     "change optimizer class": "optimizer.__class__ = OwnAdamW",
     "swap optimizer": "state['optimizer'] = torch.optim.SGD(model.parameters())",
     "swap object": "state['counter'] = Counter()",
