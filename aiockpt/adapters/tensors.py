@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
 from collections.abc import Hashable, Sequence
@@ -405,7 +406,8 @@ def new_tensor(
 def number_misfit(number: Any, dtype: torch.dtype) -> str | None:
     """Return as text why a plain number cannot become an element of *dtype*, or None.
 
-    Floats are rounded; an integer dtype accepts integral values in its range; only a complex dtype accepts complex numbers.
+    Floats are rounded, in the range of the dtype, and integers are not; an integer dtype accepts integral values in its
+    range; only a complex dtype accepts complex numbers.
     """
     try:
         _as_element(number, dtype)
@@ -426,12 +428,16 @@ def _as_element(number: Any, dtype: torch.dtype) -> torch.Tensor:
     plain = number.item() if isinstance(number, np.generic) else number
     if isinstance(plain, np.generic):  # longdouble.item() is a longdouble again
         plain = complex(plain) if np.iscomplexobj(plain) else float(plain)
-    if dtype.is_complex:
-        return torch.tensor(complex(plain), dtype=dtype)
-    if isinstance(plain, complex):
-        raise TypeError("a complex number")
-    if dtype.is_floating_point:
-        return torch.tensor(float(plain), dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        element, most = (
+            torch.tensor((complex if dtype.is_complex else float)(plain), dtype=dtype),
+            torch.finfo(dtype).max,
+        )
+        if isinstance(plain, int) and element.item() != plain:
+            raise ValueError("rounded")
+        if any(most < abs(part) < math.inf for part in (plain.real, plain.imag)):
+            raise ValueError("out of range")
+        return element
     whole = int(plain)
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if whole != plain or not least <= whole <= most:

@@ -46,6 +46,13 @@ from tests.adapters.worlds import World
         ),
         (1j, torch.ones(()), "v: a tensor of torch.float32 in the state, a complex that it cannot hold"),
         (10**400, torch.ones(()), "v: a tensor of torch.float32 in the state, an int that it cannot hold"),
+        (2**24 + 1, torch.ones(()), "v: a tensor of torch.float32 in the state, an int that it cannot hold"),
+        (
+            1e5,
+            torch.ones((), dtype=torch.half),
+            "v: a tensor of torch.float16 in the state, a float that it cannot hold",
+        ),
+        (1e99j, torch.tensor(1j), "v: a tensor of torch.complex64 in the state, a complex that it cannot hold"),
         (np.str_("x"), 5, "v: an int in the state, a numpy str_ in the checkpoint"),
         ({1}, frozenset({1}), "v: a frozenset in the state, a set in the checkpoint"),
         (bytearray(b"x"), b"x", "v: bytes in the state, a bytearray in the checkpoint"),
@@ -105,7 +112,8 @@ def test_numbers_fit_each_other_and_none_fits_all(save: Any, stored: Any, here: 
     [
         (1e9, torch.tensor(0.5), torch.tensor(1e9)),
         (0.1, torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(0.1, dtype=torch.bfloat16)),
-        (1e300, torch.tensor(0.5), torch.tensor(float("inf"))),
+        (1 << 30, torch.tensor(0.5), torch.tensor(2.0**30)),
+        (65504, torch.tensor(0.5, dtype=torch.float16), torch.tensor(65504, dtype=torch.float16)),
         (3, torch.tensor(0.5), torch.tensor(3.0)),
         (3.0, torch.tensor(5), torch.tensor(3)),
         (2**63 + 1, torch.tensor(0, dtype=torch.uint64), torch.tensor(2**63 + 1, dtype=torch.uint64)),
