@@ -33,6 +33,7 @@ from aiockpt.adapters.composites import (
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
+from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import dtype_code, is_plain
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.errors import StateMismatchError
@@ -86,10 +87,10 @@ def load_tensor(
     """Fill a tensor with a name of its own, ordinary or composite, from the checkpoint.
 
     Args:
-        node: the stored value there, if it is not an ordinary tensor; else ``UNSET``.
+        node: the stored value there, or ``UNSET``; an ordinary tensor is looked up by its name.
         flat, stored: as for `Matcher.want`.
     """
-    if node is not msgspec.UNSET:
+    if node is not msgspec.UNSET and not is_tensor_node(node):
         _load_composite(path, live, node, matcher)
         matcher.skip(stored or matcher.stored_name(path))
     elif not is_composite(live):

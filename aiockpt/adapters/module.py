@@ -346,7 +346,11 @@ def open_source(path: Path, matcher: Matcher) -> SavedModule:
     if not all_keys:
         return SavedModule(path, name, {}, {}, None)
     keys = {bare_key(key, all_keys): key for key in all_keys if type(key) is str}
-    values = {bare: saved[key] for bare, key in keys.items() if key in saved and not is_tensor_node(saved[key])}
+    values = {
+        bare: saved[key]
+        for bare, key in keys.items()
+        if key in saved and (not is_tensor_node(saved[key]) or bare.endswith(EXTRA))
+    }
     return SavedModule(path, name, keys, values, _versions_of(found.node if found else None, all_keys))
 
 

@@ -86,6 +86,16 @@ def test_extra_state_is_kept_with_its_tensors(save: Any) -> None:
         save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(None)})
 
 
+@pytest.mark.parametrize("source", ["module", "state_dict"])
+@pytest.mark.parametrize("target", ["module", "state_dict"])
+def test_extra_state_that_is_a_tensor_loads_into_each_form(save: Any, source: str, target: str) -> None:
+    one, other = (WithExtra(torch.full((3,), value)) for value in (1.0, 2.0))
+    held: Any = other if target == "module" else other.state_dict()
+    save({"m": one if source == "module" else one.state_dict()}).load({"m": held})
+    other.load_state_dict(other.state_dict() if target == "module" else held)
+    assert torch.equal(other.extra, one.extra)
+
+
 def test_extra_state_is_read_anew_on_every_walk() -> None:
     model, walker = WithExtra({"n": 1}), StateWalker()
     walker.walk({"m": model})
