@@ -333,7 +333,7 @@ class OptimizerTarget:
         return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
     def want_rest(self, saved: SavedOptimizer) -> Thunk | None:
-        """Return a getter for the the state of no parameter; None where it stays: not selected, or a dict was saved."""
+        """Return a getter for the state of no parameter; None where it stays: not selected, or a dict was saved."""
         saved.met.add(None)
         place = (*self.path, "rest")
         if saved.is_dict or not self.matcher.selects(place):

@@ -429,10 +429,8 @@ def _as_element(number: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(plain, np.generic):  # longdouble.item() is a longdouble again
         plain = complex(plain) if np.iscomplexobj(plain) else float(plain)
     if dtype.is_floating_point or dtype.is_complex:
-        element, most = (
-            torch.tensor((complex if dtype.is_complex else float)(plain), dtype=dtype),
-            torch.finfo(dtype).max,
-        )
+        element = torch.tensor((complex if dtype.is_complex else float)(plain), dtype=dtype)
+        most = torch.finfo(dtype).max
         if isinstance(plain, int) and element.item() != plain:
             raise ValueError("rounded")
         if any(most < abs(part) < math.inf for part in (plain.real, plain.imag)):

@@ -68,7 +68,7 @@ class Stages:
         self._noted.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
     def follow(self, event: Event) -> None:
-        """Emit *event*, at the first `flush` where none came yet. On the loop thread."""
+        """Emit *event*; before the first `flush`, at that one. On the loop thread."""
         self._noted.append(event)
         if self._flushed:
             self.flush()

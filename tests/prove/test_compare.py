@@ -138,7 +138,7 @@ def test_losses_may_be_close_and_data_not() -> None:
 
 def test_generators_that_nothing_draws_from_are_known_by_the_rows_of_generators_alone() -> None:
     state = View({"rng.torch": "1", "model.w": "1"}, {"rng": "per rank", "model": "module"})
-    still = [*(stepped(step, 1, ["the same"]) for step in range(3)), labelled(2, 1, 3, state=state)]
+    still: list[AnyRecord] = [*(stepped(step, 1, ["the same"]) for step in range(3)), labelled(2, 1, 3, state=state)]
     assert Reference(still).idle() == {"training: random torch", "rng torch"}  # and no "record torch" of the script
     assert Reference(straight()).idle() == set()
 
