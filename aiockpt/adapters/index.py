@@ -42,12 +42,11 @@ class Index:
         self.holders: dict[Path, nn.Module | Mapping[Any, Any]] = {}
         if not isinstance(state, Mapping):
             refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
-        bare: dict[int, Path] = {}
         self._bare: list[tuple[torch.Tensor, Path]] = []
         self._by_memory: dict[Hashable, Path] | None = None
-        self._enter(state, (), bare)
-        for identity, place in bare.items():
-            self.paths.setdefault(identity, place)
+        self._enter(state, ())
+        for tensor, path in self._bare:
+            self.paths.setdefault(id(tensor), path)
 
     def path_of(self, tensor: torch.Tensor) -> Path | None:
         """Return the path of *tensor*, or of a bare tensor in the same memory (as in a ``state_dict()``); or None."""
@@ -78,21 +77,21 @@ class Index:
         parts = (part for module in modules for part in walk_parts(module, (), loads_directly))
         return any(parameter is one for _, member, direct in parts if not direct for one in member.parameters())
 
-    def _enter(self, container: Any, path: Path, bare: dict[int, Path]) -> None:
+    def _enter(self, container: Any, path: Path) -> None:
         if len(path) > MAX_DEPTH:
             refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
+        is_mapping = isinstance(container, Mapping)
         for key, value in members(container):
             check_key(key, path)
             kind = kind_of(value)
-            if kind == "module":
-                self._enter_module(value, (*path, key))
-            elif kind == "tensor":
-                bare.setdefault(id(value), (*path, key))
-                if isinstance(container, Mapping):
-                    self.holders[path] = container
+            if kind == "tensor":
                 self._bare.append((value, (*path, key)))
+                if is_mapping:
+                    self.holders[path] = container
+            elif kind == "module":
+                self._enter_module(value, (*path, key))
             elif kind == "container":
-                self._enter(value, (*path, key), bare)
+                self._enter(value, (*path, key))
 
     def _enter_module(self, module: nn.Module, path: Path) -> None:
         if FSDP in sys.modules:
