@@ -292,7 +292,7 @@ class Submitter:
             return self._walker.walk(state, selection)
 
     def warm_up(self, walked: ShardedState, warm_up_round: Round) -> None:
-        """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
+        """Plan the save and its copy, and allocate the pool. Runs on a worker: other ranks may come later."""
         try:
             share = warm_up_round.share(walked)
         except BaseException as error:
@@ -304,6 +304,7 @@ class Submitter:
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
         pool.make_huge()
+        self._engine.copy_program(plan, share)
 
     def release(self) -> None:
         """Release the last states, and all that is cached of them."""

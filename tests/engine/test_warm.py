@@ -124,6 +124,25 @@ def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
     assert state["x"].equal(expected)
 
 
+def test_the_first_save_after_warm_up_has_the_program_of_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[snapshot.CopyProgram] = []
+
+    class Noted(snapshot.CopyProgram):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(snapshot, "CopyProgram", Noted)
+    state = {"x": torch.arange(1 << 16)}
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.warm_up(state).result()
+        assert len(made) == 1
+        ckpt.save(1, state).result()
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("sizes", [[], [5], [4096 * 9 + 1], [100] * 7, [1 << 20, 3, 1 << 16, 70_001]])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_shares_of_a_copy_are_about_even_and_together_all_of_it(sizes: list[int], count: int) -> None:
