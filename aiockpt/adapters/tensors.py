@@ -428,16 +428,20 @@ def _as_element(number: Any, dtype: torch.dtype) -> torch.Tensor:
     plain = number.item() if isinstance(number, np.generic) else number
     if isinstance(plain, np.generic):  # longdouble.item() is a longdouble again
         plain = complex(plain) if np.iscomplexobj(plain) else float(plain)
-    if dtype.is_floating_point or dtype.is_complex:
-        element = torch.tensor((complex if dtype.is_complex else float)(plain), dtype=dtype)
-        most = torch.finfo(dtype).max
-        if isinstance(plain, int) and element.item() != plain:
-            raise ValueError("rounded")
-        if any(most < abs(part) < math.inf for part in (plain.real, plain.imag)):
-            raise ValueError("out of range")
-        return element
-    whole = int(plain)
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if whole != plain or not least <= whole <= most:
-        raise ValueError("not one of its values")
-    return torch.tensor(whole, dtype=dtype)
+    if dtype.is_complex:
+        element = torch.tensor(complex(plain), dtype=dtype)
+    elif isinstance(plain, complex):
+        raise TypeError("a complex number")
+    elif dtype.is_floating_point:
+        element = torch.tensor(float(plain), dtype=dtype)
+    else:
+        whole = int(plain)
+        least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if whole != plain or not least <= whole <= most:
+            raise ValueError("not one of its values")
+        return torch.tensor(whole, dtype=dtype)
+    if isinstance(plain, int) and element.item() != plain:
+        raise ValueError("rounded")
+    if any(torch.finfo(dtype).max < abs(part) < math.inf for part in (plain.real, plain.imag)):
+        raise ValueError("out of range")
+    return element
