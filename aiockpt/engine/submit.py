@@ -8,8 +8,8 @@ Guarantees:
   each change of the state waits for it.
 - Any thread may save: calls are accepted one at a time, except for their waits and the copy itself.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
-- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; except where
-  copies end in time with a few slabs.
+- After the first snapshot of a state the staging pool is filled until it holds all of it, so that later ones are one copy;
+  except where copies end in time with a few slabs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -372,6 +374,21 @@ def test_an_error_at_any_call_of_a_replacement_leaves_the_old_weights_or_the_new
         assert whole(files) in ((found.new,) if outcome is None else (found.old, found.new)), (
             f"at call {at}: {outcome!r}"
         )
+
+
+def test_old_weights_that_a_failure_put_back_survive_a_power_cut() -> None:
+    found = conversion("many")
+    for at in itertools.count(1):
+        faulty = FaultyFiles(snapshot(found.start), [Fault(do="fail", verb="rename", at=at, error=errno.EIO)])
+        recording = RecordingFiles(faulty)
+        with suppress(CheckpointError):
+            convert_on(recording, 2, KINDS["many"][1])
+        if not faulty.schedule.fired:
+            assert at > 4
+            return
+        for done, after in power_cuts(recording.calls, start=found.start, limit=24):
+            expected = (found.old, found.new) if done == len(recording.calls) else (None, found.old, found.new)
+            assert whole(after) in expected, f"rename {at} failed; after call {done} ({recording.calls[done - 1]})"
 
 
 def test_a_cancelled_conversion_leaves_nothing(tmp_path: Path) -> None:
