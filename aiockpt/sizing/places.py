@@ -171,7 +171,7 @@ async def _count_steps(place: Place) -> int:
 
 async def _probe(place: Place, byte_count: int) -> float:
     """Write a file, flush it, remove it; return its bytes per second."""
-    backend, key = place.backend, f"probe-{place.engine.token(8)}"
+    backend, key = place.backend, f".aiockpt-probe-{place.engine.token(8)}"
     unit = min(place.engine.options.io.slab_bytes, byte_count)
     data = memoryview(bytearray(unit))
     begun_ns = time.perf_counter_ns()

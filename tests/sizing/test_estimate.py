@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.pipeline.collect import plan_removal
 from aiockpt.sizing.estimate import Estimate
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Space
@@ -222,6 +225,21 @@ def test_memory_that_saves_and_tiers_need_and_the_host_has_not_is_told(
     with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         problems = ckpt.estimate({"x": torch.zeros(1 << 18)}).result().problems
     assert any("1.0 MiB to spare" in problem and "memory tiers" in problem for problem in problems)
+
+
+class KilledProbe(LocalBackend):
+    """A place where a process is killed within its probe: what was begun stays."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete nothing."""
+
+
+def test_the_probe_of_a_killed_process_is_removed_with_the_run(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(KilledProbe(tmp_path)) as ckpt:
+        ckpt.estimate({"x": torch.zeros(10)}, probe_bytes=4096).result()
+    (left,) = tmp_path.iterdir()
+    removal = asyncio.run(plan_removal(LocalBackend(tmp_path), None))
+    assert (removal.marks, removal.others) == ((left.name,), ())
 
 
 def test_the_probe_is_timed_in_durable_places_and_removed(tmp_path: Path) -> None:
