@@ -260,7 +260,7 @@ class Checkpointer:
                 values; see docs/guide/states.md.
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None uses what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
-            user: anything JSON can hold; kept in the manifest.
+            user: anything JSON can hold; kept in the manifest as JSON has it: a tuple as a list, NaN and infinity as None.
             only: names of the state, or their prefixes, to save; ``*`` stands for any part of a name, ``**`` for any
                 number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
                 with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None uses what
