@@ -103,6 +103,11 @@ def test_what_is_spelt_right_is_made_as_ever(tmp_path: Path) -> None:
         (lambda: untyped.Cadence(mttf="6h"), "Cadence(mttf='6h'): give more than 0 seconds, or None"),
         (lambda: untyped.ShardedSampler("47", 3), "ShardedSampler(length='47'): give an int of at least 0"),
         (lambda: untyped.ShardedSampler(47, 0), "ShardedSampler(batch_size=0): give an int of at least 1"),
+        (lambda: untyped.Ranks(rank="0"), "Ranks(rank='0'): give an int of at least 0"),
+        (lambda: untyped.Ranks(world_size="2"), "Ranks(world_size='2'): give an int of at least 1"),
+        (lambda: untyped.Preemption(signals=15), "Preemption(signals=15): give names of signals"),
+        (lambda: untyped.Preemption(signals="SIGTERM"), "Preemption(signals='SIGTERM'): give names of signals"),
+        (lambda: untyped.monitor.Heartbeat(every_s="5s"), "Heartbeat(every_s='5s'): give more than 0 seconds"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: str) -> None:
@@ -123,6 +128,7 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: st
         ({"lazy": aiockpt.Lazy(immutable=untyped_list)}, "5 names no tensor: give names as"),
         ({"ranks": 5}, "ranks=5: give aiockpt.Ranks("),
         ({"world": 5}, "world=5: give an aiockpt.runtime.world.World"),
+        ({"scrub": True}, "scrub=True: give an aiockpt.Scrub(…), or None"),
     ],
 )
 def test_a_checkpointer_refuses_what_cannot_be_meant(options: dict[str, Any], message: str) -> None:
@@ -150,6 +156,26 @@ def test_an_option_of_an_earlier_release_is_accepted_and_says_what_to_write(
     assert told[0].filename == __file__
     with ckpt:
         assert getattr(ckpt._options, name) == value
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda ckpt: ckpt.prune(3), "prune(rules=3): give an aiockpt.Retention(last=3), or None"),
+        (lambda ckpt: ckpt.watch("eval", every_s="10s"), "watch(every_s='10s'): give more than 0 seconds"),
+        (lambda ckpt: ckpt.load({"w": 0}, only=3), "load(only=3): give names of the state"),
+        (lambda ckpt: ckpt.load({"w": 0}, only=[3]), "load(only=a list): give names of the state"),
+        (lambda ckpt: ckpt.load({"w": 0}, rename=3), "rename= takes a list of pairs"),
+        (lambda ckpt: ckpt.load({"w": 0}, rename=len), "rename= goes from names to names, and 1 is none"),
+        (lambda ckpt: ckpt.load({"w": 0}, map={"w": None}), "map= goes from names to names, and None is none"),
+        (lambda ckpt: ckpt.load({"w": 0}, map=len), "map= goes from names to names, and 1 is none"),
+    ],
+)
+def test_a_call_refuses_what_cannot_be_meant(call: Any, message: str) -> None:
+    with aiockpt.Checkpointer("memory://refused-calls") as ckpt:
+        ckpt.save(0, {"w": 1}).result()
+        with pytest.raises(UsageError, match=re.escape(message)):
+            call(ckpt).result()
 
 
 def test_a_load_group_of_an_earlier_release_is_that_of_the_ranks() -> None:

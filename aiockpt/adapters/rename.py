@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.tree import Path
 
@@ -33,6 +33,8 @@ class Rules:
     def __init__(self, rules: Sequence[tuple[str, str]] | Callable[[str], str]) -> None:
         self._function = rules if callable(rules) else None
         self._pairs: list[tuple[re.Pattern[str], str]] = []
+        if not callable(rules) and not isinstance(rules, Sequence):
+            raise UsageError(f"rename= takes a list of pairs, or a function of a name, and not {kind_in_words(rules)}")
         for pair in () if callable(rules) else rules:
             try:
                 old, new = pair
@@ -48,10 +50,16 @@ class Rules:
     def __call__(self, name: str) -> str:
         """Return the new name."""
         if self._function is not None:
-            return self._function(name)
+            return _check_name("rename=", self._function(name))
         for old, new in self._pairs:
             name = old.sub(new, name)
         return name
+
+
+def _check_name(argument: str, name: object) -> str:
+    if not isinstance(name, str):
+        raise UsageError(f"{argument} goes from names to names, and {name!r:.80} is none: give text")
+    return name
 
 
 Rename = Callable[[str], str] | Mapping[str, str] | Rules
@@ -75,6 +83,8 @@ class Renaming:
     def __init__(self, rename: Rename) -> None:
         if not (callable(rename) or isinstance(rename, Mapping)):
             raise UsageError(f"map= takes a dict, or a function of a name, and not a {type(rename).__name__}")
+        for name in (*rename.keys(), *rename.values()) if isinstance(rename, Mapping) else ():
+            _check_name("map=", name)
         self._mapping = rename if isinstance(rename, Mapping) else None
         self._function = rename if callable(rename) else None
         self._seen: set[str] = set()
@@ -82,7 +92,7 @@ class Renaming:
     def __call__(self, name: str) -> str:
         """Return what the leaf *name* of the state is called in the checkpoint."""
         if self._function is not None:
-            return self._function(name)
+            return _check_name("map=", self._function(name))
         if self._mapping is not None:
             for prefix in prefixes(name):
                 if prefix in self._mapping:

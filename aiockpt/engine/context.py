@@ -372,7 +372,7 @@ class Place:
     @asynccontextmanager
     async def reading(self, step_id: str) -> AsyncIterator[None]:
         """Protect a step from retention, here and in other processes, for the length of the block."""
-        with self._pinning(step_id):
+        with self.pinning(step_id):
             async with self._leasing(self._new_lease(step_id), b"", must=False):
                 yield
 
@@ -394,7 +394,7 @@ class Place:
             except CheckpointError as error:
                 logger.warning("lease %s cannot be renewed now: %s", key, error)
 
-        with self._pinning(step_id):
+        with self.pinning(step_id):
             async with self._leasing(key, who, must=True):
                 yield renew
 
@@ -402,7 +402,8 @@ class Place:
         return lease_key(step_id, self.engine.token(6))
 
     @contextmanager
-    def _pinning(self, step_id: str) -> Iterator[None]:
+    def pinning(self, step_id: str) -> Iterator[None]:
+        """Protect a step for the length of the block."""
         self.protect(step_id)
         try:
             yield

@@ -22,6 +22,7 @@ from aiockpt.events import BytesWritten, Event, LoadFailed, Opened, Promoted, Sa
 from aiockpt.monitor.stragglers import PeerTimes, Straggler, found_event
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
+from aiockpt.options import check_amount
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
@@ -90,8 +91,7 @@ class Heartbeat:
 
     def __init__(self, url: str | None = None, *, every_s: float = 5.0, overdue_s: float = 300.0) -> None:
         for name, value in (("every_s", every_s), ("overdue_s", overdue_s)):
-            if not value > 0:
-                raise UsageError(f"Heartbeat({name}={value!r}): give seconds, more than 0")
+            check_amount("Heartbeat", name, value, " seconds")
         self._url, self._every_s, self._overdue_s = url, every_s, overdue_s
         self._opened: Opened | None = None
         self._begun, self._ending = anyio.Event(), anyio.Event()

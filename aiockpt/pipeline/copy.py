@@ -69,6 +69,10 @@ class Windows:
         self._pool.release(window)
         await self._free.__aexit__()
 
+    def close(self) -> None:
+        """Release the memory; a window that is still in use, when it is returned. Idempotent."""
+        self._pool.close()
+
 
 async def copy_step(
     source: CopySource,

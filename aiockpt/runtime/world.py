@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.options import launched_world_size
+from aiockpt.options import check_count, launched_world_size
 
 if TYPE_CHECKING:
     from aiockpt.runtime.accelerator import Accelerator
@@ -181,7 +181,9 @@ class Ranks(msgspec.Struct, frozen=True):
     load_group: Any = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
+        check_count("Ranks", "rank", self.rank, least=0)
+        check_count("Ranks", "world_size", self.world_size)
+        if self.rank >= self.world_size:
             raise UsageError(f"Ranks(rank={self.rank}, world_size={self.world_size}): there is no such rank")
         if self.world_size > 1 and self.store is None:
             raise UsageError(

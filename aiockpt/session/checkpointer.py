@@ -177,7 +177,7 @@ class Checkpointer:
         world: World | None = None,
         **moved: Unpack[MovedOptions],
     ) -> None:
-        _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits))
+        _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits), scrub=(scrub, Scrub | None))
         if moved:
             warn_moved(moved)
             lazy, limits = _replace_fields(lazy, moved), _replace_fields(limits, moved)
@@ -260,7 +260,7 @@ class Checkpointer:
                 values; see docs/guide/states.md.
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None uses what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
-            user: anything JSON can hold; kept in the manifest.
+            user: anything JSON can hold; kept in the manifest as JSON has it: a tuple as a list, NaN and infinity as None.
             only: names of the state, or their prefixes, to save; ``*`` stands for any part of a name, ``**`` for any
                 number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
                 with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None uses what
@@ -424,6 +424,8 @@ class Checkpointer:
         if optimizer_state not in get_args(OptimizerState):
             refuse_value("load", "optimizer_state", optimizer_state, '"by_optimizer" or "by_parameter"')
         names = (only,) if isinstance(only, str) else only
+        if names is not None and not (isinstance(names, Sequence) and all(isinstance(name, str) for name in names)):
+            refuse_value("load", "only", only, "names of the state, such as ['model'], or None for all")
         asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
         request = self._probe.asked(asked)
         foreign = self._open_foreign(fork, request)
@@ -578,6 +580,14 @@ class Checkpointer:
 
     def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
+        given: object = rules
+        if not isinstance(given, Retention | None):
+            refuse_value(
+                "prune",
+                "rules",
+                given,
+                f"an aiockpt.Retention({f'last={given}' if type(given) is int else '…'}), or None",
+            )
         chosen, place = rules or self._options.retention or Retention(), self._destination.places[0]
 
         async def prune() -> Pruned:
@@ -854,6 +864,7 @@ def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
 _WANTED = {
     "lazy": "an aiockpt.Lazy(…)",
     "limits": "an aiockpt.Limits(…)",
+    "scrub": "an aiockpt.Scrub(…), or None",
     "ranks": "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed",
     "world": "an aiockpt.runtime.world.World, or None for this machine's files and clocks",
 }

@@ -123,6 +123,28 @@ def test_inspect_folds_by_itself_what_would_fill_many_screens(aiockpt_command: C
     assert len(aiockpt_command("inspect", tmp_path, "--all").out.splitlines()) > 530
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--parameters", "7B", "--bandwidth", "9" * 400],
+        ["prove", "--resume-with", "'", "--", "true"],
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(aiockpt_command: Command, words: list[str]) -> None:
+    refused = aiockpt_command(*words)
+    assert refused.status == 2
+    assert refused.err.startswith("error: ")
+
+
+def test_inspect_shows_values_under_keys_of_every_kind(aiockpt_command: Command, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"x": {True: "a", 2**70: "b", 1.5: "c", "1.5": "d", 7: "e"}}).result()
+    shown = aiockpt_command("inspect", str(tmp_path / "run"))
+    assert shown.status == 0
+    assert all(repr(value) in shown.out for value in "abcde")
+    assert r"x.True" in shown.out
+
+
 def test_prune_cuts_a_long_list_of_what_stays(
     aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,3 +163,29 @@ def test_a_place_that_may_only_be_read_is_read_without_a_lease(root: Path) -> No
     backend = ReadOnly(LocalBackend(root))
     assert compare(backend, 100, 200)["tied"].kind == "changed"
     assert "delete" not in {operation.verb for operation in backend.operations}
+
+
+HIDDEN: dict[str, tuple[Any, Any]] = {
+    "digits that are not printed": (np.array([0.1], ">f8"), np.array([0.1 + 1e-12], ">f8")),
+    "the middle of a long array": (np.array(["a"] * 2001), np.array(["a"] * 1000 + ["b"] + ["a"] * 1000)),
+    "zeros at the end of a long list": ([0] * 1500, [0] * 1501),
+    "the sign of NaN": (float("nan"), -float("nan")),
+    "the factory of a dict": (defaultdict(list), defaultdict(int)),
+    "the order of an OrderedDict": (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    "an empty dict": ({"a": 1, "b": {}}, {"a": 1}),
+    "the type of a long array": (array("b", [1] * 70_000), array("B", [1] * 70_000)),
+    "an array in place of a tensor": (np.arange(3), torch.arange(3)),
+    "a value of each rank": (aiockpt.per_rank(1), 1),
+    "a part of a list": ([[1, np.array(["a"] * 2001)]], [[1, np.array(["a"] * 1000 + ["b"] + ["a"] * 1000)]]),
+    "keys that print alike": ({1.5: 1, "1.5": 2}, {1.5: 3, "1.5": 2}),
+    "a key that is no name": ({True: 1, 2**70: 2}, {True: 3, 2**70: 2}),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), HIDDEN.values(), ids=HIDDEN)
+def test_values_that_differ_are_told_even_where_they_are_shown_alike(before: Any, after: Any, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        for step, value in enumerate((before, after, before)):
+            ckpt.save(step, {"x": value, "same": 1}).result()
+    assert len(differing(compare(tmp_path / "run", 0, 1))) == 1
+    assert differing(compare(tmp_path / "run", 0, 2)) == {}

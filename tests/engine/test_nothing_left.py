@@ -53,6 +53,30 @@ def named(start: str) -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(start)}
 
 
+COPIES = """
+import gc, os, sys
+import torch
+import aiockpt
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+gc.disable()  # it would free what a cycle holds, some time
+for turn in range(6):
+    before = before if turn > 1 else resident_bytes()  # what is made once is made
+    with aiockpt.Checkpointer(["memory://left", sys.argv[1]]) as ckpt:
+        ckpt.save(turn, {"weight": torch.zeros(100)}).result()
+print(resident_bytes() - before)
+"""
+
+
+def test_no_memory_of_copies_between_tiers_is_left_after_close(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", COPIES, str(tmp_path / "run")]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    assert int(ended.stdout) < 32 << 20  # a window has 16 MiB, and five checkpointers were closed
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
     before, threads = tasks(), named("aiockpt")

@@ -148,6 +148,24 @@ def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> 
     assert steps(memory) == [4]
 
 
+def test_memory_keeps_a_step_until_it_is_committed_while_newer_ones_overtake_it(tmp_path: Path) -> None:
+    memory = MemoryBackend()
+    disk = Gate(LocalBackend(str(tmp_path / "disk")), match="step-00000001*")
+    with aiockpt.Checkpointer([aiockpt.Tier(memory, keep=1), disk], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        overtaken = ckpt.save(1, state(1))
+        assert disk.reached.wait(250)
+        for step in (2, 3):
+            ckpt.save(step, state(step)).result()
+        try:
+            assert steps(memory) == [1, 3]
+        finally:
+            disk.open_up()
+        assert overtaken.result().url == disk.url
+        ckpt.wait()
+    assert steps(memory) == [3]
+    assert steps(disk) == [1, 2, 3]
+
+
 def test_memory_holds_no_more_while_every_save_to_the_disk_fails(tmp_path: Path) -> None:
     memory = MemoryBackend()
     with aiockpt.Checkpointer(

@@ -27,6 +27,7 @@ from aiockpt.engine.find import committed_steps
 from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, UsageError
 from aiockpt.format.document import described
 from aiockpt.futures import Future
+from aiockpt.options import check_amount
 from aiockpt.places.readers.hold import HeldStep, Hold, Holds
 from aiockpt.storage.backend import Backend
 
@@ -102,8 +103,7 @@ class StepWatch:
     def __init__(self, run: RunsWork, holds: Holds, name: str, *, every_s: float, newest: bool, follow: bool) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UsageError(f"watch({name!r}): name the reader in letters, digits, '.', '_' and '-', such as 'eval'")
-        if not every_s > 0:
-            raise UsageError(f"watch(every_s={every_s!r}): give seconds, more than 0")
+        check_amount("watch", "every_s", every_s, " seconds")
         self._run = run
         self._holds = holds
         self._name = name

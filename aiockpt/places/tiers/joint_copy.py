@@ -114,6 +114,10 @@ class JointCopy:
         await self._notify_ranks(promotion, Arrived(copied.manifest.generation))
         return copied
 
+    def close(self) -> None:
+        """Release the memory that copies move through."""
+        self._windows.close()
+
     async def _receive(self, promotion: Promotion) -> StepCopy:
         """Wait for rank 0 to commit: for its note, or for what it commits."""
         engine, pause_s = self._engine, min(PATIENCE_S, self._tier.deadline)

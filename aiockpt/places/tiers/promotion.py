@@ -187,6 +187,7 @@ class Promoter:
             if working.cancelled_caught:
                 await self._abandon_all()
         finally:
+            self.joint_copy.close()
             self._ended.set()
 
     async def _copy_all(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -173,11 +174,14 @@ class Tiers:
         places = self.places_for(job.step)
         async with job.round.taking_part(job, places), self._one_at_a_time.saving(job.step):
             place = await job.round.choose_place(job, places, partial(self._choose, job, places))
-            async with maintenance.making_room(place):
-                result = await job.round.save(place, job)
-            durable = place.backend.traits.survives_power_cuts
-            result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
-            return await self._promote(self._promoters[place.number], job, result)
+            with ExitStack() as pins:
+                # Of saves that overtake this one, retention must not delete here what is still to be copied from here.
+                pins.enter_context(place.pinning(step_id(job.step)))
+                async with maintenance.making_room(place):
+                    result = await job.round.save(place, job)
+                durable = place.backend.traits.survives_power_cuts
+                result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
+                return await self._promote(self._promoters[place.number], job, result, pins)
 
     async def notify_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Notify the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
@@ -216,8 +220,12 @@ class Tiers:
         engine = self.engine
         engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=promoter.url, error=repr(error), final=True))
 
-    async def _promote(self, first: Promoter, job: SaveJob, result: SaveResult) -> SaveResult:
-        """Continue from the first tier: copy at once to a durable one, in the background to the others."""
+    async def _promote(self, first: Promoter, job: SaveJob, result: SaveResult, pins: ExitStack) -> SaveResult:
+        """Continue from the first tier: copy at once to a durable one, in the background to the others.
+
+        Args:
+            pins: keeps the step in the first tier until it is committed, and each tier that will copy it knows of it.
+        """
         promise, engine, backend = job.promise, self.engine, first.place.backend
         manifest = await read_manifest(backend, result.id, result.generation)
         promotion = Promotion(result, {first.number: StepCopy(backend, manifest)}, engine.now_ns())
@@ -226,21 +234,22 @@ class Tiers:
         for promoter in self._promoters[: first.number]:
             stages[promoter.number].fail(SaveSkippedError(f"{promoter.url} was passed over"))
         above = [promoter for promoter in self._promoters[first.number + 1 :] if self._takes(promoter, job.step)]
+        leaves_memory = not first.durable and any(promoter.commits for promoter in above)
         try:
             if not first.durable:
                 promise.reach(promise.in_memory)
-                if any(promoter.commits for promoter in above):
-                    try:
-                        result = await self._commit_durably(promotion, above, stages)
-                    finally:  # also where it failed: steps that no disk accepts must not pile up in memory
-                        if engine.rank == 0:
-                            await maintenance.clean_up(first.place, promotion.result)
+            if leaves_memory:
+                result = await self._commit_durably(promotion, above, stages)
         finally:
             for promoter in above:
                 if not stages[promoter.number].is_settled:
                     await promoter.enqueue(promotion, stages[promoter.number])
             for promoter in self._promoters[first.number + 1 :]:
                 promoter.catch_up()
+            pins.close()
+            # Also where it failed: steps that no disk accepts must not pile up in memory.
+            if leaves_memory and engine.rank == 0:
+                await maintenance.clean_up(first.place, promotion.result)
         return result
 
     async def _commit_durably(

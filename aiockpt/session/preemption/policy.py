@@ -35,8 +35,12 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.signals:
-            if not isinstance(name, str) or not hasattr(signal, name) or not name.startswith("SIG"):
+        names: object = self.signals
+        # A text is a sequence, too, of its letters.
+        for name in names if isinstance(names, tuple | list) else (names,):
+            if isinstance(names, str) or not (
+                isinstance(name, str) and name.startswith("SIG") and hasattr(signal, name)
+            ):
                 refuse_value("Preemption", "signals", name, "names of signals, such as ('SIGTERM', 'SIGUSR1')")
         check_amount("Preemption", "grace_s", self.grace_s, " seconds")
         if self.recent_s != 0:

@@ -14,7 +14,7 @@ from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.engine.maintenance import Description, TensorInfo
 from aiockpt.format.names import join_name, list_names, split_name
-from aiockpt.state.tree import Opaque, Path
+from aiockpt.state.tree import Opaque, Path, key_parts
 from aiockpt.tools.cli.show import (
     Row,
     ago,
@@ -228,7 +228,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Opaque):
         parts = [(value.codec, value.value)]
     elif isinstance(value, Mapping):
-        parts = [(key if isinstance(key, str | int) else repr(key), inner) for key, inner in value.items()]
+        parts = list(zip(_parts_of(value), value.values(), strict=True))
     elif isinstance(value, list | tuple | deque) and not _is_plain(value):
         parts = list(enumerate(value))
     else:
@@ -236,6 +236,15 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         return
     for part, inner in parts:
         yield from _leaves((*path, part), inner)
+
+
+def _parts_of(keys: Mapping[Any, Any]) -> list[str | int]:
+    """Return distinct parts of names for the keys of a dict; keys that are neither text nor small integers as they print."""
+    parts = key_parts(keys)
+    for place, key in enumerate(keys):
+        if parts[place] is not key and (shown := repr(key)) not in parts:
+            parts[place] = shown
+    return parts
 
 
 def _is_plain(value: Any) -> bool:

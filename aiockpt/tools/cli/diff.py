@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 
 import msgspec
 import torch
 
+from aiockpt.adapters.plain_values import in_words
+from aiockpt.adapters.stored import members_of
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.folder_layout import split_by_bytes
 from aiockpt.engine.context import Place
@@ -18,11 +20,12 @@ from aiockpt.engine.load import fill_tensors, stored_state
 from aiockpt.format.configuration import flatten, shown_value
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry
-from aiockpt.format.names import prefixes
+from aiockpt.format.names import Names, name_within, prefixes
 from aiockpt.pipeline.discover import newest_manifest
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import TAG, Node
 from aiockpt.tools.cli.contents import read_values, shorten
 from aiockpt.tools.cli.show import shape_text
 from aiockpt.tools.cli.survey import find_committed
@@ -74,6 +77,10 @@ class LeafChange(msgspec.Struct, frozen=True):
         return self.kind not in ("same", "not compared")
 
 
+_COMPARED_ELSEWHERE = ("tensor", "numpy.ndarray", "optimizer")
+"""Kinds of nodes whose elements, or values by name, are compared one by one."""
+_ALIKE = "not equal, though shown alike"
+
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 """Shows progress over a total of bytes; called with the bytes of each tensor after its comparison."""
 
@@ -96,7 +103,7 @@ async def diff_steps(steps: Destination, one: int, two: int, progress: Progress)
         *_by_name("tensor", before.alias, after.alias, lambda target: f"= {target}"),
         *_by_name("value", _all_values(before), _all_values(after), lambda value: shorten(value, 30)),
     ]
-    return _mark_left_out(found, before, after)
+    return _mark_left_out(_mark_shown_alike(found, before, after), before, after)
 
 
 async def _diff_tensors(
@@ -130,6 +137,70 @@ async def _read(place: Place, manifest: Manifest, names: Sequence[str]) -> list[
 
 def _tensor_bytes(entry: TensorEntry) -> int:
     return itemsize(entry.dtype) * math.prod(entry.shape)
+
+
+def _mark_shown_alike(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
+    """Mark the values that differ and whose texts do not: in the type of a container, or in digits that are not printed."""
+    changes = {(change.what, change.name): change for change in found}
+    differing = {change.name for change in found if change.differs}
+    known = Names(differing)
+    for name, detail in _unequal_parts(before, after):
+        if not known.reach(name) and differing.isdisjoint(prefixes(name)):
+            leaf = next((prefix for prefix in prefixes(name) if ("value", prefix) in changes), name)
+            changes["value", leaf] = LeafChange(leaf, "value", "changed", detail)
+    return list(changes.values())
+
+
+def _unequal_parts(before: Manifest, after: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield each smallest part of the values that is stored otherwise in the second step: its name, and a description."""
+    yield from _unequal(before.state.get("global"), after.state.get("global"), "")
+    old, new = (manifest.state.get("per_rank", {}) for manifest in (before, after))
+    for rank in old.keys() & new.keys():
+        label = "" if rank == "0" else f"rank {rank}: "
+        for name in old[rank].keys() & new[rank].keys():
+            yield from _unequal(old[rank][name], new[rank][name], label + name)
+
+
+def _unequal(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
+    kind = _kind(old)
+    if kind != _kind(new):
+        yield name, f"{in_words(old)} → {in_words(new)}"
+    elif kind in _COMPARED_ELSEWHERE or msgspec.json.encode(old) == msgspec.json.encode(new):
+        return
+    elif kind == "module":
+        yield from _unequal(old.get("values", {}), new.get("values", {}), name)
+    elif kind == "stateful" and old.get("class") == new.get("class"):
+        yield from _unequal(old.get("value"), new.get("value"), name)
+    elif kind in ("dict", "OrderedDict", "list", "tuple"):
+        yield from _unequal_items(old, new, name)
+    else:
+        yield name, _ALIKE
+
+
+def _unequal_items(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
+    was, now = members_of(old), members_of(new)
+    for key in {**was, **now}:
+        part = name_within(name, key)
+        if key not in was:
+            yield part, f"added: {in_words(now[key])}"
+        elif key not in now:
+            yield part, f"removed: {in_words(was[key])}"
+        else:
+            yield from _unequal(was[key], now[key], part)
+    if _kind(old) == "OrderedDict" and [key for key in was if key in now] != [key for key in now if key in was]:
+        yield name, "in another order"
+    if _without_names(old) != _without_names(new):
+        yield name, _ALIKE
+
+
+def _kind(node: Node) -> str:
+    return str(node.get(TAG, "dict")) if type(node) is dict else type(node).__name__
+
+
+def _without_names(node: Node) -> bytes:
+    """Return what `members_of` leaves out of a dict, encoded: the items under keys that are neither text nor integers."""
+    items = node.get("items", []) if type(node) is dict and _kind(node) in ("dict", "OrderedDict") else []
+    return msgspec.json.encode([pair for pair in items if type(pair[0]) not in (str, int)])
 
 
 def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:

@@ -8,6 +8,7 @@ The imports of a command happen when it runs, so that ``--help`` and a mistyped 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,9 +224,10 @@ def parse_size(text: str, option: str = "", such_as: str = "5GB, 500MB or 2GiB")
     match = _SIZE.fullmatch(text.strip())
     unit = "?" if match is None else match[2].upper()
     base = 1024 if "I" in unit else 1000
-    if match is None or unit not in _UNITS or (found := int(float(match[1]) * base ** _UNITS[unit])) < 1:
+    found = 0.0 if match is None or unit not in _UNITS else float(match[1]) * base ** _UNITS[unit]
+    if not 1 <= found < math.inf:
         raise UsageError(f"{option}{': ' if option else ''}{text!r} is no size: write {such_as}")
-    return found
+    return int(found)
 
 
 # ------------------------------------------------------------------ what commands do

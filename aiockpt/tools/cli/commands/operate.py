@@ -166,6 +166,13 @@ def _sizes(roots: list[str]) -> SizeMap | None:
     return None
 
 
+def _split(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError as error:
+        raise UsageError(f"--resume-with {command}: a shell could not read it: {error}") from error
+
+
 @app.command("prove", context_settings={"allow_interspersed_args": False})
 def prove(
     command: Annotated[list[str], argument("The command that starts the script, after --: python train.py …")],
@@ -210,7 +217,7 @@ def prove(
         close=close,
         ignore=tuple(ignore or ()),
         as_is=tuple(as_is or ()),
-        resume_with=None if resume_with is None else tuple(shlex.split(resume_with)),
+        resume_with=None if resume_with is None else _split(resume_with),
         timeout_s=timeout,
         loss=loss,
     )
