@@ -23,6 +23,7 @@ import msgspec
 
 import aiockpt
 from aiockpt.format.document import described
+from aiockpt.integrations.steps import ask_first_rank, valid_steps
 
 _train: Any = import_module("ray.train")
 
@@ -78,20 +79,30 @@ def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
     if checkpoint is None:
         return ckpt.resume(state)
     handle = read_handle(checkpoint)
+    step, urls = handle.step, ckpt.run_on_destination("resume", _urls).result()
     try:
-        ckpt.load(state, handle.step).result()
+        ckpt.load(state, step).result()
     except aiockpt.StepNotFoundError as error:
-        error.add_note(
-            f"Ray's newest checkpoint is step {handle.step} of {handle.url}: keep what is reported, or load it there"
+        newer = [one for one in ask_first_rank(lambda: valid_steps(ckpt)) if one > step and handle.url in urls]
+        if not newer:
+            error.add_note(
+                f"Ray's newest checkpoint is step {step} of {handle.url}: keep what is reported, or load it there"
+            )
+            raise
+        step = newer[0]
+        logger.warning(
+            "resumed from step %d: step %d of Ray's newest checkpoint is deleted, and a later one was committed before it "
+            "could be reported",
+            *(step, handle.step),
         )
-        raise
-    if handle.url not in (urls := ckpt.run_on_destination("resume", _urls).result()):
+        ckpt.load(state, step).result()
+    if handle.url not in urls:
         logger.warning(
             "resumed from step %d of %s, but Ray's newest checkpoint is that step of %s: unless the one is a copy of the "
             "other, resume from there, or begin a run of another name",
             *(handle.step, " and ".join(urls), handle.url),
         )
-    return handle.step + 1
+    return step + 1
 
 
 async def _urls(destination: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.errors import BackgroundSaveError, CorruptionError, RankFailedError, StepNotFoundError
+from aiockpt.errors import BackgroundSaveError, CorruptionError, RankFailedError, StepNotFoundError, StorageError
 
 logger = logging.getLogger("aiockpt")
 
@@ -49,6 +49,20 @@ def valid_steps(ckpt: aiockpt.Checkpointer) -> list[int]:
 def raise_if_lost(ckpt: aiockpt.Checkpointer) -> None:
     """Raise if there are steps, but no valid one, so that no run begins anew by mistake. Every rank calls it."""
     ckpt.load({}).result()
+
+
+def delete_step(ckpt: aiockpt.Checkpointer, step: int) -> bool:
+    """Delete a step that a limit does not keep; return whether it is gone. If the storage refuses, log it: it is no reason
+    to end a training.
+    """
+    try:
+        ckpt.delete(step).result()
+    except StepNotFoundError:  # another node, or retention=, may have deleted it
+        return True
+    except StorageError as error:
+        logger.warning("step %d stays, because it cannot be deleted: %s", step, error)
+        return False
+    return True
 
 
 def load_newest(

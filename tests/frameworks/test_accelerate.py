@@ -164,6 +164,41 @@ THEIRS = (
 )
 
 
+MAIN_ALONE = """
+import sys, aiockpt
+from tests.frameworks.accelerate_script import Run, attach
+
+folder, kind, batches, how = sys.argv[1:]
+run = Run(folder, kind, automatic_checkpoint_naming=False)
+ckpt = attach(run.accelerator, **({"ranks": aiockpt.Ranks()} if how == "alone" else {}))
+for _ in range(2):
+    for batch in run.loader:
+        run.train(batch)
+        run.progress.batches += 1
+        if run.progress.batches == int(batches) and run.accelerator.is_main_process:
+            run.accelerator.save_state(f"{folder}/last")
+run.accelerator.end_training()
+if run.accelerator.is_main_process:
+    print("ended with", [info.step for info in ckpt.steps().result()])
+"""
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+@pytest.mark.parametrize("kind", ["named folders", "hook on the first rank"])
+def test_a_save_by_the_main_process_alone_is_refused_or_made_by_it_alone(
+    kind: str, batches: int, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, and at its last batch, after which ranks meet to begin the next one."""
+    script = tmp_path / "script.py"
+    script.write_text(MAIN_ALONE)
+    alone, together = (
+        output_of(*TORCHRUN, "2", str(script), str(tmp_path / how), kind, str(batches), how, check=how == "alone")
+        for how in ("alone", "together")
+    )
+    assert "ended with [0]" in alone
+    assert "save_state() was called on the main process alone" in together
+
+
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("kind", [*THEIRS, *OURS])
 def test_it_goes_on_after_any_batch(kind: str, every: int, tmp_path: Path) -> None:
@@ -744,7 +779,7 @@ def test_a_folder_may_be_saved_to_again_before_the_first_save_is_committed(tmp_p
     ckpt.wait()
     run.train(torch.ones(4, 4))
     assert folders(tmp_path) == ["latest"]
-    assert sorted(path.name for path in (tmp_path / "latest").iterdir()) == ["aiockpt.json", "hook_2"]
+    assert sorted(path.name for path in (tmp_path / "latest").iterdir()) == ["aiockpt.json", "hook_1", "hook_2"]
     run.accelerator.load_state(tmp_path / "latest")
     assert run.progress.batches == 2
     run.accelerator.end_training()
@@ -790,6 +825,42 @@ def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
     run.accelerator.end_training()
     assert (tmp_path / "mine" / "notes.txt").read_text() == "of the user"
     assert (tmp_path / "mine" / "aiockpt.json").exists()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_files_of_the_user_stay_in_a_folder_that_is_saved_to_again(ours: bool, tmp_path: Path) -> None:
+    run, last = make(tmp_path, "named folders"), tmp_path / "last"
+    written = last / "unet"
+
+    def write(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "unet").mkdir(exist_ok=True)
+        (Path(folder) / "unet" / "of_the_hook.txt").write_text(str(run.progress.batches))
+
+    run.accelerator.register_save_state_pre_hook(write)
+    if ours:
+        OPEN.add(attach(run.accelerator))
+    written.mkdir(parents=True)
+    (written / "once.txt").touch()
+    for run.progress.batches in (1, 2, 3):
+        (last / "each.txt").write_text(str(run.progress.batches))
+        run.accelerator.save_state(last)
+        run.train(torch.ones(4, 4))
+    run.accelerator.end_training()
+    assert {"each.txt", "unet"} <= set(os.listdir(last))
+    assert {path.name: path.read_text() for path in written.iterdir()} == {"of_the_hook.txt": "3", "once.txt": ""}
+
+
+def test_a_folder_that_accelerate_wrote_after_us_is_accelerates_and_set_aside_each_time(tmp_path: Path) -> None:
+    last = tmp_path / "last"
+    for number in (1, 2):
+        for again in (attached(tmp_path, "named folders"), make(tmp_path, "named folders")):
+            again.progress.batches = 10 * number + (not hasattr(again, "ckpt"))
+            again.accelerator.save_state(last)
+            again.accelerator.end_training()
+        loaded = attached(tmp_path, "named folders")
+        loaded.accelerator.load_state(last)
+        assert loaded.progress.batches == 10 * number + 1
+    assert folders(tmp_path) == ["before-aiockpt-1.last", "last"]
 
 
 @pytest.mark.parametrize("deletes", [False, True])
@@ -1085,7 +1156,7 @@ def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_sav
     assert_same_weights(again, old)
     again.accelerator.save_state(folder)
     again.accelerator.end_training()
-    assert folders(tmp_path) == ["step_3", "step_3.before-aiockpt"]
+    assert folders(tmp_path) == ["before-aiockpt-1.step_3", "step_3"]
     third = attached(tmp_path, "named folders")
     third.accelerator.load_state(folder)
     assert third.progress.batches == 3
@@ -1121,6 +1192,29 @@ def test_a_model_may_lack_a_part_where_strict_is_false(tmp_path: Path) -> None:
     assert_same_weights(torch.nn.ModuleDict({"model": again.model[:3]}), run)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_loaders_that_were_not_prepared_before_begin_at_their_beginning(
+    is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where an evaluation is added to a script; there may also be fewer loaders again."""
+    expected = straight(tmp_path / "straight")
+    trained(tmp_path / "run", stop=9)
+    more = attached(tmp_path / "run")
+    added = more.accelerator.prepare(
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(10, 4)), batch_size=5)
+    )
+    if is_first:
+        more.accelerator._dataloaders.reverse()
+    more.accelerator.load_state()
+    assert "1 loaders were prepared when the checkpoint was made, and here are 2" in caplog.text
+    more.loop(12)
+    assert len(list(added)) == 2
+    more.accelerator.end_training()
+    fewer = go_on(tmp_path / "run")
+    fewer.loop()
+    assert_same(fewer, expected)
+
+
 # ------------------------------------------------------------------ hooks
 
 
@@ -1148,6 +1242,28 @@ def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> 
     again.accelerator.load_state(tmp_path / "step_3")
     assert_same_weights(again, run)
     assert again.optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_weights_that_a_hook_replaces_are_saved_whole(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.__setitem__(0, {}))
+    OPEN.add(attach(run.accelerator))
+    run.loop(3)
+    run.accelerator.end_training()
+    assert_same_weights(go_on(tmp_path), run)
+
+
+def test_a_model_that_a_hook_has_removed_must_be_loaded_by_a_hook(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
+    OPEN.add(attach(run.accelerator))
+    run.loop(3)
+    run.accelerator.end_training()
+    again = attached(tmp_path)
+    with pytest.raises(UsageError, match="a hook of save has removed model from the weights of step 0"):
+        again.accelerator.load_state()
+    again.accelerator.load_state(strict=False)
+    assert again.progress.batches == 3
 
 
 @pytest.mark.parametrize("kind", ["plain", "named folders"])

@@ -241,7 +241,7 @@ def test_resume_takes_what_the_trainer_wrote_where_that_is_newer_and_leaves_it_t
     again = ran(tmp_path, at=str(tmp_path / "checkpoint-9"))
     assert "checkpoint-18" in folders(tmp_path)
     ran(tmp_path, save_steps=9)
-    assert "checkpoint-9.before-aiockpt" in folders(tmp_path)
+    assert "before-aiockpt-1.checkpoint-9" in folders(tmp_path)
 
 
 def test_of_what_the_trainer_wrote_and_a_step_the_later_with_the_larger_number_is_resumed_from(
@@ -626,6 +626,150 @@ def test_a_folder_whose_save_is_in_flight_is_resumed_from_when_it_is_committed(
     assert "never committed" not in caplog.text
     assert losses(trainer) == losses(straight)
     assert_same(weights(trainer), weights(straight))
+
+
+class Taking(transformers.TrainerCallback):  # type: ignore[misc]
+    """Copies the folder of each save, or takes it away, as one does that uploads it."""
+
+    def __init__(self, take: Any) -> None:
+        self.take = take
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.take(str(folder), str(folder.parents[1] / "taken" / folder.name))
+
+
+@pytest.mark.parametrize("take", [shutil.move, shutil.copytree])
+def test_a_folder_that_a_callback_takes_is_resumed_from(take: Any, tmp_path: Path) -> None:
+    straight = unstopped(tmp_path / "straight")
+    (tmp_path / "taken").mkdir()
+    trainer = make(tmp_path / "run")
+    trainer.add_callback(Taking(take))
+    ckpt = attach(trainer, safetensors=True)
+    trainer.train()
+    assert [info.step for info in ckpt.steps().result()] == [20, 18, 15, 12, 9, 6, 3]
+    assert len(folders(tmp_path / "run")) == (0 if take is shutil.move else 7)
+    again = ran(tmp_path / "run", at=str(tmp_path / "taken" / "checkpoint-6"), save_strategy="no")
+    assert_same(weights(again), weights(straight))
+    assert losses(again) == losses(straight)
+
+
+@pytest.mark.parametrize(("setting", "told"), [("checkpoint", 1), ("end", 0), ("false", 0)])
+def test_a_callback_that_uploads_checkpoints_is_named_once(
+    setting: str, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = "transformers.integrations.integration_utils"
+    body = {"__module__": inside, "_log_model": setting, "on_save": lambda *_, **__: None}
+    trainer = make(tmp_path, max_steps=6)
+    trainer.add_callback(type("WandbCallback", (transformers.TrainerCallback,), body)())
+    attach(trainer)
+    trainer.train()
+    assert caplog.text.count("WandbCallback: uploads each checkpoint-N without weights") == told
+
+
+class Ending(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.last = transformers.trainer_utils.get_last_checkpoint(args.output_dir)
+
+
+def test_at_the_end_of_a_training_callbacks_find_the_last_folder(tmp_path: Path) -> None:
+    ending, gate = Ending(), Gate(LocalBackend(str(tmp_path / "place")), "put_new", "step-00000006/MANIFEST-*")
+    trainer = make(tmp_path / "run", max_steps=6)
+    trainer.add_callback(ending)
+    attach(trainer, gate)
+    threading.Timer(0.2, gate.open_up).start()
+    trainer.train()
+    assert ending.last == str(tmp_path / "run" / "checkpoint-6")
+
+
+def test_a_folder_that_the_trainer_itself_deletes_at_the_end_is_no_reason_to_fail(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+    for name in ("theirs", "ours"):
+        trainer = make(
+            tmp_path / name, max_steps=9, save_total_limit=1, learning_rate=0.05, greater_is_better=True, **settings
+        )
+        trainer.add_callback(Ema())
+        if name == "ours":
+            attach(trainer)
+        trainer.train()
+        assert trainer.state.best_global_step < 9
+    assert folders(tmp_path / "ours") == folders(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_files_of_the_user_stay_in_a_folder_that_is_saved_to_again(shown: bool, tmp_path: Path) -> None:
+    for number in range(3):
+        in_a_new_process()
+        trainer = make(tmp_path, max_steps=3)
+        if shown:
+            trainer.add_callback(Ema())
+        attach(trainer, safetensors=number < 2)
+        trainer.train()
+        if number == 0:
+            (tmp_path / "checkpoint-3" / "mine").mkdir()
+            (tmp_path / "checkpoint-3" / "mine" / "scores.txt").touch()
+        assert (tmp_path / "checkpoint-3" / "mine" / "scores.txt").exists()
+        # Old weights must not pass for those of the newer save.
+        assert (tmp_path / "checkpoint-3" / "model.safetensors").exists() == (number < 2)
+
+
+def test_a_step_that_was_saved_again_has_its_own_state_where_a_kill_left_the_old_folder(tmp_path: Path) -> None:
+    ran(tmp_path, max_steps=6)
+    shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "old")
+    again = ran(tmp_path, max_steps=6, learning_rate=0.3)
+    (tmp_path / "checkpoint-6").rename(tmp_path / ".checkpoint-6.aiockpt")
+    (tmp_path / "old").rename(tmp_path / "checkpoint-6")
+    assert losses(ran(tmp_path, max_steps=6, resume=True)) == losses(again)
+
+
+def test_what_the_trainer_wrote_over_a_folder_of_ours_is_the_trainers(tmp_path: Path) -> None:
+    ran(tmp_path, max_steps=6, learning_rate=0.3)
+    without = make(tmp_path, max_steps=6)
+    without.train()
+    again = ran(tmp_path, max_steps=9, resume=True)
+    assert {step: losses(again)[step] for step in range(1, 7)} == losses(without)
+    for _ in range(2):
+        make(tmp_path, max_steps=9, save_steps=9).train()
+        ran(tmp_path, max_steps=9, save_steps=9)
+    assert folders(tmp_path)[:2] == ["before-aiockpt-1.checkpoint-9", "before-aiockpt-2.checkpoint-9"]
+
+
+def test_a_step_that_cannot_be_deleted_stays_and_the_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, max_steps=9, save_total_limit=1)
+    ckpt = attach(trainer)
+    delete = ckpt.delete
+
+    def refuse(step: int) -> Any:
+        if step == 3:
+            raise aiockpt.StorageAccessError("the bucket's policy denies it")
+        return delete(step)
+
+    monkeypatch.setattr(ckpt, "delete", refuse)
+    trainer.train()
+    assert "step 3 stays, because it cannot be deleted: the bucket's policy" in caplog.text
+    assert folders(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+
+
+ON_A_RANK = """
+import sys
+from tests.frameworks.test_huggingface import Ema, attach, make
+
+trainer = make(sys.argv[1], max_steps=6)
+if trainer.args.process_index == int(sys.argv[2]):
+    trainer.add_callback(Ema())
+attach(trainer)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_callback_that_one_rank_has_alone_finds_the_folder(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ON_A_RANK)
+    output_of(*TORCHRUN, "2", str(tmp_path / "script.py"), str(tmp_path / "run"), str(rank))
+    for step in (3, 6):
+        assert {"ema.pt", "aiockpt.json"} <= set(os.listdir(tmp_path / "run" / f"checkpoint-{step}"))
 
 
 # ---------------------------------------------------------------------- several runs of one process

@@ -108,6 +108,25 @@ def test_a_step_of_another_place_than_rays_checkpoint_is_told(
             assert told == (place != url)
 
 
+def test_a_later_step_is_resumed_where_rays_own_was_deleted_before_that_was_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a worker that dies between the commit of a step, which deletes the one before, and its report."""
+    state = {"value": 0}
+    with aiockpt.Checkpointer(tmp_path / "here", retention=aiockpt.Retention(last=1)) as ckpt:
+        for state["value"] in (4, 6):
+            url = ckpt.save(state["value"], state).result().url
+            ckpt.wait()
+        (tmp_path / HANDLE).write_bytes(msgspec.json.encode(RayHandle(url, 4, "step-00000004")))
+        monkeypatch.setattr(train, "get_checkpoint", lambda: train.Checkpoint.from_directory(tmp_path))
+        assert [info.step for info in ckpt.steps().result()] == [6]
+        assert (resume(ckpt, state), state["value"]) == (7, 6)
+        assert "resumed from step 6: step 4 of Ray's newest checkpoint is deleted" in caplog.text
+        (tmp_path / HANDLE).write_bytes(msgspec.json.encode(RayHandle("file:///there", 4, "step-00000004")))
+        with pytest.raises(aiockpt.StepNotFoundError):
+            resume(ckpt, state)
+
+
 def test_a_checkpoint_of_somebody_else_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.UsageError, match=r"has no aiockpt\.json"):
         read_handle(train.Checkpoint.from_directory(tmp_path))

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 import aiockpt
 from aiockpt.errors import UsageError
+from aiockpt.format.names import split_name
 from aiockpt.integrations.huggingface.accelerate_state import LoopState
 from aiockpt.integrations.huggingface.engine_inside import EngineInside
 from aiockpt.integrations.huggingface.state_folders import (
@@ -24,10 +30,15 @@ from aiockpt.integrations.huggingface.state_folders import (
     read_mark,
 )
 from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
+from aiockpt.runtime.world import find_ranks
 
 _RESTORED = 8
 """Number of newest steps that may lack their folder after a kill; more than the saves that can be in progress."""
 _REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
+_SAVE = "save"
+_PATIENCE_S = 30.0
+"""How long the first save waits for the notes of other ranks."""
+_attached = count()
 
 
 def attach(
@@ -59,20 +70,68 @@ def attach(
         )
     ckpt = aiockpt.Checkpointer(place or Path(accelerator.project_dir) / "aiockpt", **options)
     folders = StateFolders(accelerator, ckpt, delete_with_folder=delete_with_folder)
-    _AttachedAccelerator(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).replace_methods()
+    _AttachedAccelerator(accelerator, ckpt, folders, options).replace_methods()
     return ckpt
+
+
+class _FirstSave:
+    """Finds out that ``save_state()`` is called on the main process alone, as scripts do that know DDP only: the save would
+    wait for the other ranks, which never join. Until its first save each of those notes in a store what it does.
+
+    Args:
+        accelerator: its main process reads the notes.
+        store: of all ranks; None where one process saves by itself.
+    """
+
+    def __init__(self, accelerator: Any, store: Any) -> None:
+        self._accelerator = accelerator
+        self._store = store
+        self._count = 0
+
+    def note(self, what: str) -> None:
+        """Note that this rank begins a loop, calls ``backward()``, saves, or ends: all ranks do it in the same order."""
+        if self._store is not None:
+            self._count += 1
+            if not self._accelerator.is_main_process:
+                self._store.set(f"{self._accelerator.process_index}/{self._count}", what)
+
+    def begin(self) -> None:
+        """Begin the first save.
+
+        Raises:
+            UsageError: this is the main process, and another rank does something else.
+        """
+        self.note(_SAVE)
+        store, self._store = self._store, None
+        if store is None or not self._accelerator.is_main_process:
+            return
+        keys = [f"{rank}/{self._count}" for rank in range(1, self._accelerator.num_processes)]
+        with suppress(RuntimeError):  # out of time: the save itself reports ranks that are missing
+            store.wait(keys, timedelta(seconds=_PATIENCE_S))
+            if any(store.get(key) != _SAVE.encode() for key in keys):
+                raise UsageError(
+                    "save_state() was called on the main process alone: call it on every process, or let that one save by "
+                    "itself: attach(accelerator, ranks=aiockpt.Ranks())"
+                )
+
+
+def _open_store() -> Any:
+    """Return a store of all ranks for one Accelerator; None for a single process. Every rank calls it."""
+    store = find_ranks().store
+    return None if store is None else distributed_c10d.PrefixStore(f"aiockpt.accelerate/{next(_attached)}", store)
 
 
 class _AttachedAccelerator:
     """The replacements of the Accelerator's methods."""
 
     def __init__(
-        self, accelerator: Any, ckpt: aiockpt.Checkpointer, folders: StateFolders, only: Any, exclude: Any
+        self, accelerator: Any, ckpt: aiockpt.Checkpointer, folders: StateFolders, options: dict[str, Any]
     ) -> None:
         self._accelerator = accelerator
         self._ckpt = ckpt
         self._folders = folders
-        self._only = only
+        exclude, ranks = options.get("exclude"), options.get("ranks")
+        self._only = options.get("only")
         self._exclude = [exclude] if isinstance(exclude, str) else list(exclude or ())
         self._inside = EngineInside(accelerator)
         self._loop = LoopState(accelerator, self._inside)
@@ -84,6 +143,9 @@ class _AttachedAccelerator:
         self._add_theirs: Callable[[Any], None] = accelerator.gradient_state._add_dataloader
         self._next = 0
         self._has_loaded = False
+        self._alone = ranks is not None and ranks.world_size == 1 and ranks.load_group is None
+        self._first_save = _FirstSave(accelerator, None if self._alone else _open_store())
+        self._loop.training.begin_loop = partial(self._first_save.note, "loop")
 
     def replace_methods(self) -> None:
         """Replace the methods, and list the existing steps."""
@@ -138,6 +200,7 @@ class _AttachedAccelerator:
                 f"save_state(): {', '.join(others)}: meant for a writer that aiockpt has taken the place of"
             )
         self._check_seen()
+        self._first_save.begin()
         settings = self._accelerator.project_configuration
         named = self._folder(output_dir)
         folder = named.absolute()  # the program may change its directory until the commit
@@ -183,15 +246,22 @@ class _AttachedAccelerator:
         hooks = list(accelerator._save_model_state_pre_hook.values())
         if not hooks:
             return []
-        accelerator.wait_for_everyone()
+        if not self._alone:
+            accelerator.wait_for_everyone()
         names = dict(self._loop.models())
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in names.values()]
         before = list(weights)
         for hook in hooks:
             hook(accelerator._models, weights, str(staged))
+
+        def kept() -> list[bool]:
+            left = [any(one is other for other in weights) for one in before]
+            # What a hook has put in the place of a model's weights stands for that model, too.
+            return left if sum(left) == len(weights) else [True] * len(left)
+
         # Hooks often remove them on the first rank alone.
-        left = ask_first_rank(lambda: [any(one is other for other in weights) for one in before])
-        return [name for name, stays in zip(names, left, strict=True) if not stays]
+        stay = kept() if self._alone else ask_first_rank(kept)
+        return [name for name, stays in zip(names, stay, strict=True) if not stays]
 
     # ------------------------------------------------------------------ loading
 
@@ -243,8 +313,16 @@ class _AttachedAccelerator:
         for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, str(folder))
         state = self._loop.build(0, 0)
-        values: Any = self._ckpt.describe(step).result().values
+        saved = self._ckpt.describe(step).result()
+        values: Any = saved.values
         theirs = [name for name, one in self._loop.models() if all(one is not left for left in models)]
+        there = {split_name(name)[0] for name in (*(tensor.name for tensor in saved.tensors), *saved.alias)}
+        lacking = [name for name, one in self._loop.models() if name not in {*theirs, *there} and [*one.parameters()]]
+        if lacking and strict and self._only is None and not self._exclude:
+            raise UsageError(
+                f"load_state(): a hook of save has removed {', '.join(lacking)} from the weights of step {step}: load it by "
+                "register_load_state_pre_hook(…), whose hook removes it from the models, or give strict=False"
+            )
         if values["accelerate"]["registered"] != len(accelerator._custom_objects):
             raise UsageError(
                 f"load_state(): {values['accelerate']['registered']} objects were registered for checkpointing when step "
@@ -268,12 +346,14 @@ class _AttachedAccelerator:
 
     def _backward(self, *args: Any, **named: Any) -> None:
         """Publish the folders of saves committed since the last batch."""
+        self._first_save.note("backward")
         self._backward_theirs(*args, **named)
         self._loop.training.backward_count += 1
         self._folders.publish()
 
     def _end_training(self) -> None:
         """End when all saves are committed; raise errors."""
+        self._first_save.note("end")
         self._folders.wait()
         self._folders.rotate()
         self._end_theirs()

@@ -12,6 +12,7 @@ import aiockpt
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler
 from aiockpt.integrations.huggingface.loader_position import LoaderPosition
 from aiockpt.integrations.huggingface.loop_habit import TrainingTraces
+from aiockpt.integrations.indices import length_of
 
 logger = logging.getLogger("aiockpt")
 
@@ -120,6 +121,26 @@ class LoopState:
             held = own["gradients"].get(name, {})
             for key, parameter in accelerator.unwrap_model(model).named_parameters():
                 parameter.grad = held[key].to(parameter.device) if key in held else None
-        for position, values, values_of_rank in zip(self.positions(), shared["loaders"], own["loaders"], strict=True):
+        for position, values, values_of_rank in self._pair(shared["loaders"], own["loaders"]):
             position.go_on(values, values_of_rank)
         return int(shared["saves"])
+
+    def _pair(self, shared: list[Any], own: list[Any]) -> list[tuple[LoaderPosition, Any, Any]]:
+        """Return the loaders that resume, each with its saved position: by number, or if more or fewer of them
+        were saved, by the length of their data.
+        """
+        here, saved = self.positions(), list(zip(shared, own, strict=True))
+        if len(here) == len(saved):
+            return [(position, *one) for position, one in zip(here, saved, strict=True)]
+        logger.warning(
+            "%d loaders were prepared when the checkpoint was made, and here are %d: those whose data have as many samples "
+            "resume, and others begin anew",
+            *(len(saved), len(here)),
+        )
+        pairs: list[tuple[LoaderPosition, Any, Any]] = []
+        for position in here:
+            length = length_of(position.loader.dataset)
+            number = next((n for n, (values, _) in enumerate(saved) if values.get("length") == length), None)
+            if number is not None:
+                pairs.append((position, *saved.pop(number)))
+        return pairs

@@ -10,22 +10,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.convert import to_hugging_face
+from aiockpt.convert.folder_layout import is_weights
 from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
+from aiockpt.integrations.steps import delete_step
+
+logger = logging.getLogger("aiockpt")
 
 STATE = "trainer_state.json"
 """Name of the file to which the Trainer writes its own state, and from which it reads the state."""
 MARK = "aiockpt.json"
 PREFIX = "checkpoint-"
+_THEIRS = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
+"""Files that the Trainer writes into each checkpoint from which it resumes, and aiockpt into none."""
+_UPLOADS: dict[str, tuple[object, ...]] = {
+    "_log_model": (True, "all", "checkpoint"),
+    "_log_artifacts": (True,),
+    "_log_checkpoints": ("same", "last", "best"),
+    "sync_checkpoints": (True,),
+}
+"""Attributes of transformers' callbacks for W&B, ClearML, DVC, MLflow, Neptune and Flyte, and their values for uploads."""
 
 
 class _PendingFolder(NamedTuple):
@@ -36,19 +52,19 @@ class _PendingFolder(NamedTuple):
     folder: Path
 
     def appear(self, step: int) -> None:
-        """Mark the folder as that of a committed step and rename it to its final name; add the files that were written
-        under that name meanwhile.
-        """
+        """Mark the folder as that of a committed step and rename it to its final name; other files under that name stay."""
+        if not self.staged.exists():  # a callback has moved it away
+            return
         _mark(self.staged, step)
         if self.staged == self.folder:
             return
         set_aside(self.folder, but=step)
         if has_mark(self.folder):
-            shutil.rmtree(self.folder)
-        elif self.folder.exists():
-            for path in self.folder.iterdir():
-                path.replace(self.staged / path.name)
-            self.folder.rmdir()
+            remove_weights(self.folder)
+            move_into(self.folder, self.staged)
+            return
+        if self.folder.exists():
+            move_into(self.staged, self.folder)
         self.staged.rename(self.folder)
 
 
@@ -78,6 +94,7 @@ class CheckpointFolders:
         self._conversions: list[_Conversion] = []
         # Steps, the oldest commit first: read from the place when it is needed, then continued by `_appear`.
         self._order: list[int] = []
+        self._has_warned = False
         self.run = 0
 
     def path(self, step: int) -> Path:
@@ -88,6 +105,13 @@ class CheckpointFolders:
         """Free the name of a step for a folder that callbacks will see; a folder of the same step is reused."""
         if self._trainer.args.should_save:
             set_aside(self.path(step), but=self.run * RUN + step)
+            remove_weights(self.path(step))
+            if not self._has_warned and (names := uploads(self._trainer.callback_handler.callbacks)):
+                self._has_warned = True
+                logger.warning(
+                    "%s: uploads each checkpoint-N without weights; those are in %r, and save_model() writes them",
+                    *(", ".join(names), self._ckpt),
+                )
 
     def stage(self, step: int, *, shown: bool) -> str | None:
         """Write the contents of the folder of a step, under another name unless it is *shown*; return the Trainer's state as
@@ -135,18 +159,21 @@ class CheckpointFolders:
         """Publish the folders of saves committed since the last call; raise errors, if *raises*."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
-            if not self._has_failed(save.future, save):
-                if self._safetensors:
-                    self._conversions.append(self._convert(save, link=True))
-                else:
-                    self._appear(save)
+            if save.future.exception() is not None:
+                shutil.rmtree(save.staged, ignore_errors=True)
+                self._report(save.future)
+            elif self._safetensors and save.staged.exists():
+                self._conversions.append(self._convert(save, link=True))
+            else:
+                self._appear(save)
         while self._conversions and self._conversions[0].future.done():
             conversion = self._conversions.pop(0)
             if conversion.linked and isinstance(conversion.future.exception(), UsageError):
                 # Several ranks have saved it, or its place is on another file system: then the weights are written.
                 self._conversions.insert(0, self._convert(conversion.save, link=False))
-            elif not self._has_failed(conversion.future, conversion.save):
-                self._appear(conversion.save)
+                continue
+            self._appear(conversion.save)  # its step is committed, even if its weights could not be put into the folder
+            self._report(conversion.future)
 
     def _appear(self, save: _PendingFolder) -> None:
         step = save.future.result().step
@@ -167,9 +194,12 @@ class CheckpointFolders:
         """
         folder = self.path(step)
         save = _PendingFolder(None, _staged(folder, step), folder)
-        if not self._trainer.args.should_save or (is_ours(folder) and step_of(folder) == step and _is_readable(folder)):
+        is_whole = is_ours(folder) and step_of(folder) == step and _is_readable(folder)
+        # A step that was saved again may have been committed without its folder.
+        is_staged = _is_readable(save.staged) and (not is_whole or self._is_of(save.staged, step))
+        if not self._trainer.args.should_save or (is_whole and not is_staged):
             return
-        if _is_readable(save.staged):
+        if is_staged:
             save.appear(step)
         elif has_mark(folder) or not folder.exists():  # otherwise it is the Trainer's own, with the same number
             set_aside(folder, but=step)
@@ -178,6 +208,17 @@ class CheckpointFolders:
             write_durably(folder / STATE, values.get("trainer") or self._state_at(step))
             _mark(folder, step)
 
+    def _is_of(self, staged: Path, step: int) -> bool:
+        """Return whether a staged folder is that of a committed step, and not of a save that never was."""
+        values: Any = self._ckpt.describe(step).result().values
+        return "trainer" in values and _history(values["trainer"]) == _history((staged / STATE).read_text())
+
+    def confirm(self, folder: Path) -> bool:
+        """Return whether the save of a folder is committed; note it in a folder that was copied before the commit."""
+        if is_pending(folder) and stands_for(folder, self._ckpt, by_number=False):
+            _mark(folder, step_of(folder))
+        return is_ours(folder)
+
     def check_seen(self, step: int) -> None:
         """Raise on all ranks unless each sees the folder of a step. Every rank calls it.
 
@@ -185,7 +226,7 @@ class CheckpointFolders:
             UsageError: some ranks do not; the message names them.
         """
         args = self._trainer.args
-        seen: list[bool] = import_module("accelerate.utils").gather_object([is_ours(self.path(step))])
+        seen: list[bool] = import_module("accelerate.utils").gather_object([_is_readable(self.path(step))])
         if not all(seen):
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             raise UsageError(
@@ -215,16 +256,10 @@ class CheckpointFolders:
         future = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model", link=link)
         return _Conversion(future, save, link)
 
-    def _has_failed(self, future: aiockpt.Future[Any], save: _PendingFolder) -> bool:
-        """Wait for *future*; return whether it failed, or raise its error, if *raises*."""
-        try:
+    def _report(self, future: aiockpt.Future[Any]) -> None:
+        """Raise the error of *future*, if *raises*."""
+        with suppress(*(() if self._raises else (CheckpointError,))):
             future.result()
-        except CheckpointError:
-            shutil.rmtree(save.staged, ignore_errors=True)
-            if self._raises:
-                raise
-            return True
-        return False
 
     def rotate(self) -> None:
         """Delete the steps that ``save_total_limit`` does not keep, and their folders."""
@@ -241,9 +276,8 @@ class CheckpointFolders:
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
             # The step first: after a kill in between, the next call deletes the folder that is left; a step left alone
             # would get its folder back from `restore`.
-            with suppress(StepNotFoundError):  # another node, or retention=, may have deleted it
-                self._ckpt.delete(step).result()
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            if delete_step(self._ckpt, step):
+                shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _in_order_of_commits(self, steps: set[int]) -> list[int]:
         """Sort *steps*, the oldest commit first, after those that the place does not have.
@@ -282,6 +316,16 @@ def _history(text: str) -> str:
     return json.dumps([state["global_step"], state["log_history"]])
 
 
+def uploads(callbacks: Iterable[Any]) -> list[str]:
+    """Return the classes of transformers' own callbacks that are set to upload the folders of checkpoints."""
+    return [
+        type(one).__name__
+        for one in callbacks
+        if type(one).__module__.startswith("transformers.integrations")
+        and any(getattr(one, name, None) in values for name, values in _UPLOADS.items())
+    ]
+
+
 def set_aside(folder: Path, *, but: int) -> None:
     """Rename a folder of another run, or one that the Trainer itself wrote, but not that of the step *but*."""
     if is_ours(folder) and step_of(folder) != but:
@@ -289,7 +333,33 @@ def set_aside(folder: Path, *, but: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     elif (folder / STATE).exists() and not has_mark(folder):
-        folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
+        rename_theirs(folder)
+
+
+def rename_theirs(folder: Path) -> None:
+    """Rename a folder that aiockpt did not make, so that a search for names that begin like its own does not find it."""
+    names = (f"before-aiockpt-{number}.{folder.name}" for number in count(1))
+    folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove the weights that were put into the folder of an earlier save: they are not those of the next one."""
+    if has_mark(folder):
+        for path in folder.iterdir():
+            if is_weights(path.name):
+                path.unlink()
+
+
+def move_into(folder: Path, staged: Path) -> None:
+    """Move the contents of *staged* into *folder*, the mark last. Files of the same name are replaced, and others stay, as
+    if they were written in place.
+    """
+    for path in sorted(staged.iterdir(), key=lambda path: (path.name == MARK, path.name == STATE)):
+        if path.is_dir() and (folder / path.name).is_dir():
+            move_into(folder / path.name, path)
+        else:
+            path.replace(folder / path.name)
+    staged.rmdir()
 
 
 def _staged(folder: Path, step: int) -> Path:
@@ -328,8 +398,8 @@ def read_mark(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def has_mark(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder was made here, committed or not."""
-    return (Path(folder) / MARK).exists()
+    """Return whether a folder was made here, committed or not, and the Trainer itself has not written into it since."""
+    return (Path(folder) / MARK).exists() and not any((Path(folder) / name).exists() for name in _THEIRS)
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
@@ -339,10 +409,10 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 def is_pending(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder belongs to a save that is not committed, or never was."""
-    return read_mark(folder).get("committed", True) is False
+    return has_mark(folder) and read_mark(folder).get("committed", True) is False
 
 
 def step_of(folder: str | os.PathLike[str]) -> int:
     """Return the saved step of a folder."""
-    step = read_mark(folder).get("step")
+    step = read_mark(folder).get("step") if has_mark(folder) else None
     return step if type(step) is int else int(Path(folder).name.removeprefix(PREFIX))

@@ -131,6 +131,7 @@ class LoaderPosition:
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loop; repeat a batch for each earlier one that the script skips by hand."""
+        self.training.begin_loop()
         reading: LoopReading | None = None
         try:
             for batch in batches:

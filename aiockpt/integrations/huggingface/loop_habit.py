@@ -7,7 +7,7 @@ batch without having used the first is skipping, unless it collects several batc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -17,6 +17,8 @@ class TrainingTraces:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.backward_count = 0
+        self.begin_loop: Callable[[], None] = lambda: None
+        """Called when a loop over a prepared loader begins, before ranks communicate for it."""
 
     def mark(self) -> tuple[Any, ...]:
         """Return a value that changes with gradients or weights; only counters of the tensors are read."""

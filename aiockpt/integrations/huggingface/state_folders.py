@@ -12,14 +12,14 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface import folders
-from aiockpt.integrations.huggingface.folders import MARK, write_durably
+from aiockpt.integrations.huggingface.folders import MARK, move_into, rename_theirs, write_durably
+from aiockpt.integrations.steps import delete_step
 from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
@@ -146,16 +146,11 @@ class StateFolders:
         if before is not None:
             if before.step != mark.step:
                 self._replaced.append((folder, before))
-            shutil.rmtree(folder)
-        elif (folder / _THEIRS).exists():
-            folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
-        if folder.exists():  # written to since the call of save_state
-            # The mark comes last: with it the folder counts as complete.
-            for path in staged.iterdir():
-                if path.name != MARK:
-                    path.replace(folder / path.name)
-            (staged / MARK).replace(folder / MARK)
-            staged.rmdir()
+            (folder / MARK).unlink()  # until all files are there, the folder is incomplete
+        elif is_of_accelerate(folder):
+            rename_theirs(folder)
+        if folder.exists():
+            move_into(folder, staged)
         else:
             staged.rename(folder)
         self._known[mark.step] = folder
@@ -232,8 +227,7 @@ class StateFolders:
             else:
                 logger.warning("%s is gone, and its step %d is kept: see delete_with_folder of attach()", folder, step)
         for step in deleted:
-            with suppress(StepNotFoundError):  # retention= may have deleted it, too
-                self._ckpt.delete(step).result()
+            delete_step(self._ckpt, step)
 
 
 def new_mark(step: int) -> Mark:
@@ -242,14 +236,15 @@ def new_mark(step: int) -> Mark:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return the mark of a folder; None where aiockpt did not make it."""
+    """Return the mark of a folder; None where aiockpt did not make it, or accelerate has written into it since."""
     saved = folders.read_mark(folder)
-    return Mark(saved["step"], saved["key"]) if saved.keys() >= {"step", "key"} else None
+    is_ours = saved.keys() >= {"step", "key"} and not is_of_accelerate(folder)
+    return Mark(saved["step"], saved["key"]) if is_ours else None
 
 
 def is_of_accelerate(folder: Path) -> bool:
-    """Return whether accelerate itself wrote a folder."""
-    return read_mark(folder) is None and (folder / _THEIRS).exists()
+    """Return whether accelerate itself wrote a folder, which is renamed before aiockpt writes to that name."""
+    return (folder / _THEIRS).exists()
 
 
 def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:

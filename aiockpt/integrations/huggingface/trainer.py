@@ -85,17 +85,23 @@ def attach(
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
     _Attached(trainer, ckpt, folders, str(place), resume, options.get("only")).replace_methods()
-    trainer.add_callback(_publishing(folders))
+    trainer.callback_handler.callbacks.insert(0, _publishing(folders))
     return ckpt
 
 
 def _publishing(folders: CheckpointFolders) -> Any:
-    """Return a callback for the Trainer that polls after each step for saves that were committed meanwhile."""
+    """Return a callback for the Trainer that polls after each step for saves that were committed meanwhile.
+
+    At the end of a training it waits for all of them, so that the callbacks behind it find the last folder.
+    """
     transformers: Any = import_module("transformers")
 
     class AiockptPublishing(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **named: Any) -> None:
             folders.publish()
+
+        def on_train_end(self, *args: Any, **named: Any) -> None:
+            folders.wait()
 
     return AiockptPublishing()
 
@@ -120,6 +126,7 @@ class _Attached:
         self._overrides = Overrides(trainer, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state"))
         self._save_theirs = vars(trainer).get("_save_checkpoint")
         self._saving: set[str] | None = None
+        self._shows = False
 
     def replace_methods(self) -> None:
         """Replace the methods."""
@@ -205,6 +212,8 @@ class _Attached:
         if theirs is None or not steps:
             return theirs and theirs[0]
         (folder, written_ns), ours = theirs, self._folders.path(steps[0])
+        if folder == ours:  # written over the folder of that step
+            return folder
         is_later = written_ns > self._ckpt.describe(steps[0]).result().info.created_ns
         is_larger = step_of(folder) > step_in_run(steps[0])
         if not is_later and not is_larger:
@@ -263,7 +272,7 @@ class _Attached:
         if not pending:
             return folder
         steps = self._committed(all_runs=True)
-        if is_ours(folder):
+        if ask_first_rank(partial(self._folders.confirm, Path(folder))):
             return folder
         newest = str(self._folders.path(steps[0])) if steps else None
         logger.warning("%s: its save was never committed; resumed from %s", folder, newest or "the beginning")
@@ -317,8 +326,9 @@ class _Attached:
     def _enter_save(self, model: Any, trial: Any) -> None:
         """Save through the Trainer's method or its override; if that does not call ``super()``, save here."""
         self._saving = set()
+        self._shows = self._shows_folder()
         # Before an override is called: what it writes before super() must not be in the folder that is set aside.
-        if self._shows_folder():
+        if self._shows:
             self._folders.set_aside(self._trainer.state.global_step)
         try:
             if self._save_theirs is not None:
@@ -331,10 +341,13 @@ class _Attached:
             self._saving = None
 
     def _shows_folder(self) -> bool:
-        """Return whether callbacks or overrides may read the folder of a save before that is committed."""
+        """Return whether callbacks or overrides may read the folder of a save before that is committed. Every rank calls it:
+        some ranks may have callbacks that others lack.
+        """
         plain: Any = import_module("transformers").TrainerCallback.on_save
-        callbacks = self._trainer.callback_handler.callbacks
-        return bool(self._overrides.called) or any(type(one).on_save is not plain for one in callbacks)
+        here = any(type(one).on_save is not plain for one in self._trainer.callback_handler.callbacks)
+        gather: Any = import_module("accelerate.utils").gather_object
+        return bool(self._overrides.called) or any(gather([here]))
 
     def _write_file(self, name: str, output_dir: Any = None, *args: Any, **named: Any) -> None:
         """Skip files whose contents are in the step; call the override to which this method leads, if any."""
@@ -368,7 +381,7 @@ class _Attached:
         if best and (best == step or self._folders.path(best).exists()):
             trainer.state.best_model_checkpoint = str(self._folders.path(best))
         state = self._model() if trainer.args.save_only_model else self._state()
-        shows = self._saving is not None and self._shows_folder()
+        shows = self._saving is not None and self._shows
         text = self._folders.stage(step, shown=shows)
         if shows:
             trainer.accelerator.wait_for_everyone()
