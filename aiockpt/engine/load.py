@@ -504,7 +504,10 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
         raise UsageError(f"rows={rows!r}: give a slice, such as slice(0, 10)")
     if rows.step not in (None, 1):
         raise UsageError(f"rows={rows}: give a slice without a step")
-    start, stop, _ = rows.indices(shape[0])
+    try:
+        start, stop, _ = rows.indices(shape[0])
+    except TypeError as error:
+        raise UsageError(f"rows={rows}: give a slice of integers, such as slice(0, 10)") from error
     return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))
 
 

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Place
-from aiockpt.errors import CheckpointError
+from aiockpt.errors import CheckpointError, StorageFullError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
@@ -171,6 +171,9 @@ async def _count_steps(place: Place) -> int:
 
 async def _probe(place: Place, byte_count: int) -> float:
     """Write a file, flush it, remove it; return its bytes per second."""
+    free_bytes = await _free_bytes(place)
+    if free_bytes is not None and byte_count > free_bytes:
+        raise StorageFullError(f"estimate(probe_bytes={byte_count:,}): {place.backend.url} has {free_bytes:,} free")
     backend, key = place.backend, f".aiockpt-probe-{place.engine.token(8)}"
     unit = min(place.engine.options.io.slab_bytes, byte_count)
     data = memoryview(bytearray(unit))

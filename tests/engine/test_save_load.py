@@ -195,6 +195,8 @@ def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run
         ckpt.read(1, "model.0.weigth").result()
     with pytest.raises(aiockpt.UsageError, match=r"give a slice, such as slice\(0, 10\)"):
         ckpt.read(1, "model.0.weight", rows=3).result()  # type: ignore[arg-type]
+    with pytest.raises(aiockpt.UsageError, match="slice of integers"):
+        ckpt.read(1, "model.0.weight", rows=slice(1.5, 2)).result()
     with pytest.raises(aiockpt.UsageError, match="no rows"):
         ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result()
 

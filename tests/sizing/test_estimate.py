@@ -227,6 +227,12 @@ def test_memory_that_saves_and_tiers_need_and_the_host_has_not_is_told(
     assert any("1.0 MiB to spare" in problem and "memory tiers" in problem for problem in problems)
 
 
+def test_a_probe_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path) as ckpt, pytest.raises(aiockpt.StorageFullError, match="probe_bytes"):
+        ckpt.estimate({"x": torch.zeros(10)}, probe_bytes=1 << 70).result()
+    assert not list(tmp_path.iterdir())
+
+
 class KilledProbe(LocalBackend):
     """A place where a process is killed within its probe: what was begun stays."""
 
