@@ -233,16 +233,14 @@ async def run_in_thread(what: str, work: Callable[[], T]) -> T:
     Threads of anyio end by a callback of the program's main task. `nest_asyncio` stops a loop before that is called, and the
     interpreter then waits for them for ever.
     """
-    running: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done: Promise[T] = Promise(what)
 
     def run() -> None:
         try:
-            running.set_result(work())
+            done.resolve(work())
         except BaseException as error:  # noqa: BLE001  raised again where it is waited for
-            running.set_exception(error)
+            done.fail(error)
 
-    done: Promise[T] = Promise(what)
-    done.follow(running)
     thread = threading.Thread(target=run, name="aiockpt-close")
     thread.start()
     with anyio.CancelScope(shield=True):
