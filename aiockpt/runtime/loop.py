@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -330,7 +330,8 @@ def _register_exit_hook() -> None:
 
 
 def _drain_all() -> None:
-    for loop in list(_open_loops):
-        loop.drain_at_exit()
+    with ExitStack() as each:  # also when one of them raises
+        for loop in list(_open_loops):
+            each.callback(loop.drain_at_exit)
     for thread in list(_stopping):
         thread.join(_STOP_S)
