@@ -9,7 +9,8 @@ Guarantees, besides those of the contract:
   conditional writes, are detected by the first refusal, worked around, and remembered.
 - Nothing else is retried here; ``retryable`` of an error is whether a retry could succeed (`aiockpt.storage.retry`).
 
-``list`` shows no multipart upload under way; those that a crash left are found by ``leftover_uploads``.
+``list`` shows no multipart upload under way; those that a crash left are found by ``leftover_uploads``. ``delete`` removes
+keys in batches, and within a batch in any order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -297,6 +297,8 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                 await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
     except CheckpointError as error:
         logger.warning("clean-up after %s failed, and is retried after the next commit: %s", saved.id, error)
+    except Exception:  # no error of ours; nothing else would report it
+        logger.exception("clean-up after %s failed, and is retried after the next commit", saved.id)
 
 
 async def _move_hint(place: Place, saved: SaveResult) -> None:
@@ -489,6 +491,9 @@ class _Pruning:
 
 async def delete(places: StepPlaces, step: int) -> None:
     """Delete one step from all tiers, manifests first; the farthest first, so that nothing seems to come back."""
-    for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
-        await delete_step(listed.place.backend, listed.entry)
+    async with AsyncExitStack() as held:
+        for place in places.places:  # before the steps are listed: a clean-up may be thinning this one
+            await held.enter_async_context(place.cleaning)
+        for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
+            await delete_step(listed.place.backend, listed.entry)
     places.engine.emit(StepDeleted(at_ns=places.engine.now_ns(), step=step, reason="asked for"))

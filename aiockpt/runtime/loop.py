@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -233,16 +233,14 @@ async def run_in_thread(what: str, work: Callable[[], T]) -> T:
     Threads of anyio end by a callback of the program's main task. `nest_asyncio` stops a loop before that is called, and the
     interpreter then waits for them for ever.
     """
-    running: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done: Promise[T] = Promise(what)
 
     def run() -> None:
         try:
-            running.set_result(work())
+            done.resolve(work())
         except BaseException as error:  # noqa: BLE001  raised again where it is waited for
-            running.set_exception(error)
+            done.fail(error)
 
-    done: Promise[T] = Promise(what)
-    done.follow(running)
     thread = threading.Thread(target=run, name="aiockpt-close")
     thread.start()
     with anyio.CancelScope(shield=True):
@@ -332,7 +330,8 @@ def _register_exit_hook() -> None:
 
 
 def _drain_all() -> None:
-    for loop in list(_open_loops):
-        loop.drain_at_exit()
+    with ExitStack() as each:  # also when one of them raises
+        for loop in list(_open_loops):
+            each.callback(loop.drain_at_exit)
     for thread in list(_stopping):
         thread.join(_STOP_S)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Lock, current_thread
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import anyio
 import msgspec
 
 from aiockpt.errors import SaveCancelledError
+from aiockpt.runtime.world import Loop
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Promise(Generic[T]):
@@ -54,19 +56,19 @@ class Promise(Generic[T]):
         with suppress(concurrent.futures.InvalidStateError):
             self._inner.set_exception(error)
 
-    def follow(self, running: concurrent.futures.Future[T]) -> None:
-        """Adopt the outcome of work that is *running*, and cancel that when a caller cancels."""
-        self.cancel_work = running.cancel
+    def run(self, loop: Loop, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> None:
+        """Run ``work(*args)`` on *loop*, and adopt its outcome; a cancelled one has its outcome when it has ended, too."""
 
-        def adopt(_: object) -> None:
-            if running.cancelled():
-                self.fail(SaveCancelledError(f"{self.what} was cancelled"))
-            elif (error := running.exception()) is not None:
-                self.fail(error)
-            else:
-                self.resolve(running.result())
+        async def run() -> None:
+            try:
+                self.resolve(await work(*args))
+            except BaseException as error:
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                self.fail(SaveCancelledError(f"{self.what} was cancelled") if is_cancelled else error)
+                if not isinstance(error, Exception):
+                    raise
 
-        running.add_done_callback(adopt)
+        self.cancel_work = loop.submit(run).cancel
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Call *callback* when the promise is resolved or failed, on the thread that does so; at once if it already is."""

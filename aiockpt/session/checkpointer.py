@@ -455,7 +455,7 @@ class Checkpointer:
                 promise.agree = partial(self._agree_applied, load)
             return None if filled is None else filled.result
 
-        promise.follow(self._loop.submit(run))
+        promise.run(self._loop, run)
         return LoadFuture(promise)
 
     def _open_foreign(self, fork: Place | None, request: LoadRequest) -> ForeignFork | None:
@@ -490,7 +490,7 @@ class Checkpointer:
     def _agree_applied(self, load: LoadRound, error: Exception | None) -> Promise[None]:
         """Agree, on all ranks, on whether the objects of each accepted what was loaded."""
         promise: Promise[None] = Promise("end of the load")
-        promise.follow(self._loop.submit(load.agree_applied, error))
+        promise.run(self._loop, load.agree_applied, error)
         return promise
 
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
@@ -822,7 +822,7 @@ class Checkpointer:
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
         promise: Promise[T] = Promise(what)
-        promise.follow(self._loop.submit(work, *args))
+        promise.run(self._loop, work, *args)
         return Future(promise)
 
     def statistics(self) -> Statistics:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 import pickle
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL, Run
@@ -109,6 +113,40 @@ def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> 
         assert ckpt.load(into).result() is not None
         ckpt.save(8, into).result()
     assert into["w"].eq(1).all()
+
+
+def test_a_load_waits_until_no_thread_of_the_one_that_was_cancelled_reads_into_its_tensors(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    reads: list[int] = []
+
+    class Slow(OsFiles):
+        """Files whose second read of step 1, after the header, takes long, in a thread that nothing can cancel."""
+
+        def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0, /) -> int:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if "step-00000001" in name and name.endswith(".safetensors"):
+                reads.append(offset)
+                if len(reads) == 2:
+                    begun.set()
+                    assert go_on.wait(250)
+            return OsFiles.preadv(fd, buffers, offset, flags)
+
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": torch.full((3,), float(step))}).result()
+    place, into = LocalBackend(tmp_path, world=World(files=Slow()), direct=False), {"w": torch.zeros(3)}
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        first = ckpt.load(into, 1)
+        assert begun.wait(250)
+        assert first.cancel()
+        second = ckpt.load(into, 2)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        assert not first.done()
+        go_on.set()
+        second.result()
+        assert first.cancelled()
+    assert into["w"].eq(2).all()
 
 
 def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from hypothesis import given
@@ -19,12 +24,15 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine import maintenance
 from aiockpt.engine.save import RECORD_FILES
+from aiockpt.errors import CommitConflictError
 from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
+from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.policies.retention import StepFacts, lineage, plan_retention
-from aiockpt.storage.backend import Backend, Space
+from aiockpt.runtime.world import OsFiles, World
+from aiockpt.storage.backend import Backend, Listing, Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.gates import Gate
@@ -147,6 +155,42 @@ def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
         assert pruned.left == (("step-00000000", "another process is reading it"),)
 
 
+def test_a_step_that_is_being_thinned_does_not_come_back_after_it_is_deleted(tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    slow = Gate(LocalBackend(tmp_path), "put_new", "step-00000001/MANIFEST-2*")
+    with aiockpt.Checkpointer(slow, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"model": model, "optimizer": optimizer}).result()
+        thinning = ckpt.prune(aiockpt.Retention(last=2, optimizer=1))
+        assert slow.reached.wait(250)
+        deletion = ckpt.delete(1)
+        with suppress(TimeoutError):  # it waits for the clean-up
+            deletion.result(0.2)
+        slow.open_up()
+        thinning.result()
+        deletion.result()
+    assert steps(tmp_path) == [2]
+    assert not (tmp_path / "step-00000001").exists()
+
+
+def test_a_clean_up_that_fails_in_an_unforeseen_way_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(FaultyBackend):
+        async def list(self, prefix: str) -> Listing:
+            if caplog.records:
+                raise RuntimeError("no error of ours")
+            return await super().list(prefix)
+
+    caplog.set_level(logging.INFO, "aiockpt")  # the commit is logged before its clean-up
+    rules = aiockpt.Retention(last=1)
+    with aiockpt.Checkpointer(Odd(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
+        ckpt.save(1, STATE).result()
+    assert "clean-up after step-00000001 failed" in caplog.text
+    assert "no error of ours" in caplog.text
+
+
 def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (500, 1000):
@@ -236,6 +280,48 @@ def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
     with aiockpt.Checkpointer(ours, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result().garbage
     assert overtaken in {one.attempt for one in garbage}
+
+
+def test_an_attempt_that_lost_its_number_after_it_was_decided_to_be_committed_is_removed(tmp_path: Path) -> None:
+    slow = Gate(LocalBackend(tmp_path), "put_new", "step-00000007/MANIFEST*")
+    with aiockpt.Checkpointer(slow, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        loser = ckpt.save(7, state(1))
+        assert slow.reached.wait(250)
+        (overtaken,) = attempts(tmp_path)
+        save_and_keep(tmp_path, 1)
+        slow.open_up()
+        assert isinstance(loser.exception(), CommitConflictError)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        assert ckpt.prune(aiockpt.Retention()).result().garbage == ()
+        garbage = ckpt.prune(aiockpt.Retention(grace_s=0)).result().garbage
+        assert [one.attempt for one in garbage] == [overtaken]
+        assert overtaken not in attempts(tmp_path)
+        target = state(9)
+        ckpt.load(target).result()
+    assert target["value"] == 0
+
+
+async def test_a_decision_that_another_process_is_writing_just_now_is_waited_for(tmp_path: Path) -> None:
+    """Without hard links a record is created in place, and seen before it is whole."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class NoLinks(OsFiles):
+        def link(self, source: str, target: str, /) -> None:
+            raise OSError(errno.EPERM, "no hard links here")
+
+    class Slow(NoLinks):
+        def pwrite(self, fd: int, data: memoryview, offset: int, /) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("DECISION.json"):
+                begun.set()
+                assert go_on.wait(250)
+            return OsFiles.pwrite(fd, data, offset)
+
+    slow, other = (LocalBackend(tmp_path, world=World(files=files)) for files in (Slow(), NoLinks()))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(claim, slow, "step-00000001", "0" * 12, "commit", "x")
+        await anyio.to_thread.run_sync(begun.wait, 250)
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        assert await claim(other, "step-00000001", "0" * 12, "collect", "y") == "commit"
 
 
 def test_the_lineage_follows_runs_and_their_parents() -> None:
@@ -340,6 +426,16 @@ def test_an_explicit_step_is_rolled_forward_too(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         assert ckpt.describe(7).result().info.step == 7
+
+
+def test_an_explicit_step_that_was_saved_again_is_rolled_forward_to_its_newest_votes(tmp_path: Path) -> None:
+    save_and_keep(tmp_path, 2)
+    (tmp_path / "step-00000007" / "MANIFEST-2.json").unlink()  # the job died right before it
+    target = state(9)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        loaded = ckpt.load(target, 7).result()
+    assert loaded is not None
+    assert (loaded.generation, target["value"]) == (2, 1)
 
 
 def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(tmp_path: Path) -> None:

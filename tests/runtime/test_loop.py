@@ -118,6 +118,20 @@ loop = LoopThread("test", on_exit=drain)
     assert (run.returncode, run.stdout, run.stderr) == (0, "flushed at exit\n", "")
 
 
+def test_a_drain_that_fails_at_the_exit_keeps_no_other_loop_from_its_own() -> None:
+    script = """
+from aiockpt.runtime.loop import LoopThread
+def drain(number):
+    print(number, flush=True)
+    loops[number].close()
+    raise TimeoutError("this one is late")
+loops = [LoopThread(f"test-{number}", on_exit=lambda number=number: drain(number)) for number in range(3)]
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
+    assert sorted(run.stdout.split()) == ["0", "1", "2"]
+    assert "this one is late" in run.stderr
+
+
 def test_a_dropped_checkpointer_is_collected_while_the_interpreter_begins_or_ends_a_thread() -> None:
     """The collector runs where it likes, under locks that every thread needs when it begins or ends."""
     script = """

@@ -132,8 +132,9 @@ class Hold:
         self._holds.active.add(self)
         with made_for_the_loop():
             self._over = anyio.Event()
-        self._keeping = Promise(f"end of the {self._what}")
-        self._keeping.follow(self._holds.loop.submit(keep))
+        keeping: Promise[None] = Promise(f"end of the {self._what}")
+        keeping.run(self._holds.loop, keep)
+        self._keeping = keeping
         return Future(held)
 
     def _end(self) -> Future[None] | None:

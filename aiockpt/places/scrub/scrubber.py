@@ -62,7 +62,7 @@ class Scrubber:
     def start(self) -> None:
         """Begin, on the loop."""
         self._done: Promise[None] = Promise("end of the scrub")
-        self._done.follow(self._engine.loop.submit(self._run))
+        self._done.run(self._engine.loop, self._run)
 
     def stop(self) -> None:
         """End, and wait until nothing is read or written any more. Not on the loop."""

@@ -32,6 +32,7 @@ from aiockpt.engine.find import ListedStep, committed_steps
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
+    SaveCancelledError,
     SaveSkippedError,
     StorageTimeoutError,
     UsageError,
@@ -188,6 +189,8 @@ class Promoter:
                 await self._abandon_all()
         finally:
             self.joint_copy.close()
+            for left in self._waiting:  # the loop ends with this task: nothing else would end a wait for them
+                left.stage.fail(SaveCancelledError(f"{left.stage.what}: cancelled with its event loop"))
             self._ended.set()
 
     async def _copy_all(self) -> None:
