@@ -28,6 +28,7 @@ from aiockpt.errors import CommitConflictError
 from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
+from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.policies.retention import StepFacts, lineage, plan_retention
@@ -322,6 +323,16 @@ async def test_a_decision_that_another_process_is_writing_just_now_is_waited_for
         await anyio.to_thread.run_sync(begun.wait, 250)
         asyncio.get_running_loop().call_later(0.1, go_on.set)
         assert await claim(other, "step-00000001", "0" * 12, "collect", "y") == "commit"
+
+
+def test_an_attempt_that_was_committed_since_it_was_found_to_be_garbage_stays(tmp_path: Path) -> None:
+    save_and_keep(tmp_path, 1)
+    (attempt,) = attempts(tmp_path)
+    assert not asyncio.run(collect(LocalBackend(tmp_path), Garbage("step-00000007", attempt), "0" * 32))
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        target = state(9)
+        ckpt.load(target).result()
+    assert target["value"] == 0
 
 
 def test_the_lineage_follows_runs_and_their_parents() -> None:
