@@ -5,8 +5,8 @@ Guarantees (docs/format.md#deletion):
 - A step goes manifest by manifest, from the lowest generation to the highest, then its data: nothing older reappears.
 - Before a manifest goes, its attempt's decision is turned to *collect*: a step without a manifest whose votes are all
   there would else look like a commit to be finished, and come back.
-- An uncommitted attempt is removed only after this collector created its decision record, and only when it is older
-  than the grace by the storage's own clock.
+- An uncommitted attempt is removed only after this collector created its decision record, or replaced that of one whose
+  generation was taken meanwhile; and only when it is older than the grace by the storage's own clock.
 - A step with a live lease of a reader is skipped.
 """
 
@@ -42,7 +42,7 @@ from aiockpt.format.names import (
 )
 from aiockpt.pipeline.commit import check_sizes, claim, claim_name_of_record, publish
 from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest, scan, votes_to_finish
-from aiockpt.pipeline.receipts import ranks_that_voted, read_manifest
+from aiockpt.pipeline.receipts import any_receipt, ranks_that_voted, read_manifest
 from aiockpt.planning.weights import thin_manifest
 from aiockpt.policies.retention import StepFacts, lineage
 from aiockpt.storage.backend import PROOF_KEY, Backend, UnfinishedUpload, keeps_uploads
@@ -319,9 +319,18 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
         marks = [key(garbage.step_id, garbage.generation) for key in (manifest_key, verified_key, damaged_key)]
         await backend.delete([_a_vote(garbage.step_id, garbage.attempt), *marks])
     elif await claim(backend, garbage.step_id, garbage.attempt, "collect", write_id) != "collect":
-        return False
+        if not await _is_overtaken(backend, garbage):
+            return False
+        await _overrule(backend, garbage.step_id, garbage.attempt)
     await _delete_attempt(backend, garbage.step_id, garbage.attempt)
     return True
+
+
+async def _is_overtaken(backend: Backend, garbage: Garbage) -> bool:
+    """Return whether an attempt that was decided to be committed has lost its generation to another one."""
+    vote = await any_receipt(backend, garbage.step_id, garbage.attempt)
+    generations = (await list_step(backend, garbage.step_id)).generations
+    return vote is not None and vote.generation <= max(generations, default=0)
 
 
 async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from hypothesis import given
@@ -19,12 +24,15 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine import maintenance
 from aiockpt.engine.save import RECORD_FILES
+from aiockpt.errors import CommitConflictError
 from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
+from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.policies.retention import StepFacts, lineage, plan_retention
-from aiockpt.storage.backend import Backend, Space
+from aiockpt.runtime.world import OsFiles, World
+from aiockpt.storage.backend import Backend, Listing, Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.gates import Gate
@@ -236,6 +244,25 @@ def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
     with aiockpt.Checkpointer(ours, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result().garbage
     assert overtaken in {one.attempt for one in garbage}
+
+
+def test_an_attempt_that_lost_its_number_after_it_was_decided_to_be_committed_is_removed(tmp_path: Path) -> None:
+    slow = Gate(LocalBackend(tmp_path), "put_new", "step-00000007/MANIFEST*")
+    with aiockpt.Checkpointer(slow, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        loser = ckpt.save(7, state(1))
+        assert slow.reached.wait(250)
+        (overtaken,) = attempts(tmp_path)
+        save_and_keep(tmp_path, 1)
+        slow.open_up()
+        assert isinstance(loser.exception(), CommitConflictError)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        assert ckpt.prune(aiockpt.Retention()).result().garbage == ()
+        garbage = ckpt.prune(aiockpt.Retention(grace_s=0)).result().garbage
+        assert [one.attempt for one in garbage] == [overtaken]
+        assert overtaken not in attempts(tmp_path)
+        target = state(9)
+        ckpt.load(target).result()
+    assert target["value"] == 0
 
 
 def test_the_lineage_follows_runs_and_their_parents() -> None:
