@@ -215,7 +215,7 @@ async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
 
     async def list_entries(place: Place) -> list[StepEntry]:
         entry = await list_step(place.backend, step_id(step))
-        if not entry.committed and await finish_commits(place, entry):
+        if await finish_commits(place, entry):
             entry = await list_step(place.backend, step_id(step))
         return [entry] if entry.committed else []
 

@@ -369,6 +369,16 @@ def test_an_explicit_step_is_rolled_forward_too(tmp_path: Path) -> None:
         assert ckpt.describe(7).result().info.step == 7
 
 
+def test_an_explicit_step_that_was_saved_again_is_rolled_forward_to_its_newest_votes(tmp_path: Path) -> None:
+    save_and_keep(tmp_path, 2)
+    (tmp_path / "step-00000007" / "MANIFEST-2.json").unlink()  # the job died right before it
+    target = state(9)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        loaded = ckpt.load(target, 7).result()
+    assert loaded is not None
+    assert (loaded.generation, target["value"]) == (2, 1)
+
+
 def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(tmp_path: Path) -> None:
     attempt = dead_attempt(tmp_path, voted=False)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
