@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -489,6 +489,9 @@ class _Pruning:
 
 async def delete(places: StepPlaces, step: int) -> None:
     """Delete one step from all tiers, manifests first; the farthest first, so that nothing seems to come back."""
-    for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
-        await delete_step(listed.place.backend, listed.entry)
+    async with AsyncExitStack() as held:
+        for place in places.places:  # before the steps are listed: a clean-up may be thinning this one
+            await held.enter_async_context(place.cleaning)
+        for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
+            await delete_step(listed.place.backend, listed.entry)
     places.engine.emit(StepDeleted(at_ns=places.engine.now_ns(), step=step, reason="asked for"))

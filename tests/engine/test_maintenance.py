@@ -155,6 +155,27 @@ def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
         assert pruned.left == (("step-00000000", "another process is reading it"),)
 
 
+def test_a_step_that_is_being_thinned_does_not_come_back_after_it_is_deleted(tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    slow = Gate(LocalBackend(tmp_path), "put_new", "step-00000001/MANIFEST-2*")
+    with aiockpt.Checkpointer(slow, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"model": model, "optimizer": optimizer}).result()
+        thinning = ckpt.prune(aiockpt.Retention(last=2, optimizer=1))
+        assert slow.reached.wait(250)
+        deletion = ckpt.delete(1)
+        with suppress(TimeoutError):  # it waits for the clean-up
+            deletion.result(0.2)
+        slow.open_up()
+        thinning.result()
+        deletion.result()
+    assert steps(tmp_path) == [2]
+    assert not (tmp_path / "step-00000001").exists()
+
+
 def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (500, 1000):
