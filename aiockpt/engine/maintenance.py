@@ -297,6 +297,8 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                 await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
     except CheckpointError as error:
         logger.warning("clean-up after %s failed, and is retried after the next commit: %s", saved.id, error)
+    except Exception:  # no error of ours; nothing else would report it
+        logger.exception("clean-up after %s failed, and is retried after the next commit", saved.id)
 
 
 async def _move_hint(place: Place, saved: SaveResult) -> None:

@@ -151,10 +151,7 @@ class Service:
             result = job.promise.value if error is None else None
             self._post(Settled(job.number, result, None if error is None else pack(error)))
             if result is not None and not result.existed and self._engine.rank == 0:
-                try:
-                    await self._destination.clean_up(result)
-                except Exception:  # the step is safe; other saves must not end with this one
-                    logger.exception("cleaning up after step %d", result.step)
+                await self._destination.clean_up(result)
         finally:
             del self._saves[job.number]
             self._post(Tidied(job.number))

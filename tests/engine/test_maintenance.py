@@ -176,6 +176,21 @@ def test_a_step_that_is_being_thinned_does_not_come_back_after_it_is_deleted(tmp
     assert not (tmp_path / "step-00000001").exists()
 
 
+def test_a_clean_up_that_fails_in_an_unforeseen_way_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(FaultyBackend):
+        async def list(self, prefix: str) -> Listing:
+            if caplog.records:
+                raise RuntimeError("no error of ours")
+            return await super().list(prefix)
+
+    caplog.set_level(logging.INFO, "aiockpt")  # the commit is logged before its clean-up
+    rules = aiockpt.Retention(last=1)
+    with aiockpt.Checkpointer(Odd(LocalBackend(tmp_path)), limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
+        ckpt.save(1, STATE).result()
+    assert "clean-up after step-00000001 failed" in caplog.text
+    assert "no error of ours" in caplog.text
+
+
 def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         for step in (500, 1000):
