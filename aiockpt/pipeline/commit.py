@@ -55,6 +55,8 @@ logger = logging.getLogger("aiockpt")
 WRITER = "aiockpt 0.1.0"
 DECISION_LIMIT_BYTES = 4096
 """No decision record is longer."""
+RECORD_PAUSES_S = (0.05, 0.2, 1.0)
+"""Before a decision record that cannot be read is read again, until it counts as damaged."""
 LAST_POLL_S = 30.0
 """The time limit of the last poll of all receipts, after the deadline for them has passed."""
 POLL_PAUSE_S = 0.2
@@ -250,6 +252,15 @@ def _is_of_attempt(start: bytes) -> bool:
 
 
 async def _decided(backend: Backend, key: str) -> Verdict:
+    """Return the decision that is in the record; where hard links are missing, its creator may still be writing it."""
+    for pause_s in RECORD_PAUSES_S:
+        with suppress(CommitError):
+            return await _read_decision(backend, key)
+        await anyio.sleep(pause_s)
+    return await _read_decision(backend, key)
+
+
+async def _read_decision(backend: Backend, key: str) -> Verdict:
     try:
         data = await read_start(backend, key, DECISION_LIMIT_BYTES + 1)
         if _is_of_attempt(data):

@@ -301,6 +301,29 @@ def test_an_attempt_that_lost_its_number_after_it_was_decided_to_be_committed_is
     assert target["value"] == 0
 
 
+async def test_a_decision_that_another_process_is_writing_just_now_is_waited_for(tmp_path: Path) -> None:
+    """Without hard links a record is created in place, and seen before it is whole."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class NoLinks(OsFiles):
+        def link(self, *_: Any, **__: Any) -> None:
+            raise OSError(errno.EPERM, "no hard links here")
+
+    class Slow(NoLinks):
+        def pwrite(self, fd: int, data: Any, offset: int, /) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("DECISION.json"):
+                begun.set()
+                assert go_on.wait(250)
+            return OsFiles.pwrite(fd, data, offset)
+
+    slow, other = (LocalBackend(tmp_path, world=World(files=files)) for files in (Slow(), NoLinks()))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(claim, slow, "step-00000001", "0" * 12, "commit", "x")
+        await anyio.to_thread.run_sync(begun.wait, 250)
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        assert await claim(other, "step-00000001", "0" * 12, "collect", "y") == "commit"
+
+
 def test_the_lineage_follows_runs_and_their_parents() -> None:
     rows = facts((1, 1, "a", None), (2, 2, "a", None), (3, 3, "a", None), (4, 4, "b", "s2"), (5, 5, "b", "s2"))
     assert [fact.step for fact in lineage(rows)] == [5, 4, 2, 1]
