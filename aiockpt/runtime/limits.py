@@ -185,7 +185,8 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        raise first_error(group) from None
+        error = first_error(group)
+        raise error from error.__cause__  # without the group, and with what the error itself was raised from
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 
 import anyio
 import pytest
 
-from aiockpt.runtime.limits import Limiter, open_threads, run_blocking
+from aiockpt.errors import StorageError
+from aiockpt.runtime.limits import Limiter, open_tasks, open_threads, run_blocking
 
 
 async def test_no_more_run_at_once_than_the_limit_says() -> None:
@@ -98,3 +100,13 @@ def test_where_not_all_threads_can_be_started_there_are_none(started: int, monke
     assert not any(thread.is_alive() for thread in seen)
     with open_threads(0, "share") as threads:
         assert threads is None
+
+
+async def test_an_error_of_a_task_keeps_what_it_was_raised_from() -> None:
+    async def fail() -> None:
+        raise StorageError("the disk failed") from OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(StorageError) as raised:
+        async with open_tasks() as tasks:
+            tasks.start_soon(fail)
+    assert isinstance(raised.value.__cause__, OSError)
