@@ -298,3 +298,18 @@ def _started(pid: int) -> str:
     from aiockpt.runtime.processes import _list_process
 
     return _list_process(pid)[1]
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended() -> None:
+    """This process has no descriptor left: what it cannot read is not gone."""
+    script = (
+        "import os, resource\n"
+        "from aiockpt.runtime.processes import Process, has_ended, this_process\n"
+        "here = this_process()\n"
+        "parent = Process(here.host, os.getppid(), here.started)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))\n"
+        "assert this_process().host == ''\n"
+        "print(has_ended(parent, here))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "False\n", "")
