@@ -162,15 +162,20 @@ def note_skipped(
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
-async def committed_steps(places: StepPlaces, unfinished: list[Unfinished] | None = None) -> list[ListedStep]:
+async def committed_steps(
+    places: StepPlaces, unfinished: list[Unfinished] | None = None, listed: set[int] | None = None
+) -> list[ListedStep]:
     """Return the committed steps of all places, newest first, after finishing the commits that dead jobs could not.
 
     Args:
         unfinished: gets the steps that were begun and not committed.
+        listed: gets the numbers of the places that have answered.
     """
 
     async def list_entries(place: Place) -> list[StepEntry]:
         entries = await _scan_finishing(place)
+        if listed is not None:
+            listed.add(place.number)
         if unfinished is not None:
             busy = place.engine.busy_attempts
             begun = [entry for entry in entries if entry.attempts and not entry.committed]

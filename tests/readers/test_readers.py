@@ -21,6 +21,8 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.places.readers import hold as hold_module
 from aiockpt.places.readers.step_watch import StepWatch, WatchedStep
+from aiockpt.storage.forwarding import BackendCall
+from aiockpt.testing.faults import FaultyBackend
 from aiockpt.tools.cli.main import app
 from tests.small_run import SMALL
 from tests.watch import until
@@ -250,6 +252,41 @@ def test_what_is_saved_again_comes_again_and_what_is_thinned_does_not(tmp_path: 
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         ckpt.save(2, state).result()
         assert [step.step for step in ckpt.watch("eval", follow=False)] == [2]
+
+
+class Away(FaultyBackend):
+    """A place of which what begins with *away* cannot be read or listed for now."""
+
+    away: str | None = None
+
+    async def forward(self, call: BackendCall) -> Any:
+        if self.away is not None and call.verb in ("get", "list") and call.key.startswith(self.away):
+            raise StorageError("no answer", key=call.key)
+        return await super().forward(call)
+
+
+@pytest.mark.parametrize("away", ["step-00000001/MANIFEST", "step-00000001"])
+def test_a_step_that_cannot_be_read_for_a_moment_does_not_come_again(tmp_path: Path, away: str) -> None:
+    save(tmp_path, 1, 2)
+    place = Away(LocalBackend(tmp_path))
+    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        watch = ckpt.watch("eval", follow=False)
+        assert [step.step for step in watch] == [1, 2]
+        for place.away in (away, None):
+            assert list(watch) == []
+
+
+def test_steps_of_a_tier_that_is_away_for_a_moment_do_not_come_again(tmp_path: Path) -> None:
+    far = Away(LocalBackend(tmp_path / "far"))
+    tiers = [aiockpt.Tier(tmp_path / "near", keep=aiockpt.Retention(last=1)), aiockpt.Tier(far)]
+    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, STATE).committed(far).result()
+        ckpt.wait()
+        watch = ckpt.watch("eval", follow=False)
+        assert [step.step for step in watch] == [1, 2, 3]
+        for far.away in ("", None):
+            assert list(watch) == []
 
 
 def test_only_the_newest_is_handed_out_where_that_is_wanted(tmp_path: Path) -> None:

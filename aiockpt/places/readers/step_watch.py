@@ -171,11 +171,15 @@ class StepWatch:
         if self._cursor is None:
             self._cursor = await self._read_cursor(_home(destination))
         there: dict[str, int] = {}
-        for one in reversed(await committed_steps(destination)):
+        listed: set[int] = set()
+        found = await committed_steps(destination, listed=listed)
+        for one in reversed(found):
             if one.entry.head is not None:
                 there[one.entry.head.attempt] = one.entry.step
-        self._cursor.done.intersection_update(there)
-        self._given_back = {attempt: when for attempt, when in self._given_back.items() if attempt in there}
+        # A step that cannot be read now is not gone: forgotten here, it would be handed out once more.
+        if len(listed) == len(destination.places) and not any(one.entry.unread_reason for one in found):
+            self._cursor.done.intersection_update(there)
+            self._given_back = {attempt: when for attempt, when in self._given_back.items() if attempt in there}
         now_s = time.monotonic()
         new = [attempt for attempt in there if attempt not in self._cursor.done]
         ready = [attempt for attempt in new if self._given_back.get(attempt, (0.0,))[0] <= now_s]
