@@ -101,6 +101,15 @@ def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path
     assert load.exception(0) is not None
 
 
+def test_a_wait_for_a_far_tier_ends_with_a_close_that_is_interrupted(tmp_path: Path) -> None:
+    far = FaultyBackend(LocalBackend(tmp_path / "far"), [Fault(do="hang", verb="create", times=None)])
+    ckpt = aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(far)], limits=aiockpt.Limits(io=SMALL))
+    save = ckpt.save(1, Run(1).state)
+    save.result(SOON_S)
+    close_interrupted(ckpt, 0.5)
+    assert isinstance(save.committed(far).exception(SOON_S), SaveCancelledError)
+
+
 def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(
     tmp_path: Path, threads_of_ours: Threads
 ) -> None:

@@ -32,6 +32,7 @@ from aiockpt.engine.find import ListedStep, committed_steps
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
+    SaveCancelledError,
     SaveSkippedError,
     StorageTimeoutError,
     UsageError,
@@ -187,6 +188,8 @@ class Promoter:
             if working.cancelled_caught:
                 await self._abandon_all()
         finally:
+            for left in self._waiting:  # the loop ends with this task: nothing else would end a wait for them
+                left.stage.fail(SaveCancelledError(f"{left.stage.what}: cancelled with its event loop"))
             self._ended.set()
 
     async def _copy_all(self) -> None:
