@@ -424,14 +424,14 @@ class Place:
         """Hold the lease *key* for the length of the block; without *must*, continue where it cannot be written."""
         leased = True
         try:
-            await self.backend.put(key, who)
-        except CheckpointError:
-            leased = False  # a read-only place: nothing is deleted there either
-            if must:
-                raise
-        try:
+            try:
+                await self.backend.put(key, who)
+            except CheckpointError:
+                leased = False  # a read-only place: nothing is deleted there either
+                if must:
+                    raise
             yield
-        finally:
+        finally:  # also when the put was cancelled: the lease may be there
             if leased:
                 with anyio.move_on_after(10, shield=True):
                     await self._release(key)

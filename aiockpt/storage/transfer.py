@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import cast
 
+import anyio
+
 from aiockpt.errors import ManifestError, ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend, GetsMany, Listing, Space, Stat, works_when_full
@@ -145,4 +147,5 @@ async def storage_now_ns(backend: Backend, nonce: str) -> int:
     try:
         return (await backend.stat(key)).modified_ns
     finally:
-        await backend.delete([key])
+        with anyio.move_on_after(10, shield=True):
+            await backend.delete([key])

@@ -180,6 +180,25 @@ def test_a_step_that_is_deleted_at_that_moment_is_not_held(tmp_path: Path) -> No
         pass
 
 
+def test_a_load_that_is_cancelled_while_its_lease_is_written_leaves_none(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    written = threading.Event()
+
+    class Late(LocalBackend):
+        async def put(self, key: str, data: bytes) -> None:
+            await super().put(key, data)
+            if "/lease-" in key:
+                written.set()
+                await anyio.sleep_forever()  # the answer never comes
+
+    with aiockpt.Checkpointer(Late(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        load = ckpt.load(STATE)
+        assert written.wait(250)
+        assert load.cancel()
+        until(load.done, "the end of the load")
+    assert leases(tmp_path) == []
+
+
 # ---------------------------------------------------------------------- watch
 
 
