@@ -92,6 +92,8 @@ class Submitter:
                 if isinstance(entered, SaveFuture):
                     return entered
                 job, before = entered
+                if before is not None:  # not before: an interrupt up to here leaves nothing that others wait for
+                    self._note_save(job)
             if before is not None:
                 # One that is stuck for longer is not waited for: this save then runs beside it.
                 for point in before:
@@ -152,11 +154,14 @@ class Submitter:
             save_round.abort(error)
             raise
         if not capture.beside:
-            self._saves.append(job.promise)
-            self._last_copy = job.copied
             return job, before
         self._register(job, before)
         return job, None
+
+    def _note_save(self, job: SaveJob) -> None:
+        """Make later saves wait for this one."""
+        self._saves.append(job.promise)
+        self._last_copy = job.copied
 
     def _capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
@@ -172,8 +177,7 @@ class Submitter:
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
         """Begin a copy beside the program, and make later saves, and each change of the state, wait for it."""
         try:
-            self._saves.append(job.promise)
-            self._last_copy = job.copied
+            self._note_save(job)
             job.hand_to_guard()
             if before:
                 self._engine.loop.submit(self._copy_later, before, job)

@@ -15,6 +15,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.submit import Submitter
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed
 from aiockpt.options import Snapshot
@@ -127,6 +128,7 @@ def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrup
 
 
 WHERE = [
+    (Submitter, "_enter"),
     (PendingCopies, "add"),
     (LoopThread, "in_worker"),
     (SaveJob, "prepare"),
