@@ -88,17 +88,6 @@ class Mutability:
             split = walked.known.keep(SplitState(tensors, kinds, owned, self._accelerator), asked)
         return split
 
-    def copy_mutable(
-        self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool
-    ) -> ShardedState:
-        """Return *walked* with a copy of every tensor that anything other than an optimizer step may change.
-
-        Args:
-            trusting: see `split`.
-            reuse: whether the copies of the last call are no longer read and may be overwritten.
-        """
-        return self.split(walked, state, trusting=trusting).copy(walked, reuse=reuse)
-
     def _note_torn(self, tensors: Sequence[TensorShard]) -> None:
         """Distrust what was torn, and log once how the program can declare it."""
         newly_torn, self._newly_torn = self._newly_torn, []
@@ -195,7 +184,11 @@ class SplitState:
         return True
 
     def copy(self, walked: ShardedState, *, reuse: bool) -> ShardedState:
-        """Return *walked*, whose tensors fit, with copies of some; *reuse*: as for `Mutability.copy_mutable`."""
+        """Return *walked*, whose tensors fit, with a copy of each that anything but an optimizer step may change.
+
+        Args:
+            reuse: whether the copies of the last call are no longer read and may be overwritten.
+        """
         if not self._copied:
             return walked
         if self.copies is None or not reuse:

@@ -193,7 +193,7 @@ def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> Non
 
     def moving() -> list[bool]:
         walked = walker.walk(state)
-        still = mutability.copy_mutable(walked, state, trusting=False, reuse=True)
+        still = mutability.split(walked, state, trusting=False).copy(walked, reuse=True)
         return [live is not held for live, held in zip(walked.tensors, still.tensors, strict=True)]
 
     assert moving() == [False, False]
@@ -210,7 +210,8 @@ def test_every_dtype_is_copied_into_the_same_memory_again(dtype: torch.dtype) ->
     state = {"t": tensor, "empty": torch.zeros(0), "scalar": torch.tensor(1.0)}
     for value in (0, 1):
         tensor.copy_(torch.full((4, 3), value).to(dtype))
-        held = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
+        walked = walker.walk(state)
+        held = mutability.split(walked, state, trusting=False).copy(walked, reuse=True).tensors
         assert torch.equal(held[0].data.to(torch.complex64), tensor.to(torch.complex64))
 
 
@@ -218,7 +219,8 @@ def test_a_state_of_another_shape_is_held_anew() -> None:
     walker, mutability = StateWalker(), Mutability()
     for size in (2, 3, 2):
         state = {"some": [torch.full((size,), float(size))], "t": torch.ones(1)}
-        held = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
+        walked = walker.walk(state)
+        held = mutability.split(walked, state, trusting=False).copy(walked, reuse=True).tensors
         assert [tuple(shard.data.shape) for shard in held if shard.name == "some[0]"] == [(size,)]
 
 

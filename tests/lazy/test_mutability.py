@@ -32,7 +32,7 @@ class Holder:
     def moving(self, state: State) -> set[str]:
         """Return the names of what is copied in the call."""
         walked = self.walker.walk(state)
-        still = self.mutability.copy_mutable(walked, state, trusting=False, reuse=True)
+        still = self.mutability.split(walked, state, trusting=False).copy(walked, reuse=True)
         return {live.name for live, held in zip(walked.tensors, still.tensors, strict=True) if live is not held}
 
 
@@ -300,7 +300,8 @@ def test_small_tensors_that_are_copied_together_are_what_they_were_whatever_thei
             state["some"][-2].data = torch.zeros(2, 3).t()
         for tensor in state["some"]:
             tensor.fill_(turn)
-        still = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
+        walked = walker.walk(state)
+        still = mutability.split(walked, state, trusting=False).copy(walked, reuse=True).tensors
         held.append([shard.data.data_ptr() for shard in still])
         expected = [tensor.clone() for tensor in state["some"]]
         for tensor in state["some"]:

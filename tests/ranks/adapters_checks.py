@@ -190,7 +190,7 @@ def only_buffers_of_a_sharded_module_are_copied_to_hold_it_still() -> None:
     state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walked = StateWalker().walk(state)
-    still = Mutability().copy_mutable(walked, state, trusting=False, reuse=True)
+    still = Mutability().split(walked, state, trusting=False).copy(walked, reuse=True)
     moved = {
         shard.name
         for shard, old in zip(still.tensors, walked.tensors, strict=True)
@@ -480,7 +480,7 @@ def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
     )
     walked = StateWalker().walk({"m": holder})
     assert len(walked.tensors) == 2
-    still = Mutability().copy_mutable(walked, {"m": holder}, trusting=True, reuse=True)
+    still = Mutability().split(walked, {"m": holder}, trusting=True).copy(walked, reuse=True)
     assert [shard.data.data_ptr() for shard in still.tensors] == [shard.data.data_ptr() for shard in walked.tensors]
 
 
