@@ -4,8 +4,8 @@ Guarantees, besides those of the contract:
 
 - A key is absent or whole: small objects are written to a temporary file in their folder, flushed, then linked or
   renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
-  itself exclusively: still one winner, but a crash may leave it torn, which its digest shows
-  (docs/format.md#commit-on-posix).
+  itself exclusively: still one winner, but it is seen while it is written, and a crash may leave it torn; its digest shows
+  that (docs/format.md#commit-on-posix).
 - When a call returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
   flushed, ``traits.flushes_names`` is False from the first write on (`aiockpt.backends.local_tree`).
 - A call with a stale handle, or in a folder that another client made and this one does not see yet, is repeated after

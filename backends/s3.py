@@ -9,7 +9,7 @@ Guarantees, besides those of the contract:
   conditional writes, are detected by the first refusal, worked around, and remembered.
 - Nothing else is retried here; ``retryable`` of an error is whether a retry could succeed (`aiockpt.storage.retry`).
 
-``list`` shows no multipart upload under way; those that a crash left are found by ``leftover_uploads``.
+``list`` shows no multipart upload under way: see ``leftover_uploads``. ``delete`` keeps no order within a batch of keys.
 """
 
 from __future__ import annotations

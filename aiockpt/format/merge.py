@@ -319,9 +319,6 @@ def _follow(alias: Mapping[str, str], name: str, tensors: Mapping[str, TensorEnt
 # - A table has hashes in place of names; some receipt has each name. Each distinct table is read once.
 
 
-_SHOWN = 5
-
-
 class ReplicaTables(msgspec.Struct, frozen=True):
     """The tables of one receipt: of the tensors that must be equal on all ranks, and of the buffers of modules."""
 
