@@ -330,7 +330,6 @@ async def _is_overtaken(backend: Backend, garbage: Garbage) -> bool:
     """Return whether an attempt that was decided to be committed has lost its generation to another one."""
     vote = await any_receipt(backend, garbage.step_id, garbage.attempt)
     generations = (await list_step(backend, garbage.step_id)).generations
-<<<<<<< HEAD
     if vote is None or vote.generation > max(generations, default=0):
         return False
     # Listed anew, and read: another process may have committed this very attempt since it was found to be garbage.
@@ -338,9 +337,6 @@ async def _is_overtaken(backend: Backend, garbage: Garbage) -> bool:
         named = [await read_manifest(backend, garbage.step_id, generation) for generation in generations]
         return all(manifest.attempt != garbage.attempt for manifest in named)
     return False
-=======
-    return vote is not None and vote.generation <= max(generations, default=0)
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
 
 
 async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:

@@ -28,10 +28,7 @@ from aiockpt.errors import CommitConflictError
 from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
-<<<<<<< HEAD
 from aiockpt.pipeline.collect import Garbage, collect
-=======
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
 from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.policies.retention import StepFacts, lineage, plan_retention
@@ -310,19 +307,11 @@ async def test_a_decision_that_another_process_is_writing_just_now_is_waited_for
     begun, go_on = threading.Event(), threading.Event()
 
     class NoLinks(OsFiles):
-<<<<<<< HEAD
-        def link(self, source: str, target: str, /) -> None:
-            raise OSError(errno.EPERM, "no hard links here")
-
-    class Slow(NoLinks):
-        def pwrite(self, fd: int, data: memoryview, offset: int, /) -> int:
-=======
         def link(self, *_: Any, **__: Any) -> None:
             raise OSError(errno.EPERM, "no hard links here")
 
     class Slow(NoLinks):
         def pwrite(self, fd: int, data: Any, offset: int, /) -> int:
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
             if os.readlink(f"/proc/self/fd/{fd}").endswith("DECISION.json"):
                 begun.set()
                 assert go_on.wait(250)
@@ -336,7 +325,6 @@ async def test_a_decision_that_another_process_is_writing_just_now_is_waited_for
         assert await claim(other, "step-00000001", "0" * 12, "collect", "y") == "commit"
 
 
-<<<<<<< HEAD
 def test_an_attempt_that_was_committed_since_it_was_found_to_be_garbage_stays(tmp_path: Path) -> None:
     save_and_keep(tmp_path, 1)
     (attempt,) = attempts(tmp_path)
@@ -347,8 +335,6 @@ def test_an_attempt_that_was_committed_since_it_was_found_to_be_garbage_stays(tm
     assert target["value"] == 0
 
 
-=======
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
 def test_the_lineage_follows_runs_and_their_parents() -> None:
     rows = facts((1, 1, "a", None), (2, 2, "a", None), (3, 3, "a", None), (4, 4, "b", "s2"), (5, 5, "b", "s2"))
     assert [fact.step for fact in lineage(rows)] == [5, 4, 2, 1]

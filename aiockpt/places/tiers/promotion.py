@@ -188,10 +188,7 @@ class Promoter:
             if working.cancelled_caught:
                 await self._abandon_all()
         finally:
-<<<<<<< HEAD
             self.joint_copy.close()
-=======
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
             for left in self._waiting:  # the loop ends with this task: nothing else would end a wait for them
                 left.stage.fail(SaveCancelledError(f"{left.stage.what}: cancelled with its event loop"))
             self._ended.set()
