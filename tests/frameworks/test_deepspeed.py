@@ -7,6 +7,7 @@ import copy
 import importlib
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -391,6 +392,32 @@ def test_what_deepspeed_wrote_is_loaded_by_deepspeed(place: Path) -> None:
         other.engine.save_checkpoint("theirs")
         ckpt.wait()
         assert other.engine.load_checkpoint("theirs")[0] == "theirs/global_step4"
+
+
+def test_a_run_that_went_on_without_aiockpt_is_loaded_from_where_it_came_to(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, folder = Job(2), str(place / "x")
+    with attach(job.engine, place / "run"):
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+    plain = Job(2)
+    plain.steps(0, 1)
+    plain.engine.save_checkpoint(folder)
+    straight = plain.steps(2, 3)
+    again = Job(2, seed=8)
+    with attach(again.engine, place / "run") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
+        assert "global_step2" in again.engine.load_checkpoint(folder)[0]
+        assert again.steps(2, 3) == straight
+        assert "global_step2 is loaded" in caplog.text
+        again.engine.save_checkpoint(folder)
+        ckpt.wait()
+        caplog.clear()
+        assert again.engine.load_checkpoint(folder)[0] == f"{folder}/global_step4"
+        assert not caplog.text
+        os.utime(place / "x" / "latest")  # as a copy leaves it
+        assert again.engine.load_checkpoint(folder)[0] == f"{folder}/global_step4"
+        assert "step 4 is loaded" in caplog.text
 
 
 def commit_info(tag: str) -> Any:

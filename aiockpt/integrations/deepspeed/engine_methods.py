@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import aiockpt
@@ -119,6 +121,8 @@ class _AttachedEngine:
         # A step that is still being written would not be found: only committed ones are listed.
         self._ckpt.wait()
         steps = self._find(tag)
+        if tag is None and steps and ask_first_rank(partial(self._went_on, str(load_dir), next(iter(steps)))):
+            steps = {}
         if not steps:
             return self._load_of_deepspeed(
                 load_dir,
@@ -167,6 +171,29 @@ class _AttachedEngine:
             return found
 
         return ask_first_rank(find)
+
+    def _went_on(self, folder: str, step: int) -> bool:
+        """Return whether DeepSpeed itself wrote what is newest: a run that went on without aiockpt after *step*.
+
+        Such a run has a later time and a larger number. A later time alone may be that of a copy, and a run that went back
+        has smaller numbers; of those the user is told, who may choose the other one.
+        """
+        latest = Path(folder, "latest")
+        if not latest.is_file():
+            return False
+        tag = latest.read_text().strip()
+        is_later = latest.stat().st_mtime_ns > self._ckpt.describe(step).result().info.created_ns
+        number = re.search(r"\d+$", tag)
+        is_larger = is_later if number is None else int(number[0]) > step
+        went_on = is_later and is_larger
+        if is_later or is_larger:
+            logger.warning(
+                "%s of %s, which DeepSpeed itself wrote, has %s number and %s time than step %d: %s is loaded; to load the "
+                "other one: load_checkpoint(…, tag=…)",
+                *(tag, folder, "a larger" if is_larger else "no larger", "a later" if is_later else "no later", step),
+                tag if went_on else f"step {step}",
+            )
+        return went_on
 
     def _load_of_deepspeed(self, load_dir: Any, tag: str | None, *others: Any) -> Any:
         folder = str(load_dir)
