@@ -121,8 +121,9 @@ class _AttachedEngine:
         # A step that is still being written would not be found: only committed ones are listed.
         self._ckpt.wait()
         steps = self._find(tag)
-        if tag is None and steps and ask_first_rank(partial(self._went_on, str(load_dir), next(iter(steps)))):
-            steps = {}
+        if tag is None and steps:
+            went_on: bool = ask_first_rank(partial(self._went_on, str(load_dir), next(iter(steps))))
+            steps = {} if went_on else steps
         if not steps:
             return self._load_of_deepspeed(
                 load_dir,
