@@ -275,6 +275,19 @@ def test_a_bare_tensor_of_the_state_gives_its_name_to_a_parameter() -> None:
     assert names == ["o.state.w.momentum_buffer", "w"]
 
 
+def test_a_parameter_with_several_names_has_that_of_its_module_else_the_first_one() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    for state, name in (
+        ({"bare": model.weight, "net": model}, "net.weight"),
+        ({"first": model.state_dict(), "second": model.state_dict()}, "first.weight"),
+    ):
+        walked = StateWalker().walk({**state, "o": optimizer})
+        assert f"o.state.{name}.momentum_buffer" in [shard.name for shard in walked.tensors]
+
+
 def test_a_parameter_that_the_checkpoints_optimizer_lacks_is_named(save: Any) -> None:
     saved = save(build(lambda model: torch.optim.SGD(model["a"].parameters())))
     with pytest.raises(StateMismatchError, match=r"optimizer.state.model.b.weight: .*no parameter model.b.weight"):
@@ -481,6 +494,24 @@ def test_state_that_belongs_to_no_parameter_becomes_what_was_saved(save: Any, ho
         assert not saved.equals(found)
         saved.load(found, **how)
         assert saved.equals(found)
+
+
+def test_state_of_no_parameter_stays_where_the_dict_of_an_optimizer_is_loaded(save: Any) -> None:
+    state, found = build(OPTIMIZERS["SGD"]), build(OPTIMIZERS["SGD"])
+    found["optimizer"].state["global"] = {"count": 3}
+    save({**state, "optimizer": state["optimizer"].state_dict()}).load(found)
+    assert found["optimizer"].state["global"] == {"count": 3}
+
+
+def test_live_state_whose_elements_share_memory_is_replaced(save: Any) -> None:
+    state, found = build(OPTIMIZERS["SGD momentum"]), build(OPTIMIZERS["SGD momentum"])
+    train(state, 1)
+    train(found, 2)
+    buffers = found["optimizer"].state[found["model"]["a"].weight]
+    buffers["momentum_buffer"] = torch.zeros(1).expand(4, 3)
+    saved = save(state)
+    saved.load(found)
+    assert saved.equals(found)
 
 
 class Own(torch.optim.SGD):

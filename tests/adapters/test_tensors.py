@@ -170,6 +170,25 @@ def test_a_lazily_conjugated_target_is_refused(save: Any) -> None:
         save({"t": torch.ones(2, dtype=torch.complex64)}).load({"t": torch.ones(2, dtype=torch.complex64).conj()})
 
 
+def test_a_lazily_negated_buffer_is_refused_as_a_target(save: Any) -> None:
+    model, found = nn.Linear(2, 1), nn.Linear(2, 1)
+    model.register_buffer("b", torch.ones(2))
+    found.register_buffer("b", torch.ones(2, dtype=torch.complex64).conj().imag)
+    with pytest.raises(StateMismatchError, match=r"model.b: it is lazily conjugated or negated"):
+        save({"model": model}).load({"model": found})
+
+
+def test_one_lazily_negated_number_is_saved_with_its_sign(through: Any) -> None:
+    source = torch.tensor([1 + 2j]).conj().imag
+    assert source.is_neg()
+    assert source.is_contiguous()
+    (shard,) = StateWalker().walk({"t": source}).tensors
+    assert not shard.data.is_neg(), "its bytes are its value"
+    found = {"t": torch.zeros(1)}
+    through({"t": source}, found)
+    assert found["t"].item() == -2
+
+
 @pytest.mark.parametrize("name", ["__metadata__", "x" * 2000])
 def test_names_that_a_file_cannot_hold_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedStateError, match="cannot name a tensor"):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import aiockpt
 from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step, write_dcp
 from aiockpt.errors import CorruptionError, StateMismatchError, StepExistsError, UsageError
+from aiockpt.runtime.world import OsFiles
 from tests.cli.small_checkpoints import flip
 from tests.convert.same_states import assert_same
 
@@ -298,6 +299,45 @@ def test_a_folder_of_dcp_is_replaced_only_when_the_new_one_is_whole(tmp_path: Pa
     assert torch.equal(open_checkpoint(tmp_path / "dcp").state["x"], torch.full((20_000,), 2.0))
 
 
+def test_a_folder_of_dcp_is_flushed_data_first_and_then_named_before_the_old_data_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str, int]] = []
+    flush, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def flushed(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_relative_to(tmp_path / "dcp"):
+            calls.append(("flush", path.name, path.stat().st_size if path.is_file() else 0))
+        flush(descriptor)
+
+    def replaced(source: Any, target: Any) -> None:
+        calls.append(("rename", Path(target).name, 0))
+        replace(source, target)
+
+    def unlinked(path: Any, **options: Any) -> None:
+        calls.append(("unlink", Path(path).name, 0))
+        unlink(path, **options)
+
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(1, {"x": torch.ones(3), "y": 7}).result()
+        write_dcp(ckpt, tmp_path / "dcp")
+        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(OsFiles, "fsync", staticmethod(flushed))
+        monkeypatch.setattr(os, "replace", replaced)
+        monkeypatch.setattr(os, "unlink", unlinked)
+        write_dcp(ckpt, tmp_path / "dcp", replace=True)
+        monkeypatch.undo()
+    size = {path.name: path.stat().st_size for path in (tmp_path / "dcp").iterdir()}
+    assert calls == [
+        ("flush", "__0_1.distcp", size["__0_1.distcp"]),
+        ("flush", ".metadata.tmp", size[".metadata"]),
+        ("rename", ".metadata", 0),
+        ("flush", "dcp", 0),
+        ("unlink", "__0_0.distcp", 0),
+    ]
+
+
 def test_a_step_that_is_saved_anew_meanwhile_does_not_mix_in_a_folder_of_dcp(tmp_path: Path) -> None:
     def state(value: float) -> dict[str, torch.Tensor]:
         return {name: torch.full((3,), value) for name in ("x", "y")}
@@ -376,6 +416,31 @@ def test_frozen_parameters_of_zero_3_are_joined_by_the_numbers_of_their_ranks(tm
     parts = {f"zero_pp_rank_{rank}_mp_rank_00": part for rank, part in enumerate(whole)}
     write_universal(tmp_path, parts, whole.shape)
     assert torch.equal(open_checkpoint(tmp_path).state["model"]["frozen"], whole)
+
+
+def test_frozen_parameters_of_zero_3_lose_the_padding_of_the_last_rank(tmp_path: Path) -> None:
+    whole = torch.arange(10.0).view(5, 2)
+    padded = torch.cat([whole.flatten(), torch.full((2,), 99.0)]).view(3, 4)
+    parts = {f"zero_pp_rank_{rank}_mp_rank_00": part for rank, part in enumerate(padded)}
+    write_universal(tmp_path, parts, whole.shape)
+    assert torch.equal(open_checkpoint(tmp_path).state["model"]["frozen"], whole)
+
+
+@pytest.mark.parametrize(
+    ("param_shapes", "message"),
+    [
+        ([{"w": torch.Size([4]), "v": torch.Size([4])}], "has no weights of v"),
+        ([{"w": torch.Size([4])}, {}], "has 1 groups of the optimizer, and parameters in 2"),
+    ],
+)
+def test_a_universal_checkpoint_whose_files_contradict_each_other_is_refused(
+    tmp_path: Path, param_shapes: list[dict[str, torch.Size]], message: str
+) -> None:
+    write_universal(tmp_path, {"mp_rank_00": torch.ones(2)}, torch.Size([2]))
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path), "param_shapes": param_shapes}, path)
+    with pytest.raises(CorruptionError, match=message):
+        open_checkpoint(tmp_path)
 
 
 def test_frozen_parameters_that_tensor_parallelism_divides_are_refused_and_others_kept(tmp_path: Path) -> None:

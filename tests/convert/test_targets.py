@@ -391,6 +391,33 @@ def test_old_weights_that_a_failure_put_back_survive_a_power_cut() -> None:
             assert whole(after) in expected, f"rename {at} failed; after call {done} ({recording.calls[done - 1]})"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flush_of_the_folder_that_fails_is_an_error(kind: str) -> None:
+    for at in itertools.count(1):
+        files = FaultyFiles(snapshot(conversion(kind).start), [Fault(do="fail", verb="fsync", match=OUT, at=at)])
+        try:
+            convert_on(files, 2, KINDS[kind][1])
+        except StorageError:
+            continue
+        assert not files.schedule.fired, f"flush {at}"
+        assert at > 1
+        break
+
+
+def test_what_another_conversion_has_created_in_a_store_stays(root: Path, tmp_path: Path) -> None:
+    place = MemoryBackend(f"raced-{tmp_path}")
+    create = place.create
+
+    async def after_another(key: str, size: int) -> object:
+        await place.put(key, b"theirs")
+        return await create(key, size)
+
+    place.create = after_another  # type: ignore[method-assign, assignment]
+    with pytest.raises(ObjectExistsError):
+        export(root, place)
+    assert asyncio.run(place.get(SINGLE_NAME, 100)) == b"theirs"
+
+
 def test_a_cancelled_conversion_leaves_nothing(tmp_path: Path) -> None:
     futures: list[Future[Converted]] = []
     written: list[int] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.convert import open_weights
+from aiockpt.convert.weight_reader import Weights
 from aiockpt.errors import CorruptionError, StateMismatchError, StepNotFoundError
 from tests.cli.small_checkpoints import flip
 from tests.convert.small_models import Tied, all_same, save_model
@@ -39,6 +42,23 @@ def test_all_of_them_come_one_after_the_other(root: Path, ahead_bytes: int) -> N
     names = [name for name in model.state_dict() if name != "head.weight"]
     assert [name for name, _ in found] == names
     assert all_same(dict(found), {name: model.state_dict()[name] for name in names})
+
+
+def test_no_more_is_read_ahead_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches are held at once: the one that is yielded, and the next."""
+    started: list[int] = []
+    start = Weights._start
+
+    def noted(weights: Weights, some: Any) -> Any:
+        started.append(sum(weight.nbytes for weight in some))
+        return start(weights, some)
+
+    monkeypatch.setattr(Weights, "_start", noted)
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": model}).result()
+        assert len(list(open_weights(ckpt).items(ahead_bytes=1024))) == 9
+    assert max(map(sum, pairwise(started))) <= 1024
 
 
 def test_a_slice_reads_as_one_of_safetensors_does(root: Path) -> None:

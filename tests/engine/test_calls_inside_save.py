@@ -15,7 +15,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import UsageError
-from aiockpt.events import Committed, SaveStarted
+from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from tests.gates import Gate
 from tests.small_run import SMALL
 from tests.watch import Watch, until
@@ -151,6 +151,25 @@ def test_no_more_saves_run_at_once_than_allowed_though_several_threads_call_at_o
     assert [type(event) for event in watch.events if isinstance(event, SaveStarted | Committed)] == (
         [SaveStarted, Committed] * 5
     )
+
+
+def test_states_are_copied_in_the_order_of_the_calls_though_several_threads_call(tmp_path: Path) -> None:
+    """The first state has many slabs, the pool two, and none is written before the second save has been called."""
+    watch, gate = Watch(), Gate(LocalBackend(str(tmp_path)), "upload.write")
+    io = aiockpt.IO(pool_bytes=2 << 14, slab_bytes=1 << 14, block_bytes=4096, read_bytes=1 << 14)
+    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=io), observers=[watch], snapshot="eager") as ckpt:
+        sizes = (100_000, 10)
+        threads = [
+            threading.Thread(target=ckpt.save, args=(step, {"x": torch.zeros(size)})) for step, size in enumerate(sizes)
+        ]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            until(lambda number=number: ckpt.statistics().saves_in_flight == number, "it has called")  # type: ignore[misc]
+            assert gate.reached.wait(SOON_S)
+        gate.open_up()
+        for thread in threads:
+            thread.join(SOON_S)
+    assert [taken.step for taken in watch.of(SnapshotTaken)] == [0, 1]
 
 
 def test_other_threads_save_while_one_saves(tmp_path: Path) -> None:

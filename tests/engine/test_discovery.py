@@ -989,3 +989,14 @@ def test_two_jobs_on_one_folder_are_told_of_each_other(tmp_path: Path, caplog: p
 
 def test_a_manifest_can_be_changed_by_these_tests(run: Path) -> None:
     assert isinstance(decode_manifest(manifest(run, 1).read_bytes()), Manifest)
+
+
+def test_an_older_step_that_would_leave_bytes_of_a_damaged_newer_one_is_refused(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        ckpt.save(1, {"x": torch.ones(3000)}).result()
+        ckpt.save(2, {"x": torch.zeros(3000), "y": torch.full((3000,), 2.0)}).result()
+        (data,) = tmp_path.glob("step-00000002/a-*/d/*")
+        data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+        found = {"x": torch.full((3000,), 5.0), "y": torch.full((3000,), 5.0)}
+        with pytest.raises(aiockpt.StateMismatchError, match=r"y: overwritten from step-00000002 and not stored here"):
+            ckpt.load(found, strict=False).result()

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.engine.context import Failures
 from aiockpt.errors import (
@@ -31,12 +32,14 @@ from aiockpt.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from aiockpt.events import Event, Opened
+from aiockpt.events import Event, Opened, SaveFailed, StageEnded
 from aiockpt.options import Worker
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.gates import Gate
 from tests.small_run import SMALL, Run
+from tests.watch import Watch
 
 
 def broken(*faults: Fault, name: str = "x") -> FaultyBackend:
@@ -137,6 +140,21 @@ def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> N
         assert ckpt.steps().result() == ()
         assert ckpt.statistics().pool.used_slabs == 0
         ckpt.save(2, run.state).result()
+
+
+def test_what_was_timed_of_a_save_that_never_began_is_reported_before_its_end(tmp_path: Path) -> None:
+    watch, gate = Watch(), Gate(LocalBackend(str(tmp_path)), "put_new", "*")
+    limits = aiockpt.Limits(io=SMALL, max_in_flight=1)
+    with aiockpt.Checkpointer(gate, limits=limits, observers=[watch], snapshot="lazy") as ckpt:
+        ckpt.save(0, {"x": torch.zeros(9)})
+        assert gate.reached.wait(250)
+        waits = ckpt.save(1, {"x": torch.zeros(9)})
+        waits.cancel()
+        gate.open_up()
+        assert isinstance(waits.exception(), SaveCancelledError)
+    *stages, last = (event for event in watch.events if event.step == 1)
+    assert "walk" in [event.stage for event in stages if isinstance(event, StageEnded)]
+    assert isinstance(last, SaveFailed)
 
 
 async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:

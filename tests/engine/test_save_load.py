@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend, LocalUpload
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.engine.save import OneAtATime
 from aiockpt.events import Event, SaveStarted, SnapshotTaken
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.runtime.world import World
@@ -33,6 +35,33 @@ def test_a_run_resumes_bit_exactly(ckpt: aiockpt.Checkpointer, run: Run) -> None
     assert (loaded.step, loaded.id, loaded.generation, loaded.skipped) == (3, "step-00000003", 1, ())
     assert other.train(2) == expected
     assert other.digest() == at_save
+
+
+async def test_saves_of_one_step_run_one_after_the_other_also_one_that_comes_while_the_second_runs() -> None:
+    steps, running = OneAtATime(), list[str]()
+    ends = {name: anyio.Event() for name in "abc"}
+    begun = {name: anyio.Event() for name in "abc"}
+
+    async def save(name: str) -> None:
+        async with steps.saving(1):
+            running.append(name)
+            begun[name].set()
+            await ends[name].wait()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(save, "a")
+        await begun["a"].wait()
+        tasks.start_soon(save, "b")
+        await anyio.lowlevel.checkpoint()
+        ends["a"].set()
+        await begun["b"].wait()
+        tasks.start_soon(save, "c")
+        for _ in range(9):
+            await anyio.lowlevel.checkpoint()
+        assert running == ["a", "b"]
+        ends["b"].set()
+        ends["c"].set()
+    assert running == ["a", "b", "c"]
 
 
 def test_a_fresh_root_loads_none(ckpt: aiockpt.Checkpointer, run: Run) -> None:

@@ -124,6 +124,13 @@ def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
     assert state["x"].equal(expected)
 
 
+def test_a_warm_up_allocates_a_pool_that_holds_all_of_the_state(tmp_path: Path) -> None:
+    io = aiockpt.IO(slab_bytes=1 << 14, block_bytes=1 << 12, read_bytes=1 << 14)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=io)) as ckpt:
+        ckpt.warm_up({"x": torch.zeros(100_000)}).result()
+        assert ckpt.statistics().pool.allocated_bytes >= 400_000
+
+
 def test_the_first_save_after_warm_up_has_the_program_of_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

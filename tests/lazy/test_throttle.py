@@ -253,6 +253,17 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
         ckpt.save(2, run.state).result()
 
 
+def test_the_pool_is_filled_after_the_first_copy_that_needed_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the copy was so slow that few slabs went round: here none seem to be there."""
+    run, asked = run_of_48_slabs(), list[int]()
+    with aiockpt.Checkpointer("memory://", limits=aiockpt.Limits(io=IO)) as ckpt:
+        monkeypatch.setattr(ckpt._engine.pool, "has", lambda _: False)
+        monkeypatch.setattr(ckpt._engine.pool, "warm_up", asked.append)
+        ckpt.save(1, run.state).result()
+    assert len(asked) == 1
+    assert asked[0] >= 48
+
+
 def test_memory_that_cannot_be_had_is_not_counted() -> None:
     class NoMemory(PrivateMemory):
         def map(self, number: int, size_bytes: int) -> mmap.mmap:

@@ -67,6 +67,17 @@ def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> N
         assert health(endpoint)[0] == 200
 
 
+def test_a_load_that_failed_is_no_problem_once_a_later_save_is_durable(tmp_path: Path) -> None:
+    endpoint = Endpoint(0)
+    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]) as ckpt:
+        ckpt.save(7, STATE).result()
+        with pytest.raises(aiockpt.StepNotFoundError):
+            ckpt.load(STATE, 8).result()
+        assert health(endpoint)[0] == 503
+        ckpt.save(9, STATE).result()
+        assert health(endpoint)[0] == 200
+
+
 def test_a_load_that_its_program_cancels_is_neither_pending_nor_a_problem(tmp_path: Path) -> None:
     endpoint = Endpoint(0, overdue_s=1e-6)
     gate = Gate(LocalBackend(tmp_path), "put", "*/lease-*")  # between two stages of the load

@@ -187,6 +187,8 @@ def test_steps_that_a_scrub_found_damaged_are_told_and_so_are_those_that_it_mend
     bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **{**last, "at_ns": opened.at_ns + 1}))
     assert bad.what == "Step 300 in file:///far: damaged. block 1 is bad."
     assert (mended.level, mended.step) == ("warning", 200)
+    bad, _ = scrub(StepDamaged(step=200, problem="it is bad again", **{**last, "at_ns": opened.at_ns + 10**9}))
+    assert bad.what.startswith("Steps 200, 300 in file:///far: damaged.")
 
 
 @pytest.mark.parametrize(
@@ -363,6 +365,51 @@ def test_numbers_that_are_not_finite_are_of_the_save_that_has_them(tmp_path: Pat
     assert [one.level for one in problems_in(tmp_path) if "NaN" in one.what] == ["bad"]
     trace.write_bytes(b"".join(events + again))
     assert [one.level for one in problems_in(tmp_path) if "NaN" in one.what] == ["note"]
+
+
+def test_numbers_that_are_not_finite_count_from_the_last_step_that_has_none(tmp_path: Path) -> None:
+    drawn(mesh={"dp": 1}, saves=10).write(tmp_path)
+    trace, told = tmp_path / "rank-00000.jsonl", []
+    for line in trace.read_bytes().splitlines(keepends=True):
+        event = msgspec.json.decode(line)
+        told.append(line)
+        if event["type"] == "SaveStarted" and event["step"] in (300, 800, 900):
+            found = NotFiniteFound(at_ns=event["at_ns"], step=event["step"], tensors={"w": 2})
+            told.append(msgspec.json.encode(found) + b"\n")
+    trace.write_bytes(b"".join(told))
+    (bad,) = [one for one in problems_in(tmp_path) if "NaN" in one.what]
+    assert bad.what.endswith("in every step since step 800.")
+    assert bad.advice.startswith("Step 700 ")
+
+
+def test_a_job_that_overlaps_the_longest_one_is_found_though_a_short_one_came_between(tmp_path: Path) -> None:
+    for name, pid, begin_s, end_s in (("a", 1, 0, 100), ("b", 2, 10, 12), ("c", 3, 20, 90)):
+        at_ns, end_ns = (int((BEGUN_S + second) * 1e9) for second in (begin_s, end_s))
+        told: list[Event] = [
+            Opened(at_ns=at_ns, time_ns=at_ns, pid=pid, host="h", rank=0, world_size=1, urls=()),
+            SaveStarted(at_ns=at_ns, step=1, bytes=1, tensor_count=1, seconds=0.0),
+            Alive(at_ns=end_ns),
+        ]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    (found,) = [one for one in problems_in(tmp_path) if one.what.startswith("Two jobs saved to one place")]
+    assert "at once for 70 s: process 1 on h and process 3 on h" in found.what
+
+
+def test_a_start_that_begins_with_a_foreign_checkpoint_resumes_the_step_that_it_loads_then(tmp_path: Path) -> None:
+    told: list[Event] = []
+    for start in range(2):
+        at_ns = int((BEGUN_S + 100 * start) * 1e9)
+        told.append(Opened(at_ns=at_ns, time_ns=at_ns, pid=start, host="h", rank=0, world_size=1, urls=()))
+        told.append(Loaded(at_ns=at_ns, step=-1, bytes=1, read_bytes=1, seconds=0.0))
+        if start:
+            told.append(Loaded(at_ns=at_ns, step=5, bytes=1, read_bytes=1, seconds=0.0))
+        else:
+            told.append(Committed(at_ns=at_ns + 10 * 10**9, step=5, bytes=1, seconds=0.0, generation=1))
+        told.append(Alive(at_ns=at_ns + 90 * 10**9))
+    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    run = read_run(tmp_path)
+    (restart,) = summarize(run, spans(run)).restarts
+    assert (restart.resumed_from, round(restart.lost_s)) == (5, 80)
 
 
 def test_a_step_that_is_saved_twice_in_one_start_counts_twice(tmp_path: Path) -> None:

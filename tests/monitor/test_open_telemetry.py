@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
-from aiockpt.events import Closed, Opened, SaveStarted
+from aiockpt.events import Closed, Opened, SaveFailed, SaveStarted, StageEnded
 from aiockpt.monitor import OpenTelemetry
 from tests.small_run import SMALL
 
@@ -180,6 +180,18 @@ def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error()
     save = traced.one("aiockpt.save")
     assert (save.start_time, save.end_time) == (3, 9)
     assert save.status.status_code is StatusCode.ERROR
+
+
+def test_stages_of_a_save_that_failed_before_it_began_are_no_spans() -> None:
+    traced = Traced()
+    for event in (
+        Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",)),
+        StageEnded(at_ns=5, step=1, operation="save", stage="walk", seconds=2e-9),
+        SaveFailed(at_ns=6, step=1, error="no plan", seconds=6e-9),
+        Closed(at_ns=9),
+    ):
+        traced.observer.on_event(event)
+    assert traced.finished() == ()
 
 
 def test_a_copy_to_another_tier_is_a_span_of_its_own(tmp_path: Path) -> None:

@@ -405,3 +405,6 @@ def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:
         for step in range(1, 12):
             crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result())  # type: ignore[misc]
         assert store.num_keys() < 40
+        for size in range(1, 12):  # another structure each time, which the ranks must plan
+            crew.on_all(lambda rank, ckpt, size=size: ckpt.warm_up({"w": torch.zeros(size)}).result())  # type: ignore[misc]
+        assert store.num_keys() < 40

@@ -232,10 +232,11 @@ def test_a_state_that_wants_no_more_takes_the_newest_weights(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_resume_where_only_weights_are_says_what_lacks_and_changes_nothing(tmp_path: Path, strict: bool) -> None:
-    save([tmp_path / "near", weights(tmp_path / "far")], Run(1), 1)
+    save([tmp_path / "near", weights(tmp_path / "far")], Run(1), 1, 2)
     other = Run(9)
     before = other.digest()
-    with pytest.raises(StateMismatchError, match=r"(?s)which has its weights only.*optimizer.*only=") as caught:
+    says = r"(?s)step-00000002 in \S+, which has its weights only.*optimizer.*only="
+    with pytest.raises(StateMismatchError, match=says) as caught:
         load(tmp_path / "far", other.state, strict=strict)
     assert any(problem.startswith("step:") for problem in caught.value.problems)
     assert isinstance(caught.value.__cause__, NoValidCheckpointError)
