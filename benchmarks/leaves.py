@@ -56,9 +56,11 @@ def measure(
         opened = {}
         for count in least:
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="leaves-"))
-            ckpt, state = stack.enter_context(aiockpt.Checkpointer(place)), make(count, total_bytes // count // 4)
-            ckpt.save(1, state).result()
+            state = make(count, total_bytes // count // 4)
+            with aiockpt.Checkpointer(place) as saver:  # its end waits for the clean-up, which writes and renames files
+                saver.save(1, state).result()
             pages.warm(Path(place))  # it was written past the page cache, and would always be read so
+            ckpt = stack.enter_context(aiockpt.Checkpointer(place))
             opened[count] = ckpt, state
         for _ in range(rounds + 2):  # the first two warm the process
             for count, (ckpt, state) in opened.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.small_run import OneLayer
 def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any) -> None:
     ranks = [OneLayer(64) for _ in range(3)]
     weights: list[torch.Tensor] = []
+    # Gradients are reduced before a step. Without that, the step of one thread waits for the copies of those that are ahead.
+    reduced = threading.Barrier(3)
     with Crew(3, tmp_path, snapshot="lazy", **io) as crew:
 
         def train(rank: int, ckpt: aiockpt.Checkpointer) -> None:
@@ -26,6 +29,7 @@ def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any
                 if rank == 0:
                     weights.append(ranks[0].model.weight.detach().clone())
                 ckpt.save(step, ranks[rank].state)
+                reduced.wait(250)
                 ranks[rank].step()
             ckpt.wait()
 
