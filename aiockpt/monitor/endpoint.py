@@ -29,7 +29,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``/health``.
 
     Attributes:
-        well: whether nothing is overdue and neither the last save nor the last load failed.
+        well: whether nothing is overdue, no save failed since the last commit, and no load since the last load or commit.
         problems: the reasons why not, in words.
         pending: unfinished saves and loads, the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since: what a crash would lose.

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiockpt
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.tensors import new_tensor
 from aiockpt.errors import RanksDisagreeError, UsageError
 
 
@@ -157,3 +159,9 @@ def test_what_a_foreign_tensor_holds_is_asked_at_each_walk() -> None:
     walker.walk({"x": ragged})
     ragged.parts = {(0,): torch.zeros(2)}
     assert walker.walk({"x": ragged}).tensors[0].data.sum() == 0
+
+
+def test_a_new_slice_of_a_flat_tensor_is_flat_whatever_the_order_of_axes_that_was_saved() -> None:
+    like, flat = torch.ones(4), FlatRange((2, 3), 1, 5)
+    made = new_tensor((2, 3), torch.float64, like, flat, (1, 0))
+    assert (made.shape, made.dtype) == (like.shape, torch.float64)

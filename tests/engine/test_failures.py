@@ -462,6 +462,22 @@ def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
         ckpt.close()
 
 
+def test_an_observer_that_raises_is_logged_and_gets_no_more_events(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    class Raises:
+        calls = 0
+
+        def on_event(self, event: Event) -> None:
+            self.calls += 1
+            raise ValueError("no")
+
+    observer, watch = Raises(), Watch()
+    with aiockpt.Checkpointer(broken(), limits=aiockpt.Limits(io=SMALL), observers=[observer, watch]) as ckpt:
+        ckpt.save(1, run.state).result()
+    assert observer.calls == 1
+    assert len(watch.events) > 5
+    assert [record.message for record in caplog.records if "is not called again" in record.message] != []
+
+
 def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
     with pytest.raises(aiockpt.UsageError, match="on_event"):
         aiockpt.Checkpointer("memory://", observers=[print])  # type: ignore[list-item]

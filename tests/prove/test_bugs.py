@@ -206,11 +206,15 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 
 
 def test_hooks_are_gone_afterwards() -> None:
+    def train() -> None:
+        torch.use_deterministic_algorithms(True)
+        scripts.train()
+
     backward = torch.Tensor.backward
     state = torch.get_rng_state()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        certify(scripts.train)
+        certify(train)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from aiockpt.prove.compare import Comparison, Difference, Findings, Reference, saved_views
@@ -98,6 +99,14 @@ def test_a_look_at_other_data_before_the_first_step_after_a_resume_is_none() -> 
     assert (found.row, found.at) == ("training: data", "at step 3")
 
 
+def test_after_a_first_step_that_is_equal_other_data_come_before_the_generators_that_the_load_left_otherwise() -> None:
+    otherwise = loaded(1, View({"model.w": "1"}, {"model": "module"}, random={"torch": "other"}))
+    for data, row in ((["batch 1 1"], "training: data"), (["batch 1 0"], "training: random torch")):
+        found = first([otherwise, stepped(1, 1, data), REST[1], stepped(2, 1, ["batch 9 9"])])
+        assert found is not None
+        assert found.row == row
+
+
 def test_other_data_are_told_with_where_the_straight_run_had_them() -> None:
     found = first([loaded(1), stepped(1, 1, ["batch 0 1"])])
     assert found is not None
@@ -127,6 +136,12 @@ def test_what_a_load_left_in_another_way_is_found_unless_it_was_asked_for_in_par
     assert (found.row, found.what, found.at) == ("model", "model.w", "right after the load of step 1")
     assert first([loaded(1, other, fits=False), *REST]) is None
     assert first([loaded(1, View({}, {})), *REST]) is None, "what was not asked for shows in what follows"
+
+
+def test_of_a_control_what_it_did_not_load_is_a_difference_also_where_a_part_was_asked_for() -> None:
+    part = loaded(1, View({"model.w": "2"}, {"model": "module"}), fits=False)
+    assert first([part]) is None
+    assert first([msgspec.structs.replace(part, withheld=True)]) is not None
 
 
 def test_losses_may_be_close_and_data_not() -> None:

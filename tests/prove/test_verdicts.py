@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from aiockpt.prove.certificate import Certificate, Evidence, judge
 from aiockpt.prove.compare import STEPS, Findings
@@ -44,20 +45,49 @@ RESUMED = Start("resumed", {0: GOES_ON}, 1.0, status=0)
 CONTROL = Start("control", {0: [BEGUN, loaded(view(99), withheld=True), *steps(5, "2.0"), END]}, 1.0, status=0)
 
 
-def verdict(how: Proof, resumed: Start = RESUMED, control: Start = CONTROL, again: Start | None = None) -> Certificate:
+def verdict(
+    how: Proof,
+    resumed: Start = RESUMED,
+    control: Start = CONTROL,
+    again: Start | None = None,
+    killed: Start = KILLED,
+    straight: Start = STRAIGHT,
+) -> Certificate:
     proof: Any = _Proof.__new__(_Proof)
     runner: Any = SimpleNamespace(method="m", command=["x"])
-    proof._how, proof._runner, proof._starts = how, runner, [STRAIGHT, KILLED, resumed, control]
-    found, of_control = proof._compare(STRAIGHT, [KILLED, resumed]), Findings()
-    proof._compare_one(STRAIGHT, control, [KILLED], of_control, to_the_end=False)
+    proof._how, proof._runner, proof._starts = how, runner, [straight, killed, resumed, control]
+    found, of_control = proof._compare(straight, [killed, resumed]), Findings()
+    proof._compare_one(straight, control, [killed], of_control, to_the_end=False)
     twice = None if again is None else Findings()
     if again is not None:
-        proof._compare_one(STRAIGHT, again, [], twice, to_the_end=True)
+        proof._compare_one(straight, again, [], twice, to_the_end=True)
     return judge(runner, how, proof._starts, Evidence(found, of_control, twice, set(), set()))
 
 
 def test_a_run_that_goes_on_equally_is_certified() -> None:
     assert verdict(Proof()).verdict == "certified"
+
+
+def test_a_rank_that_closes_in_the_middle_because_another_one_dies_is_no_difference() -> None:
+    closed = Ended(label=5, weights={"o w": "1"}, slots={})
+    records = [*TO_5, *steps(5, "1.0", 1), closed, Died(label=5, count=1, where="x")]
+    assert verdict(Proof(), killed=Start("killed", {0: records}, 1.0)).verdict == "certified"
+
+
+@pytest.mark.parametrize(
+    ("straight", "resumed", "expected"),
+    [
+        ([(None, "1.0"), (None, "2.0"), (None, "3.0")], [(None, "3.0")], "certified"),
+        ([(None, "1.0"), (None, "2.0"), (None, "3.0")], [(None, "1.0")], "differs"),
+        ([(1, "1.0"), (2, "2.0")], [(2, "2.0")], "certified"),
+        ([(1, "1.0"), (2, "2.0")], [(3, "2.0")], "differs"),
+    ],
+)
+def test_printed_losses_are_compared_by_their_steps_else_from_the_end(
+    straight: list[Any], resumed: list[Any], expected: str
+) -> None:
+    starts = replace(STRAIGHT, printed=straight), replace(RESUMED, printed=resumed)
+    assert verdict(Proof(), starts[1], straight=starts[0]).verdict == expected
 
 
 def test_a_resumed_command_that_makes_no_step_is_another_run() -> None:
