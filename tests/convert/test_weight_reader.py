@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.convert import open_weights
 from aiockpt.convert.weight_reader import Weights
 from aiockpt.errors import CorruptionError, StateMismatchError, StepNotFoundError
+from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.cli.small_checkpoints import flip
 from tests.convert.small_models import Tied, all_same, save_model
 from tests.small_run import SMALL
@@ -103,7 +105,11 @@ def test_a_step_that_comes_later_changes_nothing(root: Path) -> None:
 
 def test_a_step_that_is_saved_anew_does_not_mix_its_weights_with_those_that_are_open(root: Path) -> None:
     model = Tied(1)
-    with aiockpt.Checkpointer(root, on_exists="new_generation", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    # The clean-up of the second save would remove the first one's files, sooner or later.
+    place = FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb="delete", times=None)])
+    with aiockpt.Checkpointer(
+        place, on_exists="new_generation", limits=aiockpt.Limits(io=SMALL), on_error="warn"
+    ) as ckpt:
         weights = open_weights(ckpt, 7)
         ckpt.save(7, {"model": Tied(5)}).result()
         for found in (dict(weights.items()), {name: weights[name] for name in weights}):
