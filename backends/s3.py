@@ -9,12 +9,7 @@ Guarantees, besides those of the contract:
   conditional writes, are detected by the first refusal, worked around, and remembered.
 - Nothing else is retried here; ``retryable`` of an error is whether a retry could succeed (`aiockpt.storage.retry`).
 
-<<<<<<< HEAD
-``list`` shows no multipart upload under way; those that a crash left are found by ``leftover_uploads``. ``delete`` removes
-keys in batches, and within a batch in any order.
-=======
 ``list`` shows no multipart upload under way: see ``leftover_uploads``. ``delete`` keeps no order within a batch of keys.
->>>>>>> 73b10399baacf6fb40582c63a00556c92478c4f8
 """
 
 from __future__ import annotations
