@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -63,6 +63,40 @@ def delete_step(ckpt: aiockpt.Checkpointer, step: int) -> bool:
         logger.warning("step %d stays, because it cannot be deleted: %s", step, error)
         return False
     return True
+
+
+class TheirsBesideOurs(NamedTuple):
+    """A checkpoint that a framework itself wrote, compared with the newest step here.
+
+    A run that went on without aiockpt has a later time and a larger number. A later time alone may be that of a copy, and a
+    run that went back has smaller numbers: of those the user is told, who may choose the other one.
+    """
+
+    is_later: bool
+    is_larger: bool
+
+    @property
+    def went_on(self) -> bool:
+        """Whether it is of a run that went on without aiockpt."""
+        return self.is_later and self.is_larger
+
+    def __str__(self) -> str:
+        number = f"{'a larger' if self.is_larger else 'no larger'} number"
+        return f"{number} and {'a later' if self.is_later else 'an earlier'} time (copies may lose times)"
+
+
+def compare_with_theirs(
+    ckpt: aiockpt.Checkpointer, step: int, written_ns: int, is_larger: bool | None
+) -> TheirsBesideOurs | None:
+    """Compare a checkpoint that a framework itself wrote with *step*; None where neither its time nor its number is newer.
+
+    Args:
+        written_ns: when it was written.
+        is_larger: whether its number is larger than that of the step; None where it has no number, and the time decides.
+    """
+    is_later = written_ns > ckpt.describe(step).result().info.created_ns
+    found = TheirsBesideOurs(is_later, is_later if is_larger is None else is_larger)
+    return found if found.is_later or found.is_larger else None
 
 
 def load_newest(

@@ -29,7 +29,7 @@ from aiockpt.events import (
 )
 from aiockpt.monitor.findings import Finding, find_problems
 from aiockpt.monitor.read_run import read_run
-from aiockpt.monitor.run_log import first_starts, start_numbers
+from aiockpt.monitor.run_log import RunLog, first_starts, start_numbers
 from aiockpt.monitor.save_points import save_points, usual_interval_s
 from aiockpt.monitor.spans import spans
 from aiockpt.monitor.summary import summarize
@@ -318,19 +318,29 @@ def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of
     assert summary.effective == pytest.approx(1 - (60 + 2 + 3 + 7) / 3700)
 
 
-def test_work_that_several_starts_repeat_in_vain_is_lost_once(tmp_path: Path) -> None:
-    """Step 5 is saved at 10 s; four starts, the later ones after 100, 200 and 300 s, resume it and are killed 90 s later."""
+def run_of_starts(folder: Path, count: int, *, foreign: bool = False) -> RunLog:
+    """Return a run whose first start saves step 5 after 10 s; the others, 100 s apart, resume it; each is killed after 90 s.
+
+    Args:
+        foreign: whether each start first loads a checkpoint of something else.
+    """
     told: list[Event] = []
-    for start in range(4):
+    for start in range(count):
         at_ns = int((BEGUN_S + 100 * start) * 1e9)
         told.append(Opened(at_ns=at_ns, time_ns=at_ns, pid=start, host="h", rank=0, world_size=1, urls=()))
+        if foreign:
+            told.append(Loaded(at_ns=at_ns, step=-1, bytes=1, read_bytes=1, seconds=0.0))
         if start:
             told.append(Loaded(at_ns=at_ns, step=5, bytes=1, read_bytes=1, seconds=0.0))
         else:
             told.append(Committed(at_ns=at_ns + 10 * 10**9, step=5, bytes=1, seconds=0.0, generation=1))
         told.append(Alive(at_ns=at_ns + 90 * 10**9))
-    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
-    run = read_run(tmp_path)
+    (folder / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    return read_run(folder)
+
+
+def test_work_that_several_starts_repeat_in_vain_is_lost_once(tmp_path: Path) -> None:
+    run = run_of_starts(tmp_path, 4)
     summary = summarize(run, spans(run))
     assert [round(one.lost_s) for one in summary.restarts] == [80, 90, 90]
     assert [round(one.down_s) for one in summary.restarts] == [10, 10, 10]
@@ -396,18 +406,7 @@ def test_a_job_that_overlaps_the_longest_one_is_found_though_a_short_one_came_be
 
 
 def test_a_start_that_begins_with_a_foreign_checkpoint_resumes_the_step_that_it_loads_then(tmp_path: Path) -> None:
-    told: list[Event] = []
-    for start in range(2):
-        at_ns = int((BEGUN_S + 100 * start) * 1e9)
-        told.append(Opened(at_ns=at_ns, time_ns=at_ns, pid=start, host="h", rank=0, world_size=1, urls=()))
-        told.append(Loaded(at_ns=at_ns, step=-1, bytes=1, read_bytes=1, seconds=0.0))
-        if start:
-            told.append(Loaded(at_ns=at_ns, step=5, bytes=1, read_bytes=1, seconds=0.0))
-        else:
-            told.append(Committed(at_ns=at_ns + 10 * 10**9, step=5, bytes=1, seconds=0.0, generation=1))
-        told.append(Alive(at_ns=at_ns + 90 * 10**9))
-    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
-    run = read_run(tmp_path)
+    run = run_of_starts(tmp_path, 2, foreign=True)
     (restart,) = summarize(run, spans(run)).restarts
     assert (restart.resumed_from, round(restart.lost_s)) == (5, 80)
 

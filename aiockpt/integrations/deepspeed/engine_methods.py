@@ -19,7 +19,14 @@ from aiockpt.errors import StepNotFoundError, UsageError
 from aiockpt.integrations.deepspeed.engine_state import build_state, load_step, used_names
 from aiockpt.integrations.deepspeed.named_state import MODEL
 from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
-from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
+from aiockpt.integrations.steps import (
+    ask_first_rank,
+    begin_save,
+    compare_with_theirs,
+    load_newest,
+    raise_if_lost,
+    valid_steps,
+)
 
 _protocol: Any = import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine")
 
@@ -174,27 +181,22 @@ class _AttachedEngine:
         return ask_first_rank(find)
 
     def _went_on(self, folder: str, step: int) -> bool:
-        """Return whether DeepSpeed itself wrote what is newest: a run that went on without aiockpt after *step*.
-
-        Such a run has a later time and a larger number. A later time alone may be that of a copy, and a run that went back
-        has smaller numbers; of those the user is told, who may choose the other one.
-        """
+        """Return whether DeepSpeed itself wrote what is newest, in a run that went on without aiockpt after *step*."""
         latest = Path(folder, "latest")
         if not latest.is_file():
             return False
         tag = latest.read_text().strip()
-        is_later = latest.stat().st_mtime_ns > self._ckpt.describe(step).result().info.created_ns
         number = re.search(r"\d+$", tag)
-        is_larger = is_later if number is None else int(number[0]) > step
-        went_on = is_later and is_larger
-        if is_later or is_larger:
-            logger.warning(
-                "%s of %s, which DeepSpeed itself wrote, has %s number and %s time than step %d: %s is loaded; to load the "
-                "other one: load_checkpoint(…, tag=…)",
-                *(tag, folder, "a larger" if is_larger else "no larger", "a later" if is_later else "no later", step),
-                tag if went_on else f"step {step}",
-            )
-        return went_on
+        is_larger = None if number is None else int(number[0]) > step
+        found = compare_with_theirs(self._ckpt, step, latest.stat().st_mtime_ns, is_larger)
+        if found is None:
+            return False
+        logger.warning(
+            "%s of %s, which DeepSpeed itself wrote, has %s than step %d: %s is loaded; to load the other one: "
+            "load_checkpoint(…, tag=…)",
+            *(tag, folder, found, step, tag if found.went_on else f"step {step}"),
+        )
+        return found.went_on
 
     def _load_of_deepspeed(self, load_dir: Any, tag: str | None, *others: Any) -> Any:
         folder = str(load_dir)

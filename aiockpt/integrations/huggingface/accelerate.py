@@ -7,6 +7,7 @@ state unchanged; the loop stays as it is.
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +39,7 @@ _REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 _SAVE = "save"
 _PATIENCE_S = 30.0
 """How long the first save waits for the notes of other ranks."""
+_POLL_S = 0.01
 _attached = count()
 
 
@@ -76,7 +78,7 @@ def attach(
 
 class _FirstSave:
     """Finds out that ``save_state()`` is called on the main process alone, as scripts do that know DDP only: the save would
-    wait for the other ranks, which never join. Until its first save each of those notes in a store what it does.
+    wait for the other ranks, which never join. Until its first save each of those notes in a store what it does last.
 
     Args:
         accelerator: its main process reads the notes.
@@ -93,7 +95,7 @@ class _FirstSave:
         if self._store is not None:
             self._count += 1
             if not self._accelerator.is_main_process:
-                self._store.set(f"{self._accelerator.process_index}/{self._count}", what)
+                self._store.set(str(self._accelerator.process_index), f"{self._count} {what}")
 
     def begin(self) -> None:
         """Begin the first save.
@@ -105,14 +107,26 @@ class _FirstSave:
         store, self._store = self._store, None
         if store is None or not self._accelerator.is_main_process:
             return
-        keys = [f"{rank}/{self._count}" for rank in range(1, self._accelerator.num_processes)]
+        keys, until_s = (
+            [str(rank) for rank in range(1, self._accelerator.num_processes)],
+            time.monotonic() + _PATIENCE_S,
+        )
         with suppress(RuntimeError):  # out of time: the save itself reports ranks that are missing
             store.wait(keys, timedelta(seconds=_PATIENCE_S))
-            if any(store.get(key) != _SAVE.encode() for key in keys):
+            while (reached := [self._reached(store.get(key)) for key in keys]).count(
+                None
+            ) and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+            if False in reached:
                 raise UsageError(
                     "save_state() was called on the main process alone: call it on every process, or let that one save by "
                     "itself: attach(accelerator, ranks=aiockpt.Ranks())"
                 )
+
+    def _reached(self, note: bytes) -> bool | None:
+        """Return whether a rank saves, too, by its last *note*; None while it has done less than this process."""
+        number, what = note.decode().split()
+        return None if int(number) < self._count else (int(number), what) == (self._count, _SAVE)
 
 
 def _open_store() -> Any:

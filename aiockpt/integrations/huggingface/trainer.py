@@ -24,7 +24,7 @@ from aiockpt.integrations.huggingface.model_names import renames, rule_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
 from aiockpt.integrations.huggingface.resume_differences import log_order, log_position
 from aiockpt.integrations.huggingface.runs import RUN, finish_run, is_first_run, next_run, run_of, step_in_run
-from aiockpt.integrations.steps import ask_first_rank, load_newest, raise_if_lost, valid_steps
+from aiockpt.integrations.steps import ask_first_rank, compare_with_theirs, load_newest, raise_if_lost, valid_steps
 from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
@@ -203,30 +203,24 @@ class _Attached:
         )
 
     def _newest_of_the_trainer(self, steps: list[int]) -> Path | None:
-        """Return the folder that the Trainer itself wrote last; None without one, or if the first of *steps* is newer.
-
-        A run that went on without aiockpt has a later time and a larger number. A later time alone may be that of a copy,
-        and a run that went back has smaller numbers; of those the user is told, who may choose the other one.
-        """
+        """Return the folder that the Trainer itself wrote last; None without one, or if the first of *steps* is newer."""
         theirs = self._folders.of_the_trainer()
         if theirs is None or not steps:
             return theirs and theirs[0]
         (folder, written_ns), ours = theirs, self._folders.path(steps[0])
         if folder == ours:  # written over the folder of that step
             return folder
-        is_later = written_ns > self._ckpt.describe(steps[0]).result().info.created_ns
         is_larger = step_of(folder) > step_in_run(steps[0])
-        if not is_later and not is_larger:
+        found = compare_with_theirs(self._ckpt, steps[0], written_ns, is_larger)
+        if found is None:
             return None
-        its_number = f"{'a larger' if is_larger else 'no larger'} number"
-        its_time = f"{'a later' if is_later else 'an earlier'} time (copies may lose times)"
-        begun, other = (folder, ours) if is_later and is_larger else (ours, folder)
+        begun, other = (folder, ours) if found.went_on else (ours, folder)
         logger.warning(
-            "resumed from %s: %s, which the Trainer itself wrote, has %s and %s than step %d; to resume from the "
-            "other one: train(resume_from_checkpoint=%r)",
-            *(begun, folder.name, its_number, its_time, steps[0], str(other)),
+            "resumed from %s: %s, which the Trainer itself wrote, has %s than step %d; to resume from the other one: "
+            "train(resume_from_checkpoint=%r)",
+            *(begun, folder.name, found, steps[0], str(other)),
         )
-        return folder if begun == folder else None
+        return folder if found.went_on else None
 
     def _check_place(self, theirs: Path | None, steps: list[int]) -> None:
         """Raise if the place is empty, but a folder has its step in one: in another, or in this one before it was lost. If
