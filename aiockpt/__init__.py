@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         WriterLostError,
     )
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
-    from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Scrub, Tier
+    from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Tier
     from aiockpt.policies.cadence import Cadence
     from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
@@ -97,7 +97,6 @@ __all__ = [
     "SaveFuture",
     "SaveResult",
     "SaveSkippedError",
-    "Scrub",
     "ShardedSampler",
     "Shards",
     "Span",

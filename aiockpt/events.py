@@ -7,7 +7,7 @@ observer with work of its own, such as writing a file, is a `BackgroundTask`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -49,11 +49,15 @@ class Alive(Event, frozen=True, tag=True):
 
 
 class SaveStarted(Event, frozen=True, tag=True):
-    """``save()`` was called *seconds* ago, and is registered; *bytes* in *tensor_count* tensors, without file headers."""
+    """``save()`` was called *seconds* ago, and is registered; *bytes* in *tensor_count* tensors, without file headers.
+
+    *metrics* are those of the call; in a trace, None where one was not finite.
+    """
 
     bytes: int
     tensor_count: int
     seconds: float = 0.0
+    metrics: Mapping[str, float | None] = {}
 
 
 class SnapshotTaken(Event, frozen=True, tag=True):
@@ -236,6 +240,13 @@ class Promoted(Event, frozen=True, tag=True):
     seconds: float
 
 
+class Replicated(Event, frozen=True, tag=True):
+    """The step is in the memory of as many other hosts as ``Tier(copies=…)`` says, *seconds* after its commit there."""
+
+    url: str
+    seconds: float
+
+
 class PromotionFailed(Event, frozen=True, tag=True):
     """The step could not be copied to the tier *url*: *error* is a repr. *final*: it is not retried."""
 
@@ -298,7 +309,7 @@ class BackgroundTask(Observer, Protocol):
 class EventSource(Protocol):
     """An observer that emits events of its own; all observers of the checkpointer receive them."""
 
-    def tell_through(self, emit: Callable[[Event], object]) -> None:
+    def set_emitter(self, emit: Callable[[Event], object]) -> None:
         """Accept *emit*, which sends an event to all observers, on the loop thread only; called before the first event."""
 
 

@@ -7,13 +7,15 @@ Waiting never owns the work: a wait that is cancelled or timed out leaves the sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from aiockpt.errors import BlockingCallError, SaveCancelledError, UsageError
-from aiockpt.runtime.loop import refuse_in_event_loop
+from aiockpt.runtime.loop import holds_up_event_loop, refuse_in_event_loop
 from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
 from aiockpt.runtime.promise import SaveResult as SaveResult
 
@@ -35,6 +37,8 @@ class LoadResult(msgspec.Struct, frozen=True):
             not be filled; and with ``strict=False`` all that did not fit and was left as it was.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
             (``save(…, only=…, exclude=…)``).
+        saved_ns: when the step was saved, in nanoseconds since 1970, by the clock of the process that saved it; 0 for a
+            foreign checkpoint.
         config_changes: what of ``Checkpointer(…, config=…)`` has changed since the step was saved, one line each.
         renamed: the effect of ``rename=`` on this rank: name in the checkpoint → name in the state.
     """
@@ -54,6 +58,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
     config_changes: tuple[str, ...] = ()
+    saved_ns: int = 0
 
 
 class Stage(Generic[T]):
@@ -88,6 +93,12 @@ class Stage(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
+
+    def __bool__(self) -> bool:
+        raise UsageError(
+            f"{self!r} is neither true nor false before it is waited for: write `.result()` or `await` for its value, "
+            "`is not None` where there may be no future"
+        )
 
     def _wait_here(self, timeout: float | None) -> None:
         promise = self._promise
@@ -158,6 +169,14 @@ class SaveFuture(Future[SaveResult]):
         """The checkpoint is whole in the memory tier, and would survive this process. Without one: it is committed."""
         return Stage(self._save.in_memory)
 
+    def replicated(self) -> Stage[None]:
+        """Every file is in the memory of as many other hosts as ``Tier("peer://…", copies=…)`` says. Else: it is committed.
+
+        Raises:
+            SaveSkippedError (through the stage): newer steps were copied before this one was.
+        """
+        return Stage(self._save.replicated)
+
     def committed(self, tier: object = None) -> Stage[SaveResult]:
         """The checkpoint is durable and visible: for None the same as the future itself, else in that *tier*.
 
@@ -209,12 +228,22 @@ class LoadFuture(Future[T]):
     """One load. Worker threads fill the tensors; objects are filled by the first wait, on its own thread.
 
     (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
-    not change while it runs.) Without a wait the load stays incomplete: the checkpointer's next call raises.
+    not change while it runs.) Without a wait the load stays incomplete: the future warns when it
+    is dropped, and the checkpointer's next call, or its end, raises.
     """
 
     def __init__(self, promise: LoadPromise[T]) -> None:
         super().__init__(promise)
         self._load = promise
+
+    def __del__(self) -> None:
+        load = self.__dict__.get("_load")
+        if load is not None and not (load.waited_for or load.refused):
+            warnings.warn(
+                f"the {load.what} {_FORGOTTEN}: call .result() on it, or await it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def cancel(self) -> bool:
         """Ask the load to stop, from any thread; return False when it is done already.
@@ -232,22 +261,86 @@ class LoadFuture(Future[T]):
         return error
 
     def _wait_here(self, timeout: float | None) -> None:
-        try:
-            super()._wait_here(timeout)
-        except BlockingCallError:
-            self._load.refused = True
-            raise
+        with self._noting_interrupt():
+            try:
+                super()._wait_here(timeout)
+            except BlockingCallError:
+                self._load.refused = True
+                raise
 
     async def _wait(self) -> T:
         self._load.waited_for = True
         self._load.expedite()
-        await self._load.settled()
-        if (agreed := self._load.finish()) is not None:  # other ranks may need this very loop to get there
-            await agreed.settled()
+        with self._noting_interrupt():
+            await self._load.settled()
+            if (agreed := self._load.finish()) is not None:  # other ranks may need this very loop to get there
+                await agreed.settled()
         return self._value()
 
     def _value(self) -> T:
         self._load.waited_for = True
-        if (agreed := self._load.finish()) is not None:
-            Stage(agreed).result()
+        with self._noting_interrupt():
+            if (agreed := self._load.finish()) is not None:
+                Stage(agreed).result()
         return self._load.retrieve()
+
+    @contextmanager
+    def _noting_interrupt(self) -> Iterator[None]:
+        """Note that a wait is interrupted, or cancelled: a part of the state may be filled, and the next load fills it."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._load.waited_for, self._load.refused = False, True
+            raise
+
+
+_FORGOTTEN = "was never waited for, so the state is not complete"
+
+
+class StartedLoads:
+    """The loads of one checkpointer that no caller has waited for yet."""
+
+    def __init__(self) -> None:
+        self._loads: list[LoadPromise[Any]] = []
+
+    def add(self, load: LoadPromise[Any]) -> None:
+        """Record a load that begins."""
+        self._loads.append(load)
+
+    def take_refused(self) -> list[LoadPromise[Any]]:
+        """Return, and forget, those that a caller could not wait for, or cancelled: a new load replaces them."""
+        refused = [load for load in self._loads if load.refused]
+        self._loads = [load for load in self._loads if not load.refused]
+        return refused
+
+    def check(self, *, ending: bool = False) -> None:
+        """Raise, once, for a load that was never waited for.
+
+        A load of another thread may still be waited for, now or soon; only that thread's own next call checks it.
+
+        Args:
+            ending: whether no call follows, which could need the state of a load that was cancelled.
+
+        Raises:
+            UsageError: there is one.
+        """
+        if self._loads:
+            self._check(ending)
+
+    def _check(self, ending: bool) -> None:
+        abandoned = [load for load in self._loads if load.is_abandoned and not (ending and load.refused)]
+        self._loads = [load for load in self._loads if not load.waited_for and load not in abandoned]
+        if abandoned:
+            raise _refusal(abandoned[0])
+
+
+def _refusal(abandoned: LoadPromise[Any]) -> UsageError:
+    """Return why the state of a load that was never waited for must not be used."""
+    load, waits_for_none = LoadFuture(abandoned), holds_up_event_loop()
+    is_torn = load.cancelled() or (abandoned.refused and not waits_for_none)
+    abandoned.refused = True  # the future just made must not warn of the same when it is dropped
+    if is_torn:
+        return UsageError(f"{load!r} may have overwritten a part of the state: load again before you use it")
+    advice = "write `await ckpt.load(…)`" if waits_for_none else "call .result() on it, or await it"
+    return UsageError(f"{load!r} {_FORGOTTEN}: {advice}")

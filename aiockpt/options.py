@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, get_args
@@ -60,24 +60,6 @@ def check_amount(call: str, name: str, value: object, unit: str, *, optional: bo
         refuse_value(call, name, value, f"more than 0{unit}" + (", or None" if optional else ""))
 
 
-_LAST = (
-    *("max_to_keep", "keep_last", "keep_last_n", "keep", "last", "max_keep", "keep_latest_k"),
-    *("save_total_limit", "total_limit"),
-)
-_EVERY = ("save_interval_steps", "save_steps", "save_interval", "save_every", "interval", "every_n_train_steps")
-CALLED_ELSEWHERE = {
-    **dict.fromkeys(_LAST, "retention=aiockpt.Retention(last=N)"),
-    **dict.fromkeys(("best", "save_top_k"), "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))"),
-    "monitor": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N)), and save(…, metrics={'loss': loss})",
-    "keep_period": "retention=aiockpt.Retention(every=N)",
-    **dict.fromkeys(_EVERY, "every=N, and ckpt.step(step, state)"),
-    "async_save": "nothing: every save runs in the background",
-    "async_mode": "nothing: every save runs in the background; snapshot='lazy' shortens the call",
-    "save_on_each_node": "Tier(path) for the disk of each node",
-}
-"""Options of other checkpoint tools, and what to write here instead."""
-
-
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise UsageError when a keyword of the call *what* is not one of the *known* ones; suggest a close one."""
     known = [name for name in known if name != "self"]
@@ -85,56 +67,29 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            if what == "Checkpointer" and name in CALLED_ELSEWHERE:
-                hint = f" Here that is {CALLED_ELSEWHERE[name]}."
             raise UsageError(f"{what}({name}=…): there is no such option.{hint} There are {', '.join(known)}")
 
 
-def asks_what_was_meant(init: Callable[P, R]) -> Callable[P, R]:
+def keywords_checked(init: Callable[P, R]) -> Callable[P, R]:
     """Make an ``__init__`` with many keywords raise for a misspelt one, as `check_keywords` does."""
-    what = init.__qualname__.partition(".")[0]
-    parameters = inspect.signature(init).parameters.items()
-    known = {name: option for name, option in parameters if option.kind is not option.VAR_KEYWORD}
-    moved = MOVED if len(known) < len(parameters) else {}
+    what, known = init.__qualname__.partition(".")[0], inspect.signature(init).parameters
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(what, (name for name in kwargs if name not in moved), known)
-        _check_positions(what, known.values(), args, kwargs)
+        check_keywords(what, kwargs, known)
         return init(*args, **kwargs)
 
     return checked
 
 
-class AsksWhatWasMeant(msgspec.StructMeta):
-    """The metaclass of structs whose constructors do the same (msgspec has no ``__init__`` that could be wrapped).
-
-    They also raise for a value without a name, and for a name without a value.
-    """
+class KeywordsChecked(msgspec.StructMeta):
+    """The metaclass of structs whose constructors do the same (msgspec has no ``__init__`` that could be wrapped)."""
 
     if not TYPE_CHECKING:  # type checkers know the fields; this signature would hide them
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  of a metaclass
             check_keywords(cls.__name__, kwargs, cls.__struct_fields__)
-            _check_positions(cls.__name__, inspect.signature(cls).parameters.values(), args, kwargs)
             return super().__call__(*args, **kwargs)
-
-
-def _check_positions(
-    what: str, options: Collection[inspect.Parameter], given: Sequence[object], named: Iterable[str]
-) -> None:
-    """Raise UsageError when options of the call *what* are given without their names, twice, or not at all though needed."""
-    unnamed = [option.name for option in options if option.kind is not option.KEYWORD_ONLY]
-    if len(given) > len(unnamed):
-        first, value = next((option.name for option in options if option.name not in unnamed), "…"), given[len(unnamed)]
-        shown = repr(value) if isinstance(value, int | float | str) else "…"
-        raise UsageError(f"{what} takes its options by name: write {what}({first}={shown})")
-    for option in options:
-        count = (option.name in unnamed[: len(given)]) + (option.name in named)
-        if count > 1:
-            raise UsageError(f"{what}: {option.name} is given twice, with its name and without")
-        if not count and option.default is option.empty:
-            raise UsageError(f"{what}() lacks an option: give {option.name}=…")
 
 
 MIB = 1 << 20
@@ -174,6 +129,13 @@ OnError = Literal["raise", "warn"] | Callable[[Any], object]
 Mode = Literal["min", "max"]
 """Whether the least or the greatest value of a metric is the best."""
 
+_LOW = frozenset(["loss", "nll", "perplexity", "ppl", "error", "err", "mse", "rmse", "mae", "wer", "cer", "fid"])
+_HIGH = frozenset([
+    "acc", "accuracy", "auc", "auroc", "f1", "map", "iou", "miou", "dice", "precision", "recall", "bleu",
+    "rouge", "psnr", "ssim", "reward", "return", "score",
+])  # fmt: skip
+"""Words of metrics whose direction is beyond doubt."""
+
 
 def check_choice(name: str, value: object, words: object, call: str = "") -> None:
     """Raise UsageError when *value*, of an option of *call*, is not one of the *words* of a Literal."""
@@ -188,12 +150,31 @@ def _check_reaction(call: str, value: object, reactions: object) -> None:
         refuse_value(call, "on_error", value, f"{', '.join(map(repr, words))} or a callable")
 
 
-class Best(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
-    """Keep the *count* steps with the best *metric*, as passed to ``save(…, metrics={metric: value})``."""
+def mode_by_name(metric: str) -> Mode:
+    """Return whether low or high values of *metric* are good, where its name says so."""
+    words = [word for word in re.findall("f1|[a-z]+", metric.lower()) if word in _LOW | _HIGH]
+    if not words:
+        name = repr(metric)
+        raise UsageError(
+            f"Best({name}): whether low or high values are good does not follow from this name: write "
+            f"aiockpt.Best({name}, mode='min') or aiockpt.Best({name}, mode='max')"
+        )
+    return "min" if words[-1] in _LOW else "max"
+
+
+class Best(msgspec.Struct, frozen=True, metaclass=KeywordsChecked):
+    """The *count* steps with the best *metric*, as passed to ``save(…, metrics={metric: value})``.
+
+    Steps without it, and those where it is not finite, do not count; of equal ones the oldest is the best.
+
+    Attributes:
+        mode: whether the lowest (``"min"``) or the highest (``"max"``) is the best; None goes by the last word of the name
+            that tells it, such as loss, error, accuracy or reward.
+    """
 
     metric: str
     count: int = 1
-    mode: Mode = "min"
+    mode: Mode | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
@@ -201,10 +182,12 @@ class Best(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
                 "Best", "metric", self.metric, "the name of a metric, as save(…, metrics={name: value}) has it"
             )
         check_count("Best", "count", self.count)
+        if self.mode is None:
+            msgspec.structs.force_setattr(self, "mode", mode_by_name(self.metric))
         check_choice("mode", self.mode, Mode, "Best")
 
 
-class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """What to keep. A step is kept when any rule names it; the newest committed and newest verified always are.
 
     Steps in which `Checkpointer`'s ``screen`` found numbers that are not finite count for neither *last*, *best* nor
@@ -249,7 +232,7 @@ TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
 """Reaction to a step that did not reach a tier: log (default), raise at the next call, or call this with the error."""
 
 
-class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
+class Tier(msgspec.Struct, frozen=True, metaclass=KeywordsChecked):
     """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
 
     A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
@@ -267,6 +250,11 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
         content: ``"full"``, or ``"weights"``: the parameters, buffers and extra values of the state's modules, as a
             checkpoint of their own that loads into a bare ``{"model": model}``. It is made from a nearer tier that has the
             step in full, counts as no commit, and cannot be resumed from.
+        copies: of ``peer://``, the memory of the job's hosts: how many other hosts hold a copy of each file.
+        apart: of ``peer://``: what a host must not share with one that holds its copies: ``"host"``, the name of an
+            environment variable that names the host's rack or block, or a function that returns that name.
+        network: of ``peer://``: the address of this host, or the network interface, that other hosts reach it by; None for
+            the one by which this host reaches the store of the ranks.
     """
 
     url: Any
@@ -276,6 +264,9 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     bandwidth: float | None = 200e6
     on_error: TierError = "warn"
     content: Content = "full"
+    copies: int = 1
+    apart: str | Callable[[], str] = "host"
+    network: str | None = None
 
     def __repr__(self) -> str:
         given = ((name, getattr(self, name)) for name in self.__struct_fields__)
@@ -289,6 +280,7 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
         check_amount(tier, "deadline", self.deadline, " seconds")
         check_amount(tier, "bandwidth", self.bandwidth, " bytes/s", optional=True)
         check_choice("content", self.content, Content, tier)
+        check_count(tier, "copies", self.copies, least=0)
         _check_reaction(tier, self.on_error, TierError)
 
     @property
@@ -322,7 +314,7 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
             )
 
 
-class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """Sizes and speeds of transfers. The defaults are measured (benchmarks/README.md); few runs need others.
 
     Attributes:
@@ -369,32 +361,17 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
             refuse_value("IO", "nice", self.nice, "an int of 0 to 19")
 
 
-class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
-    """Periodic verification of every step, with repair from other tiers: ``Checkpointer(…, scrub=Scrub())``.
-
-    Attributes:
-        every_h: hours between two readings of a step; each reading leaves a mark with its time.
-        bandwidth: bytes/s at most. While a save is under way, nothing is read.
-    """
-
-    every_h: float = 24.0
-    bandwidth: float | None = 100.0 * MIB
-
-    def __post_init__(self) -> None:
-        check_amount("Scrub", "every_h", self.every_h, " hours")
-        check_amount("Scrub", "bandwidth", self.bandwidth, " bytes/s", optional=True)
-
-
 MOST_DEADLINE_S = 100 * 365 * 86400.0
 """What a longer deadline, such as inf, becomes: threads cannot wait for that (`threading.TIMEOUT_MAX`)."""
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """Seconds before a wait times out, and its error names what it waited for. No deadline stops a transfer that progresses.
 
     Attributes:
         slab_s: for a free slab while a snapshot is taken. Long, because the disk is slow then, not the engine.
-        commit_s: for the receipts of all ranks and the manifest.
+        commit_s: for the receipts of all ranks and the manifest; and for one call of a file system to return, with the
+            time for its bytes at 4 MiB/s.
         ranks_s: for the other ranks, while all plan the first save of a structure or agree on what to load.
         takeover_s: after voting, for rank 0 to commit; then any rank that finds all votes commits in its place.
         close_s: for everything in flight, when the checkpointer is closed or the interpreter exits.
@@ -412,7 +389,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
             msgspec.structs.force_setattr(self, name, min(getattr(self, name), MOST_DEADLINE_S))
 
 
-class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """What a lazy save copies in the call, and what it compares: ``Checkpointer(…, lazy=Lazy(mutable=["model.gate"]))``.
 
     Attributes:
@@ -438,7 +415,7 @@ class Lazy(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant
             check_choice("debug", self.debug, Debug, "Lazy")
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class Limits(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """How many saves run at once, the sizes of their pieces, and the deadlines of waits.
 
     Attributes:
@@ -462,43 +439,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMea
         check_choice("when_full", self.when_full, WhenFull, "Limits")
 
 
-MOVED = {
-    **dict.fromkeys(Lazy.__struct_fields__, "lazy=aiockpt.Lazy"),
-    **dict.fromkeys(Limits.__struct_fields__, "limits=aiockpt.Limits"),
-    "load_group": "ranks=aiockpt.Ranks",
-}
-"""Keywords of `Checkpointer` that are fields of its options now."""
-
-
-def warn_moved(names: Iterable[str]) -> None:
-    """Warn the caller of `Checkpointer` of keywords that are deprecated, each with its replacement."""
-    for name in names:
-        how = f"Checkpointer(…, {MOVED[name]}({name}=…))"
-        # stacklevel: this function, `Checkpointer.__init__`, the wrapper of `asks_what_was_meant`, the caller.
-        warnings.warn(f"Checkpointer({name}=…) goes in a later release: write {how}", DeprecationWarning, stacklevel=4)
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """All choices of one checkpointer, checked; `aiockpt.Checkpointer` documents them."""
+class Options(Limits, frozen=True, kw_only=True):
+    """All choices of one checkpointer, its limits among them, checked; `aiockpt.Checkpointer` documents them."""
 
     snapshot: Snapshot = "eager"
-    mutable: tuple[str, ...] = ()
-    immutable: tuple[str, ...] = ()
-    debug: Debug | None = None
+    lazy: Lazy = Lazy()
     screen: Screen | None = None
     replicas: Replicas = "check"
     retention: Retention | None = None
     every: int | None = None
-    max_in_flight: int = 2
-    when_full: WhenFull = "wait"
     on_exists: OnExists = "new_generation"
     on_error: OnError = "raise"
+    save_last: bool = True
     worker: Worker = "thread"
-    io: IO = IO()
-    deadlines: Deadlines = Deadlines()
     config: object = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rules: object = self.retention
         if not isinstance(rules, Retention | None):
             refuse_value(

@@ -238,7 +238,7 @@ class CloudBackend:
         if not self._exclusive and not self._unsafe_commit:
             raise StorageError(
                 f"{self._url} cannot create an object exclusively, so a commit on it has no one winner; use another"
-                " store, or give unsafe_commit=True when there is only ever one writer"
+                " store, or pass aiockpt.backends.cloud.CloudBackend(url, unsafe_commit=True) where only one job ever saves"
             )
         return self._exclusive
 
@@ -392,7 +392,7 @@ _STATUS = re.compile(r"\bstatus: (\d{3}),")
 _KIND = re.compile(r"\bHttpError \{\s*kind: (\w+)")
 _ARCHIVED = re.compile(r"\b(InvalidObjectState|BlobArchived)\b")
 _DEBUG = "\n\nDebug source:"
-_THROTTLED = {429, 503}
+_THROTTLED = {429, 503, 509, 529}
 _TIMED_OUT = {408, 504}
 _FULL = {413, 507}
 _CUT_SHORT = {"Interrupted", "Decode"}

@@ -204,8 +204,8 @@ class FsspecBackend:
                 self._tried = True
         if self._create is None:
             raise StorageError(
-                f"{self._not_exclusive}, so a commit on it has no one winner; use another place, or give"
-                " unsafe_commit=True when there is only ever one writer"
+                f"{self._not_exclusive}, so a commit on it has no one winner; use another place, or pass"
+                " aiockpt.backends.fsspec.FsspecBackend(url, unsafe_commit=True) where only one job ever saves"
             )
         return self._create
 

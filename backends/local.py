@@ -6,8 +6,10 @@ Guarantees, besides those of the contract:
   renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
   itself exclusively: still one winner, but it is seen while it is written, and a crash may leave it torn; its digest shows
   that (docs/format.md#commit-on-posix).
-- When a call returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
-  flushed, ``traits.flushes_names`` is False from the first write on (`aiockpt.backends.local_tree`).
+- When a call returns, its names are durable too, up to the root and above it where we may flush; those of data files are
+  when the next object beside them can be seen (`Tree.settle`): each folder of an attempt is flushed once for all of its
+  files. Where no folder can be flushed, ``traits.flushes_names`` is False from the first write on
+  (`aiockpt.backends.local_tree`).
 - A call with a stale handle, or in a folder that another client made and this one does not see yet, is repeated after
   waits: a network file system may answer from a cache of some seconds.
 - ``delete`` is durable key by key: after a crash the removed keys are a prefix of the given ones.
@@ -23,7 +25,8 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -35,8 +38,6 @@ from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader
 from aiockpt.backends.local_tree import (
     LEFTOVER_PREFIX,
     PAGE_BYTES,
-    DirectMode,
-    Handle,
     Tree,
     check_wrote,
     split_key,
@@ -76,15 +77,14 @@ from aiockpt.storage.backend import (
 class LocalUpload:
     """One data file of *size* bytes under *key*; see `aiockpt.storage.backend.Upload`."""
 
-    def __init__(self, tree: Tree, limiter: Limiter, direct: DirectMode, key: str, size: int) -> None:
+    def __init__(self, tree: Tree, limiter: Limiter, key: str, size: int) -> None:
         self._files = tree.files
         self._tree = tree
         self._limiter = limiter
-        self._direct = direct
         self._key = key
         self._progress = Progress(key, size)
         self._path = tree.path(key)
-        self._handle = Handle(tree.files, key)
+        self._handle = tree.handle(key)
         self._created = False
         self._buffered_fd = -1
         self._direct_fd: int | None = None
@@ -99,13 +99,13 @@ class LocalUpload:
             self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._created = True
         # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it fails with EINVAL.
-        self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
+        self._direct_fd = self._handle.open_direct(self._path, os.O_WRONLY)
         self._reserve()
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         size = self._progress.check_block(offset, runs)
         with self._handle.use(), self._tree.errors(f"writing {size:,} bytes of", self._key):
-            await run_blocking(self._limiter, self._write_runs, offset, runs, seen)
+            await run_blocking(self._limiter, self._write_runs, offset, runs, seen, moves_bytes=size)
         self._progress.written_bytes += size
 
     async def finish(self) -> None:
@@ -114,7 +114,7 @@ class LocalUpload:
             raise UsageError(f"{self._key!r} was finished or aborted before")
         try:
             with self._tree.errors("flushing", self._key):
-                await run_blocking(self._limiter, self._flush_and_close)
+                await run_blocking(self._limiter, self._flush_and_close, moves_bytes=self._progress.size)
         except BaseException:
             await self._discard()
             raise
@@ -156,7 +156,7 @@ class LocalUpload:
                     written = self._files.pwrite(self._direct_fd, rest, offset + done)
                     done += check_wrote(written, rest.nbytes, offset + done)
                 except OSError as error:
-                    if not self._direct.refused(error, self._key):
+                    if not self._tree.optional.lacks_direct(error, self._key):
                         raise
                     break
             write_all(self._files, self._buffered_fd, data[done:], offset + done)
@@ -166,7 +166,7 @@ class LocalUpload:
         """Return which bytes of *data* can bypass the page cache: whole pages at page-aligned addresses."""
         start = -offset % PAGE_BYTES
         stop = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
-        if self._direct_fd is None or self._direct.works is False or stop <= start:
+        if self._direct_fd is None or not self._tree.optional.has("O_DIRECT") or stop <= start:
             return range(0)
         address: int = np.frombuffer(data, np.uint8).ctypes.data
         return range(start, stop) if (address + start) % PAGE_BYTES == 0 else range(0)
@@ -175,7 +175,7 @@ class LocalUpload:
         # fdatasync flushes the size of the file, too, without which the bytes could not be read back.
         self._files.fdatasync(self._buffered_fd)
         self._handle.close()  # NFS reports late write errors here
-        self._tree.persist(split_key(self._key)[0])
+        self._tree.defer(split_key(self._key)[0])
 
     def _close_and_remove(self) -> None:
         with suppress(OSError):
@@ -196,6 +196,9 @@ _AT_ONCE = 8  # the writer waits after so many removals of its folder
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 _NAMES = 16  # the most random ones that are tried before the source counts as faulty
 _BTRFS_SYNC = 0x9408  # the ioctl BTRFS_IOC_SYNC
+# What a rename onto an existing file gives where the file system cannot replace one. Only records whose absence is harmless
+# are written over: hints, marks, and decisions that become *collect*.
+_NO_REPLACING = {errno.EEXIST, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -235,18 +238,17 @@ class LocalBackend:
         self._root = os.path.abspath(os.fspath(root))
         self._world = world or World()
         self._files = self._world.files
-        self._tree = Tree(self._files, self._root)
+        self._tree = Tree(self._files, self._root, direct)
         self._optional = self._tree.optional
-        self._direct = DirectMode(direct, self._optional)
         self._hard_links: bool | None = None
         # Simulated files lie on no mount of this machine, so the check for mounted buckets does not apply to them.
         self._may_keep = not isinstance(self._files, OsFiles)
         self._bounces = BouncePool()
         self._cached_read_bytes = 0
         self._direct_read_bytes = 0
-        self._small = Limiter("local files", _SMALL_VERBS)
-        self._writes = Limiter("local block writes", _BLOCK_WRITES)
-        self._reads = Limiter("local block reads", _BLOCK_READS)
+        self._small = Limiter("local files", _SMALL_VERBS, may_hang=True)
+        self._writes = Limiter("local block writes", _BLOCK_WRITES, may_hang=True)
+        self._reads = Limiter("local block reads", _BLOCK_READS, may_hang=True)
 
     @property
     def url(self) -> str:
@@ -254,80 +256,80 @@ class LocalBackend:
 
     @property
     def traits(self) -> Traits:
+        direct = self._optional.has("O_DIRECT")
         return Traits(
             scope="shared",
             durable=True,
             flushes_names=self._optional.has("fsync of a folder"),
-            alignment=1 if self._direct.works is False else PAGE_BYTES,
+            alignment=PAGE_BYTES if direct else 1,
             block_writes=_BLOCK_WRITES,
             block_reads=_BLOCK_READS,
-            read_buffer_bytes=0 if self._direct.works is False else BOUNCE_BYTES,
+            read_buffer_bytes=BOUNCE_BYTES if direct else 0,
         )
 
-    async def put(self, key: str, data: bytes) -> None:
-        with self._tree.errors(f"writing {len(data):,} bytes to", check_key(key)):
-            await self._patiently(self._store, key, data, self._replace, makes=key)
+    async def put(self, key: str, data: bytes, *, flushed: bool = True) -> None:
+        doing = f"writing {len(data):,} bytes to"
+        await self._call(doing, check_key(key), self._store, key, data, self._replace, flushed, makes=True)
 
-    async def put_new(self, key: str, data: bytes) -> None:
+    async def put_unflushed(self, key: str, data: bytes, *, new: bool) -> None:
+        await (self.put_new if new else self.put)(key, data, flushed=False)
+
+    async def put_new(self, key: str, data: bytes, *, flushed: bool = True) -> None:
         stale = anyio.Event()
+        doing, write = f"creating ({len(data):,} bytes)", self._publish_new
         try:
-            with self._tree.errors(f"creating ({len(data):,} bytes)", check_key(key)):
-                await self._patiently(self._store, key, data, self._publish_new, makes=key, on_stale=stale.set)
+            await self._call(
+                doing, check_key(key), self._store, key, data, write, flushed, makes=True, on_stale=stale.set
+            )
         except ObjectExistsError:
             # After a lost answer the existing object may be from an earlier attempt of ours.
             if not (stale.is_set() and await self._holds(key, data)):
                 raise
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        with self._tree.errors("reading", check_key(key)):
-            return await self._patiently(self._read_whole, key, max_bytes)
+        return await self._call("reading", check_key(key), self._read_whole, key, max_bytes)
 
     async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
-        return await self._patiently(self._read_each, keys, max_bytes)
+        return await self._call("reading", ", ".join(keys[:1]), self._read_each, keys, max_bytes)
 
     async def open(self, key: str) -> LocalReader:
-        reader = LocalReader(self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read)
+        reader = LocalReader(self._tree, self._reads, self._bounces, check_key(key), self._count_read)
         try:
-            with self._tree.errors("opening", key):
-                await self._patiently(reader.begin)
+            await self._call("opening", key, reader.begin)
         except BaseException:
             await reader.close()
             raise
         return reader
 
     async def create(self, key: str, size: int) -> LocalUpload:
-        upload = LocalUpload(self._tree, self._writes, self._direct, check_size(key, size), size)
+        upload = LocalUpload(self._tree, self._writes, check_size(key, size), size)
         try:
-            with self._tree.errors(f"creating a file of {size:,} bytes,", key):
-                await self._patiently(self._in_folder, key, upload.begin, makes=key)
+            await self._call(f"creating a file of {size:,} bytes,", key, self._begin_upload, key, upload, makes=True)
         except BaseException:
             await upload.abort()
             raise
         return upload
 
     async def stat(self, key: str) -> Stat:
-        with self._tree.errors("looking for", check_key(key)):
-            return await self._patiently(self._stat, key)
+        return await self._call("looking for", check_key(key), self._stat, key)
 
     async def list(self, prefix: str) -> Listing:
-        with self._tree.errors("listing", check_prefix(prefix)):
-            return await self._patiently(self._list, prefix)
+        return await self._call("listing", check_prefix(prefix), self._list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self._patiently(self._delete, check_keys(keys))
+        await self._call("deleting", ", ".join(keys[:1]), self._delete, check_keys(keys))
 
     async def move(self, key: str, to: str, *, new: bool) -> None:
         with self._tree.errors(f"renaming {check_key(key)!r} to", check_key(to)):
-            # Not `_patiently`: where a stale handle hides that the move took effect, a second one would find no source.
+            # Not `_call`: where a stale handle hides that the move took effect, a second one would find no source.
             await run_blocking(self._small, self._move, key, to, new)
 
     async def now_ns(self) -> int:
-        with self._tree.errors("dating", ""):
-            return await self._patiently(self._date_root)
+        return await self._call("dating", "", self._date_root)
 
     async def folder_ns(self, key: str) -> int:
-        with self._tree.errors("looking for", check_key(key)):
-            return (await self._patiently(self._files.lstat, self._tree.path(key))).st_mtime_ns
+        found = await self._call("looking for", check_key(key), self._files.lstat, self._tree.path(key))
+        return found.st_mtime_ns
 
     async def sync(self) -> None:
         """Make deleted bytes count as free: else btrfs does so at its next commit, xfs a few milliseconds later."""
@@ -336,8 +338,7 @@ class LocalBackend:
             await anyio.sleep(0.05)
 
     async def space(self) -> Space:
-        with self._tree.errors("asking for the free space of", ""):
-            return await self._patiently(self._space)
+        return await self._call("asking for the free space of", "", self._space)
 
     async def close(self) -> None:
         """Release the memory that no reader needs; uploads and readers are closed by their users."""
@@ -346,7 +347,7 @@ class LocalBackend:
     def statistics(self) -> LocalStatistics:
         """Return the counts of this instant."""
         return LocalStatistics(
-            direct=self._direct.works,
+            direct=self._optional.direct_works,
             hard_links=self._hard_links,
             open_readers=self._bounces.readers,
             bounce_bytes=self._bounces.size_bytes,
@@ -356,38 +357,49 @@ class LocalBackend:
         )
 
     def __repr__(self) -> str:
-        direct = {None: "untried", True: "yes", False: "no"}[self._direct.works]
+        direct = {None: "untried", True: "yes", False: "no"}[self._optional.direct_works]
         return f"<LocalBackend {self._root!r} direct={direct}, {self._bounces.readers} readers open>"
 
-    async def _patiently(
+    async def _call(
         self,
+        doing: str,
+        key: str,
         work: Callable[[*Ts], T],
         *args: *Ts,
-        makes: str = "",
+        makes: bool = False,
         on_stale: Callable[[], object] = lambda: None,
     ) -> T:
-        """Run *work* on a worker thread; repeat it when a handle went stale, after the waits of `_WAITS_S`.
+        """Run *work* on a worker thread, *doing* something to *key*; repeat it when a handle went stale.
 
         Args:
-            makes: the key that *work* creates; it is then also repeated when its folder is missing: removed, or seen late.
+            makes: whether *work* creates *key*: it is then also repeated when its folder is missing: removed, or seen late.
             on_stale: called at each stale handle: *work* may have taken effect.
         """
-        failure: Exception | None = None
-        for wait_s in (*[0.0] * _AT_ONCE, *_WAITS_S):
+        with self._tree.errors(doing, key):
             try:
                 return await run_blocking(self._small, work, *args)
             except (OSError, StorageError) as error:
-                failure = error
-                if _is_stale(error):
-                    on_stale()
-                # ObjectNotFoundError is a FileNotFoundError, too, and no sign of a missing folder.
-                elif not makes or isinstance(error, StorageError) or not isinstance(error, FileNotFoundError):
-                    raise
+                return await self._repeat(error, partial(work, *args), key if makes else "", on_stale)
+
+    async def _repeat(self, failure: Exception, work: Callable[[], T], makes: str, on_stale: Callable[[], object]) -> T:
+        """Run *work* again, after the waits of `_WAITS_S`, while it fails for a reason that passes."""
+        for wait_s in (*[0.0] * _AT_ONCE, *_WAITS_S, None):
+            if _is_stale(failure):
+                on_stale()
+            # ObjectNotFoundError is a FileNotFoundError, too, and no sign of a missing folder.
+            elif not makes or isinstance(failure, StorageError) or not isinstance(failure, FileNotFoundError):
+                raise failure
+            if wait_s is None:
+                break
             # A folder that the tree knows may have been removed by another process; `make` would not make it again.
             self._tree.invalidate()
             if wait_s:
                 await anyio.sleep(wait_s)
-        if failure is not None and _is_stale(failure):
+            try:
+                return await run_blocking(self._small, work)
+            except (OSError, StorageError) as error:
+                failure = error
+        if _is_stale(failure):
             raise failure
         raise StorageError(
             f"{self._root}: the folder of {makes!r} was removed {_AT_ONCE + len(_WAITS_S)} times while it was written, or is"
@@ -404,47 +416,66 @@ class LocalBackend:
 
     # What follows runs on worker threads.
 
-    def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
-        self._in_folder(key, lambda: publish(key, data))
-        with suppress(FileNotFoundError):  # another process has seen and deleted it already
-            self._tree.persist(split_key(key)[0])
+    def _store(self, key: str, data: bytes, publish: Callable[[str, bytes, bool], None], flushed: bool) -> None:
+        """Write *data* as *key*; the files that were finished beside it are durable before it can be seen."""
+        folder = self._make_folder(key)
+        self._tree.settle(folder)
+        publish(key, data, flushed)
+        if flushed:
+            with suppress(FileNotFoundError):  # another process has seen and deleted it already
+                self._tree.persist(folder)
 
-    def _in_folder(self, key: str, work: Callable[[], object]) -> None:
-        """Run *work* in the folder of *key*, which is made first."""
+    def _make_folder(self, key: str) -> str:
+        """Make the folder of *key*, and return it."""
         if not self._may_keep and (why := explain_bucket(self._root)) is not None:
             raise UsageError(why)
         self._may_keep = True
-        self._tree.make(split_key(key)[0])
-        work()
+        folder = split_key(key)[0]
+        self._tree.make(folder)
+        return folder
 
-    def _replace(self, key: str, data: bytes) -> None:
-        temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data)
+    def _begin_upload(self, key: str, upload: LocalUpload) -> None:
+        self._make_folder(key)
+        upload.begin()
+
+    def _replace(self, key: str, data: bytes, flushed: bool) -> None:
+        temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data, flushed)
+        path = self._tree.path(key)
         try:
-            self._files.rename(temporary, self._tree.path(key))
+            self._rename_over(temporary, path)
         except BaseException:
             self._drop(temporary)
             raise
 
-    def _publish_new(self, key: str, data: bytes) -> None:
+    def _rename_over(self, temporary: str, path: str) -> None:
+        try:
+            self._files.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_REPLACING:
+                raise
+            self._files.unlink(path)
+            self._files.rename(temporary, path)
+
+    def _publish_new(self, key: str, data: bytes, _: bool) -> None:
         if self._hard_links is not False:
-            temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data)
+            temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data, True)
             try:
                 if self._link(temporary, self._tree.path(key)):
                     return
             finally:
                 self._drop(temporary)
-        self._write_flushed(self._tree.path(key), data)
+        self._write(self._tree.path(key), data, True)
 
     def _drop(self, temporary: str) -> None:
         with suppress(OSError):  # it stays as a leftover then, which is never listed
             self._files.unlink(temporary)
 
-    def _write_temporary(self, folder: str, data: bytes) -> str:
+    def _write_temporary(self, folder: str, data: bytes, flushed: bool) -> str:
         """Write *data* to a new file and return its path; a conflict of its name must not count as an existing key."""
         for _ in range(_NAMES):
             path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
             with suppress(FileExistsError):
-                self._write_flushed(path, data)
+                self._write(path, data, flushed)
                 return path
         raise OSError(errno.EIO, f"{_NAMES} random names of temporary files were taken; check the random source")
 
@@ -453,32 +484,36 @@ class LocalBackend:
         try:
             self._files.link(temporary, path)
         except OSError as error:
-            if self._optional.lacks("link", error):
-                self._hard_links = False
-                return False
-            if self._files.lstat(temporary).st_nlink != 2:
-                raise
-            # Two names: the link is ours; NFS sent it again after its answer was lost.
+            self._hard_links = self._is_linked(temporary, error)
+            return self._hard_links
         self._hard_links = True
         return True
 
-    def _write_flushed(self, path: str, data: bytes) -> None:
-        """Create *path* exclusively with *data* and flush it; remove it when that fails."""
-        handle = Handle(self._files, path)
+    def _is_linked(self, temporary: str, error: OSError) -> bool:
+        """Return whether a link was made that failed with *error*; False where there are no hard links."""
+        if self._optional.lacks("link", error):
+            return False
+        if self._files.lstat(temporary).st_nlink != 2:
+            raise error
+        # Two names: the link is ours; NFS sent it again after its answer was lost.
+        return True
+
+    def _write(self, path: str, data: bytes, flushed: bool) -> None:
+        """Create *path* exclusively with *data*, and flush it if *flushed*; remove it when that fails."""
+        handle = self._tree.handle(path)
         fd = handle.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            try:
+            with closing(handle):
                 write_all(self._files, fd, memoryview(data), 0)
-                self._files.fdatasync(fd)
-            finally:
-                handle.close()
+                if flushed:
+                    self._files.fdatasync(fd)
         except BaseException:
             with suppress(OSError):
                 self._files.unlink(path)
             raise
 
     def _read_whole(self, key: str, max_bytes: int) -> bytes:
-        handle = Handle(self._files, key)
+        handle = self._tree.handle(key)
         try:
             fd, found = self._tree.open_file(handle)
             data = bytearray(min(found.st_size, max_bytes))
@@ -506,17 +541,22 @@ class LocalBackend:
         return Stat(key, found.st_size, found.st_mtime_ns)
 
     def _list(self, prefix: str) -> Listing:
+        if not prefix:
+            self._tree.check_mounted()
         try:
             self._tree.refuse_links(prefix)
             names = self._files.listdir(self._tree.path(prefix))
         except (FileNotFoundError, NotADirectoryError):
             self._tree.check_root()  # a path below a file is no empty place
             return Listing((), ())
+        return self._describe(f"{prefix}/" if prefix else "", names)
+
+    def _describe(self, above: str, names: Sequence[str]) -> Listing:
         objects: list[Stat] = []
         folders: list[str] = []
         others: list[str] = []
         for name in sorted(names):
-            key = f"{prefix}/{name}" if prefix else name
+            key = above + name
             if name.startswith(LEFTOVER_PREFIX):
                 continue
             try:

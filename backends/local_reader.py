@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from aiockpt.backends.local_tree import PAGE_BYTES, DirectMode, Handle, Tree
+from aiockpt.backends.local_tree import PAGE_BYTES, Tree
 from aiockpt.backends.ranges import Buffers, check_range, copy_bytes, ends_early
 from aiockpt.errors import StorageError
 from aiockpt.runtime.host_memory import map_pages
@@ -76,18 +76,16 @@ class LocalReader:
         self,
         tree: Tree,
         limiter: Limiter,
-        direct: DirectMode,
         bounces: BouncePool,
         key: str,
         count_read: Callable[[int, int], None],
     ) -> None:
         self._tree = tree
         self._limiter = limiter
-        self._direct = direct
         self._bounces = bounces
         self._key = key
         self._count_read = count_read
-        self._handle = Handle(tree.files, key)
+        self._handle = tree.handle(key)
         self._fd = -1
         self._direct_fd: int | None = None
         self._identity = (0, 0)
@@ -112,7 +110,10 @@ class LocalReader:
         with self._handle.use(), self._tree.errors("reading", self._key):
             for pause_s in (*STALE_PAUSES_S, None):
                 try:
-                    filled = await run_blocking(self._limiter, self._fill, end - buffers.left_bytes, buffers, seen)
+                    start, moves_bytes = end - buffers.left_bytes, buffers.left_bytes
+                    filled = await run_blocking(
+                        self._limiter, self._fill, start, buffers, seen, moves_bytes=moves_bytes
+                    )
                     break
                 except OSError as error:
                     if error.errno != errno.ESTALE or pause_s is None:
@@ -153,7 +154,7 @@ class LocalReader:
     def _fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> tuple[int, int]:
         """Fill *buffers*; return how many bytes were read through the page cache, and how many with O_DIRECT."""
         wanted = buffers.left_bytes
-        if self._direct.works is False or self._is_cached(offset, buffers):
+        if not self._tree.optional.has("O_DIRECT") or self._is_cached(offset, buffers):
             self._fill_buffered(offset, buffers, seen)
         cached = wanted - buffers.left_bytes
         if buffers.left_bytes:
@@ -192,7 +193,8 @@ class LocalReader:
 
     def _preadv(self, into: Sequence[memoryview], offset: int) -> int:
         """Read cached bytes only, or any bytes where O_DIRECT cannot be used; return -1 for "not cached"."""
-        flags = os.RWF_NOWAIT if self._direct.works is not False and self._tree.optional.has("preadv2") else 0
+        optional = self._tree.optional
+        flags = os.RWF_NOWAIT if optional.has("O_DIRECT") and optional.has("preadv2") else 0
         try:
             return self._tree.files.preadv(self._fd, into, offset, flags)
         except OSError as error:
@@ -200,7 +202,7 @@ class LocalReader:
                 raise
             if error.errno == errno.EAGAIN:
                 return -1
-            if not self._tree.optional.lacks("preadv2", error):
+            if not optional.lacks("preadv2", error):
                 raise
             return self._tree.files.preadv(self._fd, into, offset)
 
@@ -221,7 +223,7 @@ class LocalReader:
                 _show_and_copy(bounce[skipped : skipped + count], buffers, seen)
                 offset += count
         except OSError as error:
-            if not self._direct.refused(error, self._key):
+            if not self._tree.optional.lacks_direct(error, self._key):
                 raise
         finally:
             self._bounces.give_back(bounce)
@@ -230,7 +232,7 @@ class LocalReader:
         """Return an O_DIRECT descriptor of the very file that is open already; None where that cannot be done."""
         # Two reads may open it at once: the handle has both descriptors, and closes them with the others.
         if self._direct_fd is None:
-            fd = self._direct.open(self._handle, self._tree.path(self._key), os.O_RDONLY | os.O_NONBLOCK)
+            fd = self._handle.open_direct(self._tree.path(self._key), os.O_RDONLY | os.O_NONBLOCK)
             if fd is None:
                 return None
             found = self._tree.files.fstat(fd)

@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- A folder that `Tree.persist` returned for is durable up to the root: each name on the way was flushed in its parent.
+- A folder that `Tree.persist` returned for is durable up to the root: each name on the way was flushed in its parent. So are
+  those that were left to a later call (`Tree.defer`) once `Tree.settle` returned.
   (Where folders cannot be flushed at all, `OptionalCalls` reports it, and so does a commit there.)
 - No key leads through a symbolic link: each part below the root is checked before it is used.
 - An error of the root itself names the root, by its path, and not the first object below it.
@@ -17,13 +18,14 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
 import anyio
 
 from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError, from_os_error
+from aiockpt.runtime.limits import doing as call_name
 from aiockpt.runtime.world import Files
 
 # System calls on one file: its descriptors, and the calls that a file system, a sandbox or a kernel may lack.
@@ -84,11 +86,21 @@ class OptionalCalls:
 
     Args:
         place: its name in the log.
+        direct: whether files are opened with O_DIRECT: required (True), forbidden (False), or tried (None).
+
+    Attributes:
+        direct_works: whether O_DIRECT does; None while it was not tried.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, direct: bool | None = None) -> None:
         self._place = place
-        self._missing: set[OptionalCall] = set()
+        self._direct_required = bool(direct)
+        self._missing: set[OptionalCall] = {"O_DIRECT"} if direct is False else set()
+        self.direct_works: bool | None = False if direct is False else None
+
+    def has(self, call: OptionalCall) -> bool:
+        """Return whether the place may support *call*: False once it was found not to."""
+        return call not in self._missing
 
     def lacks(self, call: OptionalCall, error: OSError) -> bool:
         """Return whether *error*, of *call*, means that the place does not support the call; remember it then."""
@@ -100,17 +112,30 @@ class OptionalCalls:
             logger.log(fallback.level, "%s: no %s here (%s); %s", self._place, call, error.strerror, fallback.instead)
         return True
 
-    def has(self, call: OptionalCall) -> bool:
-        """Return whether the place may support *call*: False once it was found not to."""
-        return call not in self._missing
+    def lacks_direct(self, error: OSError, key: str) -> bool:
+        """Return whether *error* refuses O_DIRECT, at open or at a transfer; it is not used again then.
+
+        Raises:
+            StorageError: it is required.
+        """
+        if not self.lacks("O_DIRECT", error):
+            return False
+        self.direct_works = False
+        if self._direct_required:
+            raise StorageError(
+                f"{key!r}: direct=True was requested, and this file system does not support O_DIRECT; use direct=None",
+                key=key,
+            ) from error
+        return True
 
 
 class Handle:
     """The descriptors of one file. `use` and `retire` belong to the event loop, the rest to worker threads."""
 
-    def __init__(self, files: Files, key: str) -> None:
+    def __init__(self, files: Files, optional: OptionalCalls, key: str) -> None:
         self.key = key
         self._files = files
+        self._optional = optional
         self._fds: list[int] = []
         self._users = 0
         self._retired = False
@@ -120,6 +145,23 @@ class Handle:
         """Open *path*, without following a link, and keep the descriptor until `close`."""
         fd = self._files.open(path, flags | os.O_NOFOLLOW, 0o666)  # the umask decides, as for any program
         self._fds.append(fd)
+        return fd
+
+    def open_direct(self, path: str, flags: int) -> int | None:
+        """Open *path* once more with O_DIRECT; return None where that is forbidden or cannot be done.
+
+        Raises:
+            StorageError: it is required and the file system cannot.
+        """
+        if not self._optional.has("O_DIRECT"):
+            return None
+        try:
+            fd = self.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if not self._optional.lacks_direct(error, self.key):
+                raise
+            return None
+        self._optional.direct_works = True
         return fd
 
     @contextmanager
@@ -186,48 +228,6 @@ def check_wrote(count: int, wanted: int, offset: int) -> int:
     return count
 
 
-class DirectMode:
-    """Whether files are opened with O_DIRECT: required (True), forbidden (False), or tried (None) and remembered."""
-
-    def __init__(self, wanted: bool | None, optional: OptionalCalls) -> None:
-        self._wanted = wanted
-        self._optional = optional
-        self.works: bool | None = False if wanted is False else None
-
-    def open(self, handle: Handle, path: str, flags: int) -> int | None:
-        """Open *path* once more with O_DIRECT; return None where that is forbidden or cannot be done.
-
-        Raises:
-            StorageError: it is required and the file system cannot.
-        """
-        if self.works is False:
-            return None
-        try:
-            fd = handle.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if not self.refused(error, handle.key):
-                raise
-            return None
-        self.works = True
-        return fd
-
-    def refused(self, error: OSError, key: str) -> bool:
-        """Return whether *error* refuses O_DIRECT, at open or at a transfer; it is not used again then.
-
-        Raises:
-            StorageError: it is required.
-        """
-        if not self._optional.lacks("O_DIRECT", error):
-            return False
-        self.works = False
-        if self._wanted:
-            raise StorageError(
-                f"{key!r}: direct=True was requested, and this file system does not support O_DIRECT; use direct=None",
-                key=key,
-            ) from error
-        return True
-
-
 # Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder.
 LEFTOVER_PREFIX = ".tmp-"
 
@@ -253,27 +253,38 @@ class Tree:
     Blocking; for worker threads; raises ``OSError`` and `StorageError`.
     """
 
-    def __init__(self, files: Files, root: str) -> None:
+    def __init__(self, files: Files, root: str, direct: bool | None = None) -> None:
         self.root = root
         self.files = files
-        self.optional = OptionalCalls(root)
+        self.optional = OptionalCalls(root, direct)
         self._era = object()
+        self._made: dict[str, object] = {}  # folder -> the era in which it was made, or found
         self._durable: dict[str, object] = {}  # folder -> the era in which its name was flushed
+        self._deferred: dict[str, object] = {}  # folder -> a token of the last name in it that is to be flushed
         self._ancestors_flushed = False
+        self._device: int | None = None
+
+    def handle(self, key: str) -> Handle:
+        """Return a handle of the file *key*, with no descriptor yet."""
+        return Handle(self.files, self.optional, key)
 
     @contextmanager
     def errors(self, doing: str, key: str) -> Iterator[None]:
-        """Convert the ``OSError`` of a system call, raised while *doing* something to *key*, to ours."""
+        """Convert the ``OSError`` of a call, raised while *doing* something to *key*, to ours; name a call that hangs."""
+        token = call_name.set(f"{self.root}: {doing} {key!r}")
         try:
             yield
         except StorageError:
             raise
         except OSError as error:
-            advised = error
-            if (advice := _ADVICE.get(error.errno or 0)) is not None:
-                advised = OSError(error.errno, f"{error.strerror}; {advice}")
-            where = (f"{self.root}: {doing}", key) if key else (doing, self.root)
-            raise from_os_error(advised, *where) from error
+            raise self._as_ours(error, doing, key) from error
+        finally:
+            call_name.reset(token)
+
+    def _as_ours(self, error: OSError, doing: str, key: str) -> StorageError:
+        if (advice := _ADVICE.get(error.errno or 0)) is not None:
+            error = OSError(error.errno, f"{error.strerror}; {advice}")
+        return from_os_error(error, f"{self.root}: {doing}", key) if key else from_os_error(error, doing, self.root)
 
     def path(self, key: str) -> str:
         """Return the absolute path of *key*; "" is the root."""
@@ -327,8 +338,11 @@ class Tree:
         if self._durable.get("") is not era:
             self._ensure_root()
             self._durable[""] = era
-        for ancestor in self._unflushed(folder):
+        if missing := [ancestor for ancestor in _chain(folder) if self._made.get(ancestor) is not era]:
+            self.check_mounted()
+        for ancestor in missing:
             self._make(self.path(ancestor))
+            self._made[ancestor] = era
         # After mkdir, which suppresses that a link or a file has the name.
         self.refuse_links(folder)
 
@@ -340,9 +354,48 @@ class Tree:
         # Read before the flush: a folder that is removed meanwhile, and made again, belongs to a later era.
         era = self._era
         self.flush(folder)
-        for ancestor in self._unflushed(folder):  # also when another made it: it may not have flushed it yet
-            self.flush(split_key(ancestor)[0])
-            self._durable[ancestor] = era
+        self._flush_ways([folder], era)
+
+    def defer(self, folder: str) -> None:
+        """Leave a new name in *folder* to the next `settle` beside it; flush it now where no folder is above."""
+        if "/" in folder:
+            self._deferred[folder] = object()
+        else:
+            self.persist(folder)
+
+    def settle(self, folder: str) -> None:
+        """Make the names durable that were deferred in folders beside *folder*, or below it, and those on the way to them.
+
+        Several files of an attempt, and its folders, share one flush of each folder then.
+
+        Raises:
+            StorageError: such a folder was removed, with its files.
+        """
+        era = self._era
+        due = {one: token for one, token in list(self._deferred.items()) if _is_in(folder, split_key(one)[0])}
+        for one in due:
+            try:
+                self.flush(one)
+            except FileNotFoundError as error:
+                self._deferred.pop(one, None)
+                raise StorageError(
+                    f"{one!r} was removed while files were written there: save again", key=one
+                ) from error
+        if due:
+            self._flush_ways([*due, folder], era)
+        for one, token in due.items():
+            # Not before the flush: another thread that needs the same names must not find them settled. And not where one
+            # more name was deferred meanwhile.
+            if self._deferred.get(one) is token:
+                del self._deferred[one]
+
+    def _flush_ways(self, folders: Sequence[str], era: object) -> None:
+        """Flush the names of *folders*, and of those above them, that are not known to be durable."""
+        # Also when another process made one: it may not have flushed it yet.
+        new = dict.fromkeys(ancestor for folder in folders for ancestor in self._unflushed(folder))
+        for above in dict.fromkeys(split_key(ancestor)[0] for ancestor in new):
+            self.flush(above)
+        self._durable.update(dict.fromkeys(new, era))
 
     def _unflushed(self, folder: str) -> list[str]:
         return [ancestor for ancestor in _chain(folder) if self._durable.get(ancestor) is not self._era]
@@ -353,6 +406,14 @@ class Tree:
         Raises:
             StorageError: something else is in its place; it is named.
         """
+        if not self._is_there():
+            self._check_way()
+
+    def _is_there(self) -> bool:
+        # With a slash at its end: a directory, or a link to one.
+        return self._lookup(os.path.join(self.root, "")) is not None
+
+    def _check_way(self) -> None:
         path, mode, _ = self._lowest_there()
         if stat.S_ISDIR(mode):
             return
@@ -369,13 +430,42 @@ class Tree:
                 return
         where = self.root if path == self.root else f"{self.root}: {path}"
         raise StorageError(
-            f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away"
+            f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away. From a file of "
+            f"torch.save() `aiockpt convert {path} RUN --step N` makes a step in a folder RUN, to load or to fork from"
         )
+
+    def check_mounted(self) -> None:
+        """Check that the root lies on the file system that it had when this object first wrote there.
+
+        A volume that is unmounted in mid-run leaves an empty folder, and what is written there is hidden when it comes
+        back. A volume that was mounted anew may have another device: it is known by a folder that was made here.
+
+        Raises:
+            StorageError: it lies on another one.
+        """
+        if self._device is not None:
+            found = self._lookup(os.path.join(self.root, ""))
+            if found is None or found.st_dev != self._device:
+                self._check_moved(found)
+
+    def _check_moved(self, found: os.stat_result | None) -> None:
+        """Accept another device than before, where it has what was made here."""
+        path = self.root if found is not None else self._lowest_there()[0]
+        device = self.files.lstat(path).st_dev if found is None else found.st_dev
+        if device == self._device:
+            return
+        if found is None or all(self._lookup(self.path(made)) is None for made in self._durable if made):
+            raise StorageError(
+                f"{self.root}: its file system is not mounted any more: {path} is on another device than when this"
+                " program first wrote here, and nothing of its own is there. Mount it again; if the change was meant,"
+                " restart the program"
+            )
+        self._device = device
 
     def space(self) -> os.statvfs_result:
         """Return the space of the file system that the root is on, or will be."""
         self.check_root()
-        return self.files.statvfs(self._lowest_there()[0])
+        return self.files.statvfs(self.root if self._is_there() else self._lowest_there()[0])
 
     def invalidate(self) -> None:
         """Invalidate all folders known to be durable: one of them was, or is about to be, removed."""
@@ -408,6 +498,7 @@ class Tree:
             for name in names:
                 self.files.unlink(os.path.join(path, name))
             self.files.rmdir(path)
+            self._deferred.pop(folder, None)
         except FileNotFoundError:
             return True  # another process was faster; those above may be empty now
         except OSError as error:
@@ -419,6 +510,7 @@ class Tree:
     def _ensure_root(self) -> None:
         """Create the root and what is missing above it; flush the names on the way to it."""
         self.check_root()
+        self.check_mounted()
         path, _, missing = self._lowest_there()
         for made in reversed(missing):
             try:
@@ -432,6 +524,8 @@ class Tree:
         if not self._ancestors_flushed:
             self._flush_ancestors(path)
             self._ancestors_flushed = True
+        if self._device is None and (found := self._lookup(os.path.join(self.root, ""))) is not None:
+            self._device = found.st_dev
 
     def _lowest_there(self) -> tuple[str, int, list[str]]:
         """Return the path nearest to the root, itself included, that is there; its mode; and those below it that are not.
@@ -491,6 +585,10 @@ class Tree:
 def _link_error(key: str) -> StorageError:
     message = f"{key!r} is a symbolic link and links are not followed; put the object itself there"
     return StorageError(message, key=key, damaged=True)
+
+
+def _is_in(folder: str, above: str) -> bool:
+    return f"{folder}/".startswith(f"{above}/")
 
 
 def _chain(folder: str) -> list[str]:

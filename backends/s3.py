@@ -15,7 +15,7 @@ Guarantees, besides those of the contract:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Literal
@@ -52,6 +52,8 @@ logger = logging.getLogger("aiockpt")
 PART_BYTES = 16 << 20
 _PART_UNIT_BYTES = 8 << 20
 _DELETES_AT_ONCE = 1000
+_LIST_MEMBERS = {"Name", "IsTruncated", "KeyCount", "Contents", "CommonPrefixes"}
+"""Of a list of objects; compatible stores leave out some of them."""
 _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
 
 
@@ -171,7 +173,7 @@ class S3Backend:
             raise ObjectExistsError(f"creating {key!r}: it is being created by this process already", key=key)
         self._creating.add(key)
         try:
-            await self._creator.find_out()
+            await self._creator.resolve_outcome()
             # The condition of the completion decides; asked here, a taken key is refused before its bytes are sent.
             if await self._creator.owner(key) is not None:
                 raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
@@ -195,6 +197,7 @@ class S3Backend:
         pages = client.get_paginator("list_objects_v2")
         with self._bucket.errors("listing", prefix):
             async for page in pages.paginate(Bucket=self._bucket.name, Prefix=start, Delimiter="/"):
+                self._check_list(page, prefix)
                 objects.extend(
                     Stat(key, found["Size"], _whole_seconds_ns(found["LastModified"]))
                     for found in page.get("Contents", ())
@@ -246,6 +249,18 @@ class S3Backend:
     def statistics(self) -> S3Statistics:
         """Return the counts of this instant."""
         return S3Statistics(self._creator.conditional, (self._sending.statistics(), self._hashing.statistics()))
+
+    def _check_list(self, page: Mapping[str, Any], prefix: str) -> None:
+        """Refuse an answer that is no list, or a part of one: it would count as a place without steps."""
+        said = None if _LIST_MEMBERS & page.keys() else "the answer is no list of objects"
+        if page.get("IsTruncated") and not page.get("NextContinuationToken"):
+            said = "the answer is a part of a list, without the token for the rest"
+        if said is not None:
+            raise StorageError(
+                f"listing {prefix!r} in {self._bucket.where}: {said}. This answers, but is not S3 (a login page, a"
+                " console, a proxy?): check AWS_ENDPOINT_URL, its port and its path",
+                key=prefix,
+            )
 
     async def _head(self, key: str) -> Any:
         return await self._bucket.head("looking for", check_key(key))

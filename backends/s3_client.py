@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Literal
 from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import anyio
 import msgspec
@@ -68,12 +69,32 @@ class StoreSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]
         super().__init__(**options)
         self.has_proxy = bool(options.get("proxies"))
 
+    async def send(self, request: Any) -> Any:
+        """Send a request; a list that is no XML, a page for people, gets no body: botocore would make an error 500 of it.
+
+        A part of a list, which a network may leave of one, stays such an error.
+        """
+        answer: Any = await super().send(request)
+        if answer.status_code == 200 and "list-type=2" in request.url and not _may_be_list(await answer.content):
+            answer._content = b""  # noqa: SLF001  not public; a test of such answers keeps it there
+        return answer
+
     async def direct(self) -> _Direct:
         """Return aiohttp's session, with the pool, the TLS and the timeouts of this one, for requests without a proxy."""
         return await self._get_session(None)
 
     async def _get_session(self, proxy_url: str | None) -> _Direct:
         return _Direct(await super()._get_session(proxy_url))  # type: ignore[misc,unused-ignore]
+
+
+def _may_be_list(body: bytes) -> bool:
+    """Return whether *body* is XML, or a part of a list."""
+    if b"ListBucketResult" not in body:
+        try:
+            ElementTree.fromstring(body)
+        except ElementTree.ParseError:
+            return False
+    return True
 
 
 class _Direct:

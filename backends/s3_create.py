@@ -69,7 +69,7 @@ class Creator:
 
     async def put_new(self, key: str, data: bytes) -> None:
         """Create *key*; see `aiockpt.storage.backend.Backend.put_new`."""
-        await self.find_out()
+        await self.resolve_outcome()
         write_id = self.new_write_id()
         if not self._conditional and await self.owner(key) is not None:
             raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
@@ -153,7 +153,7 @@ class Creator:
             return None
         return str(found["Metadata"].get(WRITE_ID, ""))
 
-    async def find_out(self) -> None:
+    async def resolve_outcome(self) -> None:
         """Check once, before anything relies on it, whether the store honours the condition.
 
         Raises:
@@ -172,7 +172,8 @@ class Creator:
         if not self._conditional and not self._unsafe_commit:
             raise UsageError(
                 f"{self._bucket.where} ignores If-None-Match, so two jobs could commit one step at once. Use a store"
-                " with conditional writes, or pass S3Backend(…, unsafe_commit=True) where only one job ever saves."
+                " with conditional writes, or pass aiockpt.backends.s3.S3Backend(url, unsafe_commit=True) where only one job"
+                " ever saves."
             )
 
     async def _prove(self) -> bool:

@@ -59,7 +59,9 @@ _DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentSHA256Mi
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _CLOCK = {"RequestTimeTooSkewed"}
 _VIRTUAL = {"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess", "VirtualHostDomainRequired"}
-_RETRYABLE_STATUS = {500, 502, 504}
+_BUSY_STATUS = {429, 503, 509, 529}
+# What no second try changes. The other answers above 500 are those of a gateway or a CDN whose store did not answer it.
+_FINAL_STATUS = {501, 505, 507, 508, 510, 511}
 _ACCESS_STATUS = {401, 403}
 _UNKNOWN_STATUS = {400, 404, 405, 411, 415, 501}
 _ELSEWHERE = {301, 302, 303, 307, 308}
@@ -233,9 +235,9 @@ def _from_answer(error: ClientError, doing: str, where: str, key: str) -> Storag
         return ObjectNotFoundError(message, key=key)
     if status in _ACCESS_STATUS:
         return StorageAccessError(f"{message}. Check that these credentials may read, write and list {where}.", key=key)
-    if status in (429, 503):
+    if status in _BUSY_STATUS:
         return StorageThrottledError(message, key=key)
-    return StorageError(message, key=key, retryable=status in _RETRYABLE_STATUS)
+    return StorageError(message, key=key, retryable=status == 408 or (status >= 500 and status not in _FINAL_STATUS))
 
 
 def _from_client(error: Exception, doing: str, key: str) -> StorageError:

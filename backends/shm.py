@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from aiockpt.backends.local import LocalBackend, LocalUpload
-from aiockpt.backends.local_reader import LocalReader
+import msgspec
+
+from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageAccessError, StorageError, StorageFullError, from_os_error
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key, check_keys, check_prefix
+from aiockpt.storage.backend import Space, Traits, check_key
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 
 SHARED_MEMORY = "/dev/shm"
 
 
-class ShmBackend:
+class ShmBackend(Forwarding):
     """Objects in the shared memory of this host, kept for this user under *name*.
 
     Args:
@@ -48,7 +49,7 @@ class ShmBackend:
         self._mount = mount
         self._home = os.path.join(mount, f"aiockpt-{os.geteuid()}")
         in_memory = World(files=self._files, clock=world.clock, token=world.token)
-        self._local = LocalBackend(os.path.join(self._home, self._name), world=in_memory, direct=False)
+        super().__init__(LocalBackend(os.path.join(self._home, self._name), world=in_memory, direct=False))
         self._guards = Limiter("shared memory guard", 1)
         self._ours = False
 
@@ -58,93 +59,48 @@ class ShmBackend:
 
     @property
     def traits(self) -> Traits:
-        local = self._local.traits
-        return Traits(
-            scope="node",
-            durable=False,
-            block_writes=local.block_writes,
-            block_reads=local.block_reads,
-            read_buffer_bytes=local.read_buffer_bytes,
-        )
+        return msgspec.structs.replace(self.inner.traits, scope="node", durable=False)
 
-    async def put(self, key: str, data: bytes) -> None:
-        await self._guard(check_key(key), make=True)
-        await self._local.put(key, data)
+    def path(self, key: str) -> str:
+        """Return where the object *key* lies."""
+        return os.path.join(self._home, self._name, key)
 
-    async def put_new(self, key: str, data: bytes) -> None:
-        await self._guard(check_key(key), make=True)
-        await self._local.put_new(key, data)
+    async def forward(self, call: BackendCall) -> Any:
+        """Make *call* where the folder belongs to the user alone, and a new file fits."""
+        if not self._ours and call.verb not in ("space", "close"):
+            await self._guard(call)
+        if call.verb == "create":
+            await self._check_room(call)
+        return await call()
 
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        await self._guard(check_key(key))
-        return await self._local.get(key, max_bytes)
+    async def _guard(self, call: BackendCall) -> None:
+        """Check once that the folder belongs to the user alone. In a sticky directory it then stays so."""
+        makes = call.verb in ("put", "put_new", "create")
+        try:
+            self._ours = await run_blocking(self._guards, self._check_home, makes)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise from_os_error(error, "looking into the shared memory for", call.key) from error
 
-    async def open(self, key: str) -> LocalReader:
-        await self._guard(check_key(key))
-        return await self._local.open(key)
-
-    async def create(self, key: str, size: int) -> LocalUpload:
-        await self._guard(check_key(key), make=True)
+    async def _check_room(self, call: BackendCall) -> None:
         free_bytes = (await self.space()).free_bytes
-        if free_bytes is not None and size > free_bytes:
+        if free_bytes is not None and call.size > free_bytes:
             raise StorageFullError(
-                f"{key!r}: {size} bytes do not fit into the {free_bytes} of shared memory that are free; lower what is"
-                " kept here, or give the container more (docker: --shm-size)",
-                key=key,
+                f"{call.key!r}: {call.size} bytes do not fit into the {free_bytes} of shared memory that are free; lower"
+                " what is kept here, or give the container more (docker: --shm-size)",
+                key=call.key,
             )
-        return await self._local.create(key, size)
-
-    async def stat(self, key: str) -> Stat:
-        await self._guard(check_key(key))
-        return await self._local.stat(key)
-
-    async def list(self, prefix: str) -> Listing:
-        await self._guard(check_prefix(prefix))
-        return await self._local.list(prefix)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        keys = check_keys(keys)
-        await self._guard("")
-        await self._local.delete(keys)
-
-    async def move(self, key: str, to: str, *, new: bool) -> None:
-        await self._guard(check_key(to))
-        await self._local.move(key, to, new=new)
-
-    async def now_ns(self) -> int:
-        await self._guard("")
-        return await self._local.now_ns()
-
-    async def folder_ns(self, key: str) -> int:
-        await self._guard(check_key(key))
-        return await self._local.folder_ns(key)
-
-    async def sync(self) -> None:
-        """Does nothing: deleted memory is free at once."""
 
     async def space(self) -> Space:
         """Return the free space of the mount, or of the host where that is less: other users may occupy the memory."""
-        mounted = await self._local.space()
+        mounted = await super().space()
         if mounted.free_bytes is None:
             return mounted
         return Space(min(mounted.free_bytes, available_bytes()), mounted.total_bytes, mounted.free_files)
 
-    async def close(self) -> None:
-        """Release the memory that no reader needs; the objects stay."""
-        await self._local.close()
-
     def __repr__(self) -> str:
         return f"<ShmBackend {self.url!r} in {self._home!r}>"
-
-    async def _guard(self, key: str, make: bool = False) -> None:
-        """Check once that the folder belongs to the user alone. In a sticky directory it then stays so."""
-        if not self._ours:
-            try:
-                self._ours = await run_blocking(self._guards, self._check_home, make)
-            except StorageError:
-                raise
-            except OSError as error:
-                raise from_os_error(error, "looking into the shared memory for", key) from error
 
     # What follows runs on a worker thread.
 

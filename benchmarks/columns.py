@@ -310,6 +310,13 @@ TABLES = (
         ("pictures apart", "apart_s", "median"),
     ),
     _table(
+        "Memory of hosts",
+        "peers",
+        ("held", "held_s", "both"),
+        ("in memory", "in_memory_s", "both"),
+        ("replicated", "replicated_s", "both"),
+    ),
+    _table(
         "Copies to farther tiers",
         "promotion",
         ("mean step slowed: median (all)", "slowed_fraction", "signed"),

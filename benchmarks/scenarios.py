@@ -180,6 +180,17 @@ _ALL = (
         deadline_s=3600.0,
     ),
     Scenario(
+        name="peers",
+        question="How long until a step is in the memory of its hosts, and of each other?",
+        measure="measure.peers:peers",
+        contenders={"aiockpt": _NOTHING, "floor: loopback": _NOTHING},
+        size_bytes=512 * MIB,
+        smoke_bytes=16 * MIB,
+        rounds=2,
+        repetitions=5,
+        paired=True,
+    ),
+    Scenario(
         name="every",
         question="What does a checkpoint of every iteration cost a real training loop?",
         measure="measure.every:every",

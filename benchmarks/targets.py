@@ -121,6 +121,7 @@ a report of 1,000 ranks × 100 saves, built; ≤ 20 s; 20; observing/a report/bu
 the same, drawn; ≤ 3 s; 3; observing/a report/drawn_s;
 `top` of 1,000 ranks, of a core; ≤ 2 %; 0.02; observing/top/core_fraction;
 its pictures apart; ≤ 1.1 s; 1.1; observing/top/apart_s;
+replicated; ≤ 1.3 × the bytes over loopback; 1.3; peers/aiockpt/replicated_s; peers/floor: loopback/replicated_s
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;
 """) + tuple(

@@ -1,6 +1,4 @@
-"""Which servers were not there, and what did that skip? One line at the end of a run, so that green never hides it."""
-
-from __future__ import annotations
+"""Servers that were not there, and the tests skipped for it: a line at the end of a run, so that green never hides it."""
 
 from collections.abc import Mapping
 

@@ -37,9 +37,9 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 @pytest.fixture
 def ckpt(backend: Backend) -> Iterator[aiockpt.Checkpointer]:
-    from tests.small_run import SMALL
+    from tests.small_run import small_checkpointer
 
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as checkpointer:
+    with small_checkpointer(backend) as checkpointer:
         yield checkpointer
 
 

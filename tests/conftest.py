@@ -13,8 +13,6 @@
 - The last line says which servers were not there, and how many tests that skipped.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

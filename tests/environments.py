@@ -5,8 +5,6 @@ a requirements file lists. One that is there is used again: remove its folder to
 folder for them, which several checkouts can share.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,6 +1,4 @@
-"""How many examples does a property draw? Its own number in CI, fewer in a quick look, many more in a campaign."""
-
-from __future__ import annotations
+"""The number of examples that a property draws: its own in CI, fewer in a quick look, many more in a campaign."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A call that must fail, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 
 import pytest

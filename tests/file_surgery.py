@@ -1,6 +1,4 @@
-"""How are files damaged on purpose, in a simulated file system? Look, compare, flip, replace."""
-
-from __future__ import annotations
+"""Damage on purpose to files in a simulated file system: look, compare, flip, replace."""
 
 import os
 from collections.abc import Iterator
@@ -8,9 +6,9 @@ from collections.abc import Iterator
 import xxhash
 
 from aiockpt.testing.faults import flip_bit
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_nodes import Folder
-from aiockpt.testing.simulation import snapshot
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulated_nodes import Folder
+from tests.simulated.simulation import snapshot
 
 ROOT = "/run"
 """Where checkpoints are saved in a simulated file system."""

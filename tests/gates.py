@@ -1,10 +1,8 @@
-"""What happens in the middle of a save? Backends that let a test act around a call, or that hold it until let go.
+"""Backends that let a test act around a call in the middle of a save, or that hold it until released.
 
 Verbs are called as in `aiockpt.testing.faults`; to "put", "put_new", "get", "create", "list" and "upload.write" something
 can be done, the others just pass.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable

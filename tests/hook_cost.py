@@ -1,4 +1,4 @@
-"""What does a lazy save cost the program, in its call and at the next step of an optimizer? For a person; no test times.
+"""The cost of a lazy save to the program, in its call and at the next step of an optimizer. For a person; no test times.
 
 ``python tests/hook_cost.py --tensors 1000`` saves a state of so many small tensors lazily, again and again. Its storage
 takes nothing before the hook has run, for a vote would compare first. Printed are the least and the median of
@@ -8,8 +8,6 @@ takes nothing before the hook has run, for a vote would compare first. Printed a
 - our hook at the next optimizer step, when the copy is over: cold, after backward of the model and a pass over memory that
   fills the caches; warm, when the counters were read right before; idle, when there is nothing to compare.
 """
-
-from __future__ import annotations
 
 import argparse
 import statistics

@@ -4,8 +4,6 @@ This is the one way in which the crash tests and the campaigns use aiockpt: thro
 a backend and a world of their own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,14 +13,13 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import CheckpointError
 from aiockpt.events import Observer
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Backend
-from aiockpt.testing.inline_loop import InlineLoop
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import run_inline, simulated_world, snapshot
 from tests.file_surgery import ROOT, fingerprint
+from tests.simulated.inline_loop import InlineLoop
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import run_inline, simulated_world, snapshot
 
 State = Mapping[str, Any]
 
@@ -163,7 +160,7 @@ class Restarts:
     """
 
     def __init__(self) -> None:
-        self._found: dict[bytes, float | CheckpointError | AssertionError | None] = {}
+        self._found: dict[bytes, float | aiockpt.CheckpointError | AssertionError | None] = {}
 
     def load_value(self, files: SimulatedFiles) -> float | None:
         """Return or raise what `load_value` does."""
@@ -171,7 +168,7 @@ class Restarts:
         if key not in self._found:
             try:
                 self._found[key] = load_value(files)
-            except (CheckpointError, AssertionError) as error:
+            except (aiockpt.CheckpointError, AssertionError) as error:
                 self._found[key] = error
         found = self._found[key]
         if isinstance(found, Exception):

@@ -7,8 +7,6 @@ calls from ``save`` to the first ``pwrite``, over all threads. It needs nothing 
 are symptoms, not a goal: a reader of the plain path should not meet what the plain path does not need.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import sys

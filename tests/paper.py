@@ -1,14 +1,13 @@
 """A checkpoint on paper: votes and files as a save would leave them, without a storage that holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from aiockpt.format.document import ALGORITHM, hash_block
-from aiockpt.format.manifest import FileEntry, Receipt
+from aiockpt.format.manifest import FileEntry, Manifest, Receipt
+from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path
 
 ATTEMPT = "3f9c21d07b44"
@@ -48,3 +47,8 @@ def written_files(images: Iterable[bytes], block_bytes: int, rank: int = 0) -> t
         path = data_path("0" * 12, rank, number)
         entries.append(FileEntry.of(path, size=len(image), rank=rank, algo=ALGORITHM, block=block_bytes, sums=sums))
     return tuple(entries)
+
+
+def paper_manifest(votes: Iterable[Receipt]) -> Manifest:
+    """Return what *votes* become when they are merged."""
+    return merge_receipts(list(votes), writer="aiockpt test", write_id="w-1", created_ns=9)

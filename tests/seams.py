@@ -4,8 +4,6 @@ Everything that the crash tests, the campaigns and the properties know of the in
 changes this file; the tests stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +14,7 @@ import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.alone import Alone
 from aiockpt.engine.context import Engine, Place
-from aiockpt.engine.job import Capture, SaveJob, SaveRequest
+from aiockpt.engine.job import SaveJob, SaveRequest
 from aiockpt.format.names import step_id
 from aiockpt.lazy.mutability import SplitState
 from aiockpt.lazy.snapshotter import LazySnapshotter, StateGuard
@@ -28,7 +26,7 @@ from aiockpt.ranks.save import abort_attempt
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
-from aiockpt.testing.inline_loop import InlineLoop
+from tests.simulated.inline_loop import InlineLoop
 
 NOTES_SKIPPED = "aiockpt.engine.find.note_skipped"
 """What takes down that a load passes over a damaged step."""
@@ -114,7 +112,7 @@ def _job_of(save: aiockpt.SaveFuture) -> SaveJob:
 async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
     """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
     engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world)
-    job = SaveJob(engine, Alone().begin(step), SaveRequest(step=step), Capture(state=StateWalker().walk(state)))
+    job = SaveJob(engine, Alone().begin(step), SaveRequest(step=step), StateWalker().walk(state))
     job.prepare()
     (attempt,) = (await list_step(backend, step_id(step))).attempts
     await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), unreported=None)

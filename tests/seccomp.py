@@ -1,7 +1,5 @@
 """A filter of system calls for a process of its own: what a container's sandbox does to calls it does not know."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """A small training run to save and load, and options small enough to see windows, blocks and slabs at work."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -10,6 +8,17 @@ import torch
 import aiockpt
 
 SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
+
+
+def small_checkpointer(place: Any, **options: Any) -> aiockpt.Checkpointer:
+    """Open a checkpointer on one place or several tiers, with `SMALL`."""
+    return aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), **options)
+
+
+def steps(place: Any) -> list[int]:
+    """Return the steps that are committed in *place*, the newest first."""
+    with small_checkpointer(place) as ckpt:
+        return [info.step for info in ckpt.steps().result()]
 
 
 class Run:

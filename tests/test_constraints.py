@@ -1,6 +1,4 @@
-"""Are the tools that judge a change the same ones until somebody raises them?"""
-
-from __future__ import annotations
+"""The tools that judge a change: the same ones until their versions are raised here."""
 
 import re
 import tomllib

@@ -1,6 +1,4 @@
-"""Is everything that a device is told of streams, events and pinned memory in one module?"""
-
-from __future__ import annotations
+"""The one module with everything that a device is told of streams, events and pinned memory."""
 
 import re
 from pathlib import Path

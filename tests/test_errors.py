@@ -1,7 +1,5 @@
 """Errors are the same in another process."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,6 +1,4 @@
-"""Does the plain path pass what only other uses need?"""
-
-from __future__ import annotations
+"""The plain path, without what only other uses need."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Does what is installed hold what is in the checkout? The package list, the wheel and the source archive."""
-
-from __future__ import annotations
+"""What is installed, with all that is in the checkout: the package list, the wheel and the source archive."""
 
 import os
 import subprocess

@@ -1,14 +1,11 @@
 """The public surface changes only on purpose."""
 
-from __future__ import annotations
-
 import inspect
-import subprocess
-import sys
 
 import pytest
 
 import aiockpt
+from tests.run_python import run_python
 
 PUBLIC = frozenset(
     """
@@ -17,7 +14,7 @@ PUBLIC = frozenset(
     CorruptionError Deadlines Description ForkedProcessError Future IO Lazy Limits
     LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted Preemption Pruned RNG
     RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError ReplicasDifferError
-    Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError Scrub ShardedSampler Shards Span StateMismatchError
+    Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler Shards Span StateMismatchError
     StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError
     Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank
     register_codec trainable
@@ -46,11 +43,9 @@ def test_each_method_is_told_by_itself_and_with_defaults_that_can_be_read(face: 
 
 def test_a_module_of_the_package_is_imported_when_it_is_first_used() -> None:
     script = "import sys, aiockpt; print('aiockpt.monitor' in sys.modules, aiockpt.monitor.TraceFile.__name__)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
-    assert run.stdout.split() == ["False", "TraceFile"]
+    assert run_python("-c", script).stdout.split() == ["False", "TraceFile"]
 
 
 def test_importing_starts_nothing() -> None:
     script = "import threading, sys, aiockpt; print(threading.active_count(), 'trio' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
-    assert run.stdout.split() == ["1", "False"]
+    assert run_python("-c", script).stdout.split() == ["1", "False"]

@@ -1,7 +1,5 @@
 """Credentials are shown to nobody: what is redacted, what stays, and every way by which a URL is shown."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import traceback
@@ -294,21 +292,21 @@ def test_a_url_that_opens_nothing_is_quoted_without_its_password(url: str) -> No
 
 
 def test_the_command_line_shows_no_password(
-    vault: type[_Vault], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    vault: type[_Vault], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = tmp_path / "report.json"
     with aiockpt.Checkpointer(URL) as ckpt:
         ckpt.save(1, {"w": torch.ones(3)}).result()
     calls = [["ls", URL], ["ls", "--json", URL], ["inspect", URL, "1"], ["inspect", URL, "2"], ["verify", URL],
              ["prune", URL, "--last", "1"], ["commit", URL], ["ls", URL + "/none"]]  # fmt: skip
-    calls.append(["bench", URL, "--sizes", "1MiB", "--concurrency", "1", "--seconds", "0.1", "--report", str(report)])
+    calls += [
+        ["bench", URL, "--sizes", "1MiB", "--concurrency", "1", "--seconds", "0.1", *to] for to in ([], ["--json"])
+    ]
     for call in calls:
         with monkeypatch.context() as patched, suppress(SystemExit):
             patched.setattr(sys, "argv", ["aiockpt", *call])
             main()
         said = capsys.readouterr()
         assert "pw-of-mine" not in said.out + said.err, call
-    assert "pw-of-mine" not in report.read_text()
 
 
 def test_fsspec_gets_the_options_and_shows_none(vault: type[_Vault]) -> None:

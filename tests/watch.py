@@ -1,7 +1,8 @@
-"""Has it happened yet? An observer that keeps every event and waits for one, and a wait for what no event tells."""
+"""An observer that keeps every event and waits for one, the lines of the log, and a wait for what no event reports."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from threading import Condition
@@ -40,3 +41,21 @@ class Watch:
         """Wait until an event of *kind* has come."""
         with self._told:
             assert self._told.wait_for(lambda: self.of(kind), timeout_s), f"no {kind.__name__} within {timeout_s} s"
+
+
+class Lines(logging.Handler):
+    """What aiockpt logs while this is entered, on any thread."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> Lines:
+        logging.getLogger("aiockpt").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("aiockpt").removeHandler(self)

@@ -6,13 +6,18 @@ tensor is part of it; the gaps of a strided tensor may belong to other tensors.
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from aiockpt.adapters.tensors import bytes_of, local_tensors
+from aiockpt.adapters.tensor_kinds import local_tensors
+from aiockpt.adapters.tensors import bytes_of
+
+SAMPLE_BYTES = 16
 
 
 class TensorMemory:
@@ -64,6 +69,15 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def middle_of(tensor: torch.Tensor) -> Any:
+    """Return the memory of a sample of a tensor on the host: in the middle, for a table's first rows are often zero."""
+    size_bytes, offset = tensor.element_size(), 0
+    if tensor.is_contiguous():
+        offset = tensor.numel() // 2 * size_bytes
+        size_bytes = min(SAMPLE_BYTES, tensor.nbytes - offset)
+    return (ctypes.c_char * size_bytes).from_address(tensor.data_ptr() + offset)
 
 
 def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -23,18 +23,17 @@ from aiockpt.adapters.composites import (
     class_to_make,
     decompose,
     in_words,
-    is_composite,
     is_composite_node,
     make,
     read_written,
     replace_content,
     write_facts,
 )
-from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.adapters.tensors import dtype_code, is_plain
+from aiockpt.adapters.tensor_kinds import tensor_kind
+from aiockpt.adapters.tensors import dtype_code, lies_at_address
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.errors import StateMismatchError
 from aiockpt.format.names import join_name
@@ -53,10 +52,11 @@ def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk 
     """
     if not isinstance(live, torch.Tensor):
         return matcher.values.request(path, node)
-    if not is_composite(live) or is_dtensor(live) is not (node[TAG] == SPREAD):
+    kind = tensor_kind(live)
+    if not kind.in_parts or kind.is_spread is not (node[TAG] == SPREAD):
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
-    if is_dtensor(live):
+    if kind.is_spread:
         return _ask_spread(path, live, node, matcher)
     return _ask_one(path, live, read_written(node, path), matcher)
 
@@ -69,7 +69,7 @@ def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.T
     """
     if is_composite_node(node) and isinstance(live, torch.Tensor):
         return ask_composite(path, live, node, matcher) or (lambda: live)
-    if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
+    if is_composite_node(node) and node[TAG] == SPREAD and tensor_kind(like).mesh is not None:
         return _ask_new_spread(path, like, node, matcher) or (lambda: live)
     # As it was saved, type included: the present type may not be the final one (LBFGS's step size).
     return matcher.values.fresh(path, node, live)
@@ -93,7 +93,7 @@ def load_tensor(
     if node is not msgspec.UNSET and not is_tensor_node(node):
         _load_composite(path, live, node, matcher)
         matcher.skip(stored or matcher.stored_name(path))
-    elif not is_composite(live):
+    elif not tensor_kind(live).in_parts:
         matcher.want(path, live, flat, stored=stored)
     elif matcher.stored.facts(stored or matcher.stored_name(path)) is not None:
         matcher.mismatch(path, f"{in_words(live)} in the state, an ordinary tensor in the checkpoint")
@@ -131,7 +131,7 @@ def _ask_codec(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> 
 
 
 def _here(live: torch.Tensor) -> str:
-    return in_words(live) if is_composite(live) else f"an ordinary tensor ({live.dtype})"
+    return in_words(live) if tensor_kind(live).in_parts else f"an ordinary tensor ({live.dtype})"
 
 
 def _there(node: Mapping[str, Any]) -> str:
@@ -144,7 +144,7 @@ def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher)
     """Return the key of the stored part with this rank's elements of *like*; None, which is noted, without one."""
     # The parts of other ranks are not used here, and are no difference.
     matcher.pass_over(path)
-    key, parts = box_key(boxes_of(like, path)), node.get("parts")
+    key, parts = box_key(tensor_kind(like).boxes(like, path)), node.get("parts")
     if type(parts) is not dict or not all(map(is_composite_node, parts.values())):
         raise damaged(path, "is not a tensor in parts that was ever saved")
     if key in parts and tuple(node.get("shape", ())) == tuple(like.shape):
@@ -159,22 +159,21 @@ def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher)
 
 
 def _ask_new_spread(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher) -> Thunk | None:
-    key = _find_part(path, like, node, matcher) if boxes_of(like, path) else None
-    if key is None:
+    kind = tensor_kind(like)
+    key = _find_part(path, like, node, matcher) if kind.boxes(like, path) else None
+    if key is None or (mesh := kind.mesh) is None:
         return None
     local = matcher.values.request((*path, f"@{key}"), node["parts"][key])
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
-    return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return lambda: mesh.wrap(local(), like)
 
 
 def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], matcher: Matcher) -> Thunk | None:
-    if not boxes_of(live, path):
+    kind = tensor_kind(live)
+    if not kind.boxes(live, path):
         matcher.pass_over(path)
         return lambda: live
     key = _find_part(path, live, node, matcher)
-    filled = key and ask_composite((*path, f"@{key}"), local_of(live), node["parts"][key], matcher)
+    filled = key and ask_composite((*path, f"@{key}"), kind.local(live), node["parts"][key], matcher)
     if not filled:
         return None
 
@@ -210,7 +209,8 @@ def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) ->
 
 def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk | None:
     """Request a new tensor on the CPU, of the class of *live*, which is not changed; None as in `ask_composite`."""
-    if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
+    kind = tensor_kind(live)
+    if not kind.in_parts or kind.is_spread or node[TAG] == SPREAD:
         matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
     written, here = read_written(node, path), decompose(live)
@@ -253,11 +253,11 @@ def _fill_in_place(path: Path, here: Parts, written: CompositeNode, matcher: Mat
     nested = {key for key, node in written.tensors.items() if is_composite_node(node)}
     for key, inner in here.tensors.items():
         if key in nested:
-            if not is_composite(inner):
+            if not tensor_kind(inner).in_parts:
                 return False
             continue
         facts = matcher.stored.facts(written.tensors[key]["name"])
-        if not is_plain(inner) or facts != (dtype_code(inner.dtype), tuple(inner.shape)):
+        if not lies_at_address(inner) or facts != (dtype_code(inner.dtype), tuple(inner.shape)):
             return False
     for key, inner in here.tensors.items():
         if key not in nested:

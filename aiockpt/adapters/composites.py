@@ -13,31 +13,22 @@ The parts are stored under names of their own (``model.weight.codes``), bit by b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
-from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
-from aiockpt.adapters.sharded_tensors import is_sharded_tensor
-from aiockpt.adapters.tensors import ORDINARY, dtype_code
+from aiockpt.adapters.tensor_kinds import COMPRESSED, ORDINARY, SPARSE_LAYOUTS, tensor_kind
+from aiockpt.adapters.tensors import dtype_code
 from aiockpt.errors import UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
-from aiockpt.state.codecs import DEFAULT_CODECS, class_name, field
+from aiockpt.state.codecs import class_name, field
 from aiockpt.state.geometry import Box
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged, refuse
 
 SUBCLASS, QUANTIZED, SPARSE = "subclass", "quantized", "sparse"
 KINDS = (SUBCLASS, QUANTIZED, SPARSE)
-_UNFINISHED = frozenset({"AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor"})
-"""Subclasses of torch itself that stand for a tensor without data, or not yet with data."""
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-_LAYOUTS = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
+_LAYOUTS = {str(layout): layout for layout in SPARSE_LAYOUTS}
 _SCALED_AS_A_WHOLE = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
@@ -57,29 +48,6 @@ class Parts(msgspec.Struct, frozen=True):
     facts: Any
 
 
-def is_composite(tensor: object) -> bool:
-    """Return whether a tensor is composite, or its class has a codec of the user."""
-    cls = type(tensor)
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    if cls in ORDINARY:
-        return (tensor.layout is not torch.strided and tensor.layout in _LAYOUTS.values()) or tensor.is_quantized
-    if is_dtensor(tensor):
-        return is_composite(local_of(tensor))
-    if is_sharded_tensor(tensor):
-        return False
-    if DEFAULT_CODECS.for_class(cls) is not None:
-        return True
-    if cls.__name__ in _UNFINISHED or tensor.is_nested:
-        return False
-    return hasattr(tensor, "__tensor_flatten__") or tensor.layout in _LAYOUTS.values() or tensor.is_quantized
-
-
-def has_own_bytes(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether *value* is a tensor that is not composite."""
-    return isinstance(value, torch.Tensor) and not is_composite(value)
-
-
 def decompose(tensor: Any) -> Parts:
     """Return the parts of a composite tensor: for a subclass the tensors themselves, else copies or views."""
     name = class_name(type(tensor))
@@ -92,7 +60,7 @@ def decompose(tensor: Any) -> Parts:
     if plain.layout == torch.sparse_coo:
         tensors = {"indices": plain._indices(), "values": plain._values()}
         return Parts(SPARSE, name, tensors, {"layout": str(plain.layout), "coalesced": plain.is_coalesced()})
-    tensors = {key: getattr(plain, key)() for key in (*_COMPRESSED[plain.layout], "values")}
+    tensors = {key: getattr(plain, key)() for key in (*COMPRESSED[plain.layout], "values")}
     return Parts(SPARSE, name, tensors, {"layout": str(plain.layout)})
 
 
@@ -127,7 +95,7 @@ def put_together(
     if layout == torch.sparse_coo:
         found = torch.sparse_coo_tensor(tensors["indices"], tensors["values"], shape, check_invariants=True)
         return found._coalesced_(bool(facts["coalesced"]))
-    compressed, plain = _COMPRESSED[layout]
+    compressed, plain = COMPRESSED[layout]
     return torch.sparse_compressed_tensor(
         tensors[compressed], tensors[plain], tensors["values"], shape, layout=layout, check_invariants=True
     )
@@ -166,8 +134,9 @@ def replace_content(live: torch.Tensor, made: torch.Tensor) -> bool:
 
 def in_words(tensor: torch.Tensor) -> str:
     """Return the kind of a composite tensor, for a message."""
-    if is_dtensor(tensor):
-        return f"a DTensor of {in_words(local_of(tensor))}"
+    kind = tensor_kind(tensor)
+    if kind.is_spread:
+        return f"a {kind.name} of {in_words(kind.local(tensor))}"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype})"
     return f"a tensor of layout {tensor.layout}" if type(tensor) in ORDINARY else kind_in_words(tensor)
@@ -214,10 +183,11 @@ def _is_part(node: Node) -> bool:
 
 def write_composite(tensor: Any, path: Path, encoder: Encoder) -> Node:
     """Return the node of a composite tensor at *path*."""
-    if is_dtensor(tensor):
-        boxes = boxes_of(tensor, path)
+    kind = tensor_kind(tensor)
+    if kind.is_spread:
+        boxes = kind.boxes(tensor, path)
         key = box_key(boxes)
-        parts = {key: write_composite(local_of(tensor), (*path, f"@{key}"), encoder)} if boxes else {}
+        parts = {key: write_composite(kind.local(tensor), (*path, f"@{key}"), encoder)} if boxes else {}
         return {TAG: SPREAD, "shape": list(tensor.shape), "parts": parts}
     parts_of_it = decompose(tensor)
     return {

@@ -12,10 +12,10 @@ import torch
 
 from aiockpt.adapters.addresses import span_of
 from aiockpt.adapters.rename import near_key, refuse_idle
-from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.stored import Stored, is_leaf
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import CheckpointError, StateMismatchError, UsageError
-from aiockpt.format.names import Names, join_name, prefixes
+from aiockpt.format.names import Names, join_name, name_within, prefixes
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
 
@@ -72,6 +72,8 @@ def separate(wanted: Sequence[TensorShard], where: str) -> tuple[list[TensorShar
     Args:
         where: the name of the checkpoint in messages.
     """
+    if _lie_apart(wanted):
+        return list(wanted), []
     apart = list(wanted)
     steps: list[Callable[[], None]] = []
     for numbers in _clusters(wanted):
@@ -90,8 +92,6 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
 
     A tensor whose own elements share memory is a cluster, too.
     """
-    if _lie_apart(wanted):
-        return
     spans = sorted(
         (str(shard.data.device), *span_of(shard.data), number)
         for number, shard in enumerate(wanted)
@@ -209,7 +209,10 @@ class Strictness:
         refuse_idle("strict", set(self._parts) - set(met), met, "is nothing")
 
 
-ADVICE = "Change the state, rename with map= or rename=, choose with only=, or load what fits with strict=False."
+ADVICE = (
+    'Change the state, rename with map={"name in the state": "name in the checkpoint"} or rename=, choose with only=, '
+    "or load what fits with strict=False."
+)
 OTHER_OPTIMIZER = (
     ' Where optimizers have changed their make-up, optimizer_state="by_parameter" has the state of each parameter follow it '
     "(docs/guide/optimizers.md)."
@@ -232,6 +235,9 @@ class Judged(msgspec.Struct, frozen=True):
     unexpected: tuple[str, ...]
     unexpected_claimed: tuple[str, ...]
     problems: tuple[str, ...]
+
+
+NONE = Judged((), (), ())
 
 
 class Differences:
@@ -286,6 +292,24 @@ class Differences:
     def known_names(self) -> Names:
         """Return all names of the checkpoint that something of the state refers to."""
         return Names((*self.used, *self._claimed, *self._passed_over))
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing differs, by a comparison of all names at once; False also where that is not certain.
+
+        Each tensor of the checkpoint is used, and each value at the top is used or belongs to an object of the state.
+        """
+        stored, values = self._stored, self._stored.values
+        return (
+            not (self._problems or self._judges_parts)
+            and type(values) is dict
+            and self.used >= stored.tensors.keys()
+            and self.used >= stored.alias.keys()
+            and all(
+                (name := name_within("", key)) in self.used or (name in self._claimed and is_leaf(node))
+                for key, node in values.items()
+            )
+        )
 
     def judge(self, scope: Collection[str] | None, *, state_is_whole: bool) -> Judged:
         """Raise the differences that are strict; return the others.

@@ -26,7 +26,7 @@ from torch import nn
 from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
 from aiockpt.errors import kind_in_words
 from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, flat_range_boxes, runs_to_boxes
-from aiockpt.state.layout import strides_in_order
+from aiockpt.state.layout import axes_in_memory, fits_order, strides_in_order
 from aiockpt.state.tree import Path, refuse
 
 if TYPE_CHECKING:
@@ -81,13 +81,31 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor, detached from autograd, after collectives that still compute it have ended."""
+def present_local(tensor: Any) -> torch.Tensor:
+    """Return the local tensor after collectives that still compute it have ended."""
     local: Any = tensor._local_tensor
     module = sys.modules.get("torch.distributed._functional_collectives")
     if module is not None and isinstance(local, module.AsyncCollectiveTensor):
         local = local.wait()
-    return local.detach()  # type: ignore[no-any-return]
+    return local  # type: ignore[no-any-return]
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor, detached from autograd, after collectives that still compute it have ended."""
+    return present_local(tensor).detach()
+
+
+def axes_of_dtensor(tensor: DTensor, held: LocalShards) -> tuple[int, ...] | None:
+    """Return the order in memory of the global tensor's axes; None for row-major.
+
+    A local tensor of a single row fits several orders; the order of the DTensor is chosen where it is among them, so that
+    ranks with uneven parts return the same.
+    """
+    local = local_of(tensor)
+    axes = axes_in_memory(tensor.shape, tensor.stride())
+    if axes is not None and local.numel() and fits_order(local.shape, local.stride(), axes):
+        return axes
+    return axes_in_memory(local.shape, local.stride()) if local.dim() == tensor.dim() else None
 
 
 def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
@@ -275,12 +293,13 @@ def as_dtensor(local: torch.Tensor, like: torch.Tensor, stride: Sequence[int] | 
 FSDP = "torch.distributed.fsdp"
 """Only a program that has imported it can have such a module."""
 _FSDP2 = f"{FSDP}._fully_shard."
+_FSDP1_WRAPPED = "_fsdp_wrapped_module"
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return whether *module* is an FSDP1 wrapper."""
-    fsdp = sys.modules.get(FSDP)
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+def fsdp1_name(module: nn.Module) -> str | None:
+    """Return the name under which an FSDP1 wrapper holds the module it wraps; None when *module* is no such wrapper."""
+    fsdp = sys.modules.get(FSDP) if _FSDP1_WRAPPED in module._modules else None
+    return _FSDP1_WRAPPED if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel) else None
 
 
 def is_own_hook(hook: Any) -> bool:
@@ -308,7 +327,7 @@ def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, F
     Raises:
         UnsupportedStateError: the original parameters are not exposed, or are gathered at the moment.
     """
-    handles: list[Any] = [member._handle for member in module.modules() if is_fsdp1(member)]
+    handles: list[Any] = [member._handle for member in module.modules() if fsdp1_name(member)]
     for handle in handles:
         if handle is None:  # a wrapper without parameters of its own
             continue

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from aiockpt.adapters.dtensors import FSDP, find_slices, show_shards
-from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.kinds import driven_by, innermost, kind_of, members
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import loads_directly, walk_modules, walk_parts
-from aiockpt.adapters.tensors import local_tensors, memory_key
+from aiockpt.adapters.tensor_kinds import local_tensors
+from aiockpt.adapters.tensors import memory_key
 from aiockpt.errors import kind_in_words
 from aiockpt.state.tree import MAX_DEPTH, Path, refuse
 
@@ -40,6 +42,7 @@ class Index:
         self.paths: dict[int, Path] = {}
         self.slices: dict[int, FlatRange] = {}
         self.holders: dict[Path, nn.Module | Mapping[Any, Any]] = {}
+        self._schedulers: dict[int, list[Any]] = {}
         if not isinstance(state, Mapping):
             refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
         self._bare: list[tuple[torch.Tensor, Path]] = []
@@ -57,7 +60,7 @@ class Index:
             self._by_memory = {}
             for bare, path in self._bare:
                 self._by_memory.setdefault(_memory_of(bare), path)
-        return self._by_memory.get(_memory_of(tensor)) if tensor.numel() else None
+        return self._by_memory.get(_memory_of(tensor))
 
     def slice_of(self, tensor: torch.Tensor) -> FlatRange | None:
         """Return the range of the original parameter that *tensor* holds; None if it is not a slice."""
@@ -71,6 +74,10 @@ class Index:
                 return path[:length], holder
         return (), None
 
+    def schedulers_of(self, optimizer: Optimizer) -> list[Any]:
+        """Return the objects of the state that set the rates of *optimizer*."""
+        return self._schedulers.get(id(innermost(optimizer)), [])
+
     def loads_itself(self, parameter: torch.Tensor) -> bool:
         """Return whether *parameter* is of a module that loads itself, which may change the shape."""
         modules = (holder for holder in self.holders.values() if isinstance(holder, nn.Module))
@@ -82,7 +89,8 @@ class Index:
             refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
         is_mapping = isinstance(container, Mapping)
         for key, value in members(container):
-            check_key(key, path)
+            if type(key) is not str:
+                check_key(key, path)
             kind = kind_of(value)
             if kind == "tensor":
                 self._bare.append((value, (*path, key)))
@@ -92,6 +100,8 @@ class Index:
                 self._enter_module(value, (*path, key))
             elif kind == "container":
                 self._enter(value, (*path, key))
+            elif kind == "stateful" and (optimizer := driven_by(value)) is not None:
+                self._schedulers.setdefault(id(optimizer), []).append(value)
 
     def _enter_module(self, module: nn.Module, path: Path) -> None:
         if FSDP in sys.modules:
@@ -115,9 +125,9 @@ def check_key(key: object, path: Path) -> None:
     """Refuse a key that cannot be part of the name of an object, or of a tensor beside one.
 
     Raises:
-        UnsupportedStateError: it is neither text nor, below the top, an integer.
+        UnsupportedStateError: it is not text, nor, below the top, an integer.
     """
-    if type(key) is str or (path and type(key) is int and abs(key) < 2**63):
+    if path and type(key) is int and abs(key) < 2**63:
         return
     if isinstance(key, torch.Tensor):
         shown = f"a tensor of shape {tuple(key.shape)} is a key here, and has no name that another process would know"

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from aiockpt.adapters.rng import PerRank
@@ -122,6 +123,9 @@ NAMES = ("params", "param_names")
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
 """Keys of a group that are properties of the job."""
 
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+"""Keys of a group that schedulers set. (Some also set ``betas`` or ``momentum``.)"""
+
 
 def default_keys(optimizer: Optimizer) -> list[str]:
     """Return the default keys of each group of *optimizer*, sorted, without those for how a step is computed."""
@@ -129,6 +133,21 @@ def default_keys(optimizer: Optimizer) -> list[str]:
     if not isinstance(defaults, Mapping):
         return []
     return sorted(key for key in defaults if type(key) is str and key not in HOW_TO_STEP)
+
+
+def scheduler_in(value: object) -> LRScheduler | None:
+    """Return *value* if it is a learning rate scheduler, or the one that accelerate's wrapper forwards all calls to."""
+    if type(value).__name__ == "AcceleratedScheduler":
+        value = vars(value).get("scheduler")
+    return value if isinstance(value, LRScheduler) else None
+
+
+def driven_by(value: object) -> Optimizer | None:
+    """Return the optimizer whose rates an object sets, without wrappers: a scheduler, or another with ``step()``."""
+    optimizer = getattr(scheduler_in(value) or value, "__dict__", {}).get("optimizer")
+    if isinstance(optimizer, Optimizer) and callable(getattr(value, "step", None)):
+        return innermost(optimizer)
+    return None
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiockpt.adapters.composites import COMPOSITE, SPREAD, is_composite, read_composite, read_spread, write_composite
+from aiockpt.adapters.composites import COMPOSITE, SPREAD, read_composite, read_spread, write_composite
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.selection import LeafChoice
-from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, is_spread, memory_key, tensor_name
+from aiockpt.adapters.tensor_kinds import tensor_kind
+from aiockpt.adapters.tensors import Leaf, describe, facts_of, lies_at_address, memory_key, tensor_name
 from aiockpt.adapters.watch import Watch
+from aiockpt.data.data_source import advise_for_state
 from aiockpt.errors import kind_in_words
 from aiockpt.format.document import digest128
 from aiockpt.format.names import join_name
@@ -53,7 +55,7 @@ class LeafWriter:
     def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
         """Return the node of *value*, or None when its type is neither torch's nor numpy's."""
         if isinstance(value, torch.Tensor):
-            if is_composite(value):
+            if tensor_kind(value).in_parts:
                 return write_composite(value, path, encoder)
             return write_tensor(value, self._put(path, value))
         if type(value) is np.ndarray:
@@ -67,6 +69,12 @@ class LeafWriter:
             return {TAG: "torch.device", "name": str(value)}
         if type(value) is torch.Size:
             return {TAG: "torch.Size", "sizes": list(value)}
+        if (instead := advise_for_state(value)) is not None:
+            refuse(
+                path,
+                f"{kind_in_words(value)} has no state to save. {instead}, put loader = aiockpt.Loader(…) of it into "
+                "the state, and train from that",
+            )
         return None
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
@@ -186,7 +194,7 @@ class KeptTensors:
             self.watch.attribute(_REQUIRES_GRAD, tensor)
         if not self.choice.keeps(path, tensor):
             self.leave_out(path, tensor, flat)
-        elif is_composite(tensor):
+        elif tensor_kind(tensor).in_parts:
             return True
         else:
             self.keep(path, tensor, flat, is_buffer=not isinstance(tensor, torch.nn.Parameter))
@@ -196,7 +204,7 @@ class KeptTensors:
         """Note that the leaf at *path* is not saved; for a tensor, also its dtype and shape."""
         is_tensor = isinstance(value, torch.Tensor)
         self.left_out[join_name(path)] = facts_of(value, flat) if is_tensor else None  # type: ignore[arg-type]
-        if is_plain(value):
+        if lies_at_address(value):
             self.watch.tensor(value)
 
 
@@ -248,7 +256,7 @@ class Run:
             raise Stale
 
     def _put_own(self, path: Path, tensor: torch.Tensor) -> str:
-        if is_spread(tensor):
+        if tensor_kind(tensor).is_spread:
             refuse(
                 path,
                 f"{kind_in_words(tensor)} is spread over ranks, it cannot belong to one; save it outside per_rank()",

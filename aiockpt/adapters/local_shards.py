@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 import torch
 
@@ -23,6 +25,12 @@ class LocalShards(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     shape: tuple[int, ...]
     pieces: tuple[LocalPiece, ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the one box of a tensor that is held whole; a state has few shapes and many tensors."""
+    return (Box.whole(shape),)
 
 
 class FlatRange(msgspec.Struct, frozen=True):

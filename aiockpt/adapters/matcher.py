@@ -8,19 +8,19 @@ tensors of `LoadTarget.wanted`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import msgspec
 import torch
 
-from aiockpt.adapters.differences import Differences, Strict, asking, separate
-from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.differences import NONE, Differences, Judged, Strict, asking, separate
+from aiockpt.adapters.local_shards import FlatRange, whole_boxes
 from aiockpt.adapters.optimizer_forms import SavedOptimizer
 from aiockpt.adapters.plain_values import in_words
 from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, refuse_idle
-from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node
+from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
 from aiockpt.adapters.tensors import (
     facts_of,
     fits,
@@ -31,15 +31,14 @@ from aiockpt.adapters.tensors import (
     plain_addresses,
     shards_of,
     torch_dtype,
-    whole_boxes,
 )
 from aiockpt.adapters.value_requests import ValueRequests
 from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name, prefixes, split_name
+from aiockpt.format.names import dotted, join_name, list_names, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
-from aiockpt.state.tree import TAG, Path, damaged
+from aiockpt.state.tree import TAG, Node, Path, damaged
 
 _LONG_WAY = -1
 """Value in `Matcher._places` for a tensor at that address that is filled in another way than by `Matcher.fill_plain`."""
@@ -95,8 +94,25 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
             del self.steps[0]
 
 
+class MakeUp(msgspec.Struct, frozen=True):
+    """What became of the groups of an optimizer that has a scheduler.
+
+    Attributes:
+        lined_up: whether they are the saved ones, in the same order.
+        goes_on: the numbers of those with a rate of the checkpoint.
+    """
+
+    lined_up: bool = False
+    goes_on: Collection[int] = ()
+
+
 class Matcher:
-    """One load being prepared; see `aiockpt.adapters.target.open_target` for the arguments."""
+    """One load being prepared; see `aiockpt.adapters.target.open_target` for the arguments.
+
+    Attributes:
+        schedulers: the learning rate schedulers of the state that are loaded, with their paths.
+        make_ups: of their optimizers, as far as these are loaded, by identity.
+    """
 
     def __init__(
         self,
@@ -110,6 +126,8 @@ class Matcher:
         optimizers: Sequence[SavedOptimizer] | None = None,
     ) -> None:
         self.optimizers = optimizers
+        self.schedulers: list[tuple[Any, Path]] = []
+        self.make_ups: dict[int, MakeUp] = {}
         self._differences = Differences(stored, strict)
         self._judge_unexpected = judge_unexpected
         self.stored = stored
@@ -121,6 +139,7 @@ class Matcher:
         self._rename: Renaming | Renamed | None = None
         if rename is not None:
             self._rename = Renamed(rename, stored.names()) if isinstance(rename, Rules) else Renaming(rename)
+        self.renames = rename is not None
         self.asks_for_all = only is None and rename is None and not isinstance(strict, Mapping)
         self._wanted: list[TensorShard] = []
         # Keeps the tensor alive, so that its address is not used for another one.
@@ -150,10 +169,25 @@ class Matcher:
         self._rename.note_path(path)
         return self._rename(name)
 
+    def rename_keys(self, path: Path, node: Node, own: Any) -> Node | None:
+        """Return the *node* of an object's state with the keys of its dicts renamed to those of its present state, *own*.
+
+        Dicts that both have keys which the other lacks are a mismatch: None. The object would refuse them, or ignore them.
+        """
+        if self._rename is None:
+            return node
+        problems: list[str] = []
+        here, there = dotted(self.name_of(path)), dotted(self.stored_name(path))
+        renamed = _rename_keys(self._rename, node, own, here, there, problems)
+        for problem in problems:
+            self.mismatch(path, problem)
+        return None if problems else renamed
+
     def selects(self, path: Path) -> bool:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
-        if self.asks_for_all:
-            return True
+        return self.asks_for_all or self._asks_for(path)
+
+    def _asks_for(self, path: Path) -> bool:
         if self._rename is not None:
             self._rename.note_path(path)
         self._differences.note_place(self.name_of(path))
@@ -231,6 +265,11 @@ class Matcher:
         taken = self.fill_plain(names, tensors)
         self._rewritten += compress(names, taken)
         return taken
+
+    def are_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether `fill_plain` will fill all of *tensors*."""
+        addresses = plain_addresses(tensors, list(map(self.stored.tensors.get, names))) if names else []
+        return all(addresses) and len({*addresses}) == len(names) and self._places.keys().isdisjoint(addresses)
 
     def fill_plain(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[bool]:
         """Request those of *tensors* that fit the stored *names*, whatever `selects` returns; return which."""
@@ -409,10 +448,6 @@ class Matcher:
             self._left_out.append(state_name)
         return True
 
-    def left_out_below(self, name: str) -> list[str]:
-        """Return the names below *name* that the checkpoint was made without."""
-        return [other for other in self.stored.left_out if other.startswith((f"{name}.", f"{name}["))]
-
     def pass_over(self, path: Path, *, stored: str | None = None) -> None:
         """Note that the content below *path* in the checkpoint is known: an unused rest is not a difference.
 
@@ -470,21 +505,14 @@ class Matcher:
             StateMismatchError: there are strict differences.
             UsageError: an entry of ``only`` or ``strict`` matches nothing, or one of the mapping renames nothing.
         """
-        if self._only is not None:
-            refuse_idle("only", set(self._only.values()) - self._seen, self._names)
-        if self._rename is not None:
-            self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
+        if not self.asks_for_all:
+            self._refuse_idle()
         # Before `make_tensors`: the values may need new tensors; before `judge`: what they use is no longer unexpected.
-        if self._judge_unexpected:
+        if self._judge_unexpected and self.values.incomplete:
             self.values.add_missing(self._differences.known_names)
         self.values.make_tensors()
-        renamed: Mapping[str, str] = {}
-        if isinstance(self._rename, Renamed):
-            renamed = self._rename.used(self._differences.used)
-            for name, new in self._rename.asked_twice():
-                self.problem(name, f"in the state, and rename= makes {new} of what the checkpoint has under this name")
-        scope = None if self._only is None else set(map(self.stored_name, self._only))
-        judged = self._differences.judge(scope, state_is_whole=self._judge_unexpected)
+        renamed = {} if self._rename is None else self._note_renamed(self._rename)
+        judged = NONE if self._differences.are_none else self._judge()
         wanted, together = separate(self._wanted, self.stored.where)
         return LoadTarget(
             wanted=tuple(wanted),
@@ -500,6 +528,47 @@ class Matcher:
             may_refuse=self._may_refuse,
             renamed=renamed,
         )
+
+    def _refuse_idle(self) -> None:
+        """Raise UsageError for an entry of ``only`` that matches nothing, or one of the mapping that renames nothing."""
+        if self._only is not None:
+            refuse_idle("only", set(self._only.values()) - self._seen, self._names)
+        if self._rename is not None:
+            self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
+
+    def _note_renamed(self, rename: Renaming | Renamed) -> Mapping[str, str]:
+        """Return what rules have renamed; note names that both the checkpoint and the rules give."""
+        if not isinstance(rename, Renamed):
+            return {}
+        for name, new in rename.asked_twice():
+            self.problem(name, f"in the state, and rename= makes {new} of what the checkpoint has under this name")
+        return rename.used(self._differences.used)
+
+    def _judge(self) -> Judged:
+        scope = None if self._only is None else set(map(self.stored_name, self._only))
+        return self._differences.judge(scope, state_is_whole=self._judge_unexpected)
+
+
+def _rename_keys(rename: Renaming | Renamed, node: Node, own: Any, here: str, there: str, problems: list[str]) -> Node:
+    """Return a *node* at *there* with its keys renamed to those of *own* at *here*; *problems* gets what still differs."""
+    saved = members_of(node) if type(node) is dict else {}
+    if not isinstance(own, Mapping) or not all(type(key) is str for key in (*saved, *own)):
+        return node
+    found = rename.keys(here, own, there, saved)
+    new = {
+        old: key for old, key in found.items() if old in saved and key in own and old not in own and key not in saved
+    }
+    lacking, unknown = own.keys() - saved.keys() - {*new.values()}, saved.keys() - own.keys() - new.keys()
+    if lacking and unknown:
+        problems.append(
+            f"{here} has {list_names(sorted(lacking))} in the state, {list_names(sorted(unknown))} in the checkpoint: "
+            f"{rename.argument} does not rename these, which it sees as {there}.{min(unknown)}"
+        )
+    inner = []
+    for old, part in saved.items():
+        key = new.get(old, old)
+        inner.append((key, _rename_keys(rename, part, own.get(key), f"{here}.{key}", f"{there}.{old}", problems)))
+    return dict(inner) if TAG not in node else {**node, "items": list(map(list, inner))}
 
 
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:

@@ -27,15 +27,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from aiockpt.adapters.composite_target import ask_new, load_tensor
-from aiockpt.adapters.composites import is_composite, is_composite_node
+from aiockpt.adapters.composites import is_composite_node
 from aiockpt.adapters.differences import asking
-from aiockpt.adapters.dtensors import is_fsdp1, is_own_hook
+from aiockpt.adapters.dtensors import fsdp1_name, is_own_hook
 from aiockpt.adapters.leaves import KeptTensors, Run
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.stored import is_tensor_node, members_of, metadata_in
-from aiockpt.adapters.tensors import dtype_code, facts_of, is_plain, is_spread, new_tensor, torch_dtype
+from aiockpt.adapters.tensor_kinds import has_own_bytes, tensor_kind
+from aiockpt.adapters.tensors import dtype_code, facts_of, lies_at_address, new_tensor, torch_dtype
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
 from aiockpt.format.dtypes import same, torch_name
@@ -46,7 +47,6 @@ EXTRA = "_extra_state"
 PLAIN_VERSION = {"version": 1}
 MAX_MODULES_DEPTH = 256
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-_FSDP1_WRAPPED = "_fsdp_wrapped_module"
 Slices = Callable[[torch.Tensor], FlatRange | None]
 """Returns the range of the original parameter that a tensor holds; None for a whole tensor."""
 
@@ -55,8 +55,8 @@ def wrapped_name(module: nn.Module) -> str | None:
     """Return the name under which a transparent wrapper holds the module it wraps; None when it is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    if _FSDP1_WRAPPED in module._modules and is_fsdp1(module):
-        return _FSDP1_WRAPPED
+    if (name := fsdp1_name(module)) is not None:
+        return name
     if _CHECKPOINT_WRAPPED in module._modules:
         return _CHECKPOINT_WRAPPED
     # By name: the class is in torch._dynamo, which would have to be imported.
@@ -141,7 +141,9 @@ class ModulePart:
         self._own: list[tuple[Path, nn.Module]] = []
         self._composites: list[tuple[Path, torch.Tensor]] = []
         self._metadata: dict[str, Any] = {}
-        _watch_wrappers(module, watch)
+        for member in module.modules():
+            if wrapped_name(member) is not None:
+                watch.mapping(member._modules)
         for member_path, member, direct in walk_parts(module, path, saves_directly):
             if not direct:
                 self._own.append((member_path, member))
@@ -188,7 +190,7 @@ class ModulePart:
             place = (*path, *key.split("."))
             if not self._choice.keeps(place, live.get(key)):
                 run.left_out[join_name(place)] = facts_of(value) if isinstance(value, torch.Tensor) else None
-            elif isinstance(value, torch.Tensor) and not is_composite(value):
+            elif has_own_bytes(value):
                 run.put(place, value, is_buffer=key in buffers)
             else:
                 values[below(self._path, place)] = run.encode(value, place)
@@ -208,12 +210,6 @@ def _versions(member: nn.Module, relative: Path) -> dict[str, Any]:
         for place, module in walk_modules(member, relative)
         if getattr(module, "_version", 1) != 1
     }
-
-
-def _watch_wrappers(module: nn.Module, watch: Watch) -> None:
-    for member in module.modules():
-        if wrapped_name(member) is not None:
-            watch.mapping(member._modules)
 
 
 def _watch_names(member: nn.Module, watch: Watch) -> None:
@@ -341,7 +337,8 @@ def open_source(path: Path, matcher: Matcher) -> SavedModule:
     parts = {} if found is None else members_of(found.node)
     saved = {key: node for key, node in parts.items() if type(key) is str}
     start = len(split_name(name))
-    below_it = (split_name(other)[start:] for other in matcher.left_out_below(name))
+    left_out = (other for other in matcher.stored.left_out if other.startswith((f"{name}.", f"{name}[")))
+    below_it = (split_name(other)[start:] for other in left_out)
     all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
     if not all_keys:
         return SavedModule(path, name, {}, {}, None)
@@ -551,12 +548,12 @@ class OwnLoad:
             matcher.problem(join_name(leaf), f"{live.dtype} in the state, torch.{there} in the checkpoint")
             return
         if name not in made:
-            like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
+            like = live if tensor_kind(live).is_spread and tuple(live.shape) == shape else torch.device("cpu")
             dtype = torch_dtype(code)
             made[name] = new_tensor(shape, dtype, like, None, matcher.stored.axes_of(name))
         if matcher.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
-            if is_plain(live) and tuple(live.shape) == shape:  # else the module replaces its memory
+            if lies_at_address(live) and tuple(live.shape) == shape:  # else the module replaces its memory
                 matcher.share(leaf, live, name)
 
     def _metadata(self, current: Mapping[str, Any]) -> dict[str, Any]:

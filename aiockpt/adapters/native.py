@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.leaves import SAME_NAME, KeptTensors, Run, Stale, write_tensor
@@ -34,7 +33,9 @@ from aiockpt.adapters.objects import write_loader, write_own, write_stateful
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.stored import members_of
+from aiockpt.adapters.tensor_kinds import tensor_kind
 from aiockpt.adapters.tensors import Leaf, tensor_name
+from aiockpt.adapters.watch import Watch
 from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import MAX_TREE_BYTES, MAX_TREE_NODES, check_tree, collector_paused
 from aiockpt.format.names import join_name
@@ -239,6 +240,35 @@ class _Kept(msgspec.Struct, frozen=True, eq=False):
     node: Node
 
 
+class _FixedDict:
+    """A dict in which all is kept: tensors, and dicts like it. Its node is valid while all of these are the same objects.
+
+    One check in C compares the dict with all dicts in it; where it fails, *refresh* reads them one by one. (That took 0.3 of
+    the 0.6 ms of a lazy call for 1,000 tensors in 251 dicts.)
+    """
+
+    def __init__(self, container: dict[str, Any], node: Node, refresh: Refresh, *, has_dicts: bool) -> None:
+        self.node = node
+        self._container, self._refresh = container, refresh
+        self._watch = Watch() if has_dicts else None  # else *refresh* is as fast
+        if self._watch is not None:
+            for mapping in _dicts_in(container):
+                self._watch.mapping(mapping)
+            self._watch.seal()
+
+    def __call__(self, value: Any, run: Run) -> Node:
+        if self._watch is not None and value is self._container and self._watch.holds():
+            return self.node
+        return self._refresh(value, run)
+
+
+def _dicts_in(container: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield container
+    for value in container.values():
+        if type(value) is dict:
+            yield from _dicts_in(value)
+
+
 def _container(container: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh:
     """Plan a dict, list or tuple that holds more than plain values; it may be another object in each walk."""
     cls, keys = type(container), [key for key, _ in members(container)]
@@ -268,6 +298,11 @@ def _container(container: Any, path: Path, index: Index, plan: KeptTensors) -> R
         node = dict(fresh) if is_plain_dict else write_container(written_as, fresh)
         return write_metadata(node, value, path, run) if path else node
 
+    fixed = [part for _, part in others if isinstance(part, _FixedDict)]
+    if cls is dict and is_plain_dict and len(fixed) == len(others):
+        kept_nodes = (part.node for part in parts if isinstance(part, _Kept | _FixedDict))  # all of them
+        node = dict(zip(keys, kept_nodes, strict=True))
+        return _FixedDict(container, node, refresh, has_dicts=bool(fixed))
     return refresh
 
 
@@ -301,7 +336,7 @@ def _part(value: Any, path: Path, index: Index, plan: KeptTensors) -> Refresh | 
             return _container(value, path, index, plan)
         case "value":
             return partial(_refresh_value, path)
-        case "tensor" if is_composite(value):  # encoded in each walk: its parts may be other objects by then
+        case "tensor" if tensor_kind(value).in_parts:  # encoded in each walk: its parts may be other objects by then
             return _same_object(value, lambda run: run.encode(value, path))
         case "tensor":
             plan.keep(path, value)

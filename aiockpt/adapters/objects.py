@@ -6,29 +6,29 @@ rank. The readers of a loader are stored under their data-parallel ranks, so tha
 
 from __future__ import annotations
 
-import functools
-import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, Stateful, innermost, kind_of, reads_data
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, Stateful, driven_by, innermost, kind_of, reads_data, scheduler_in
 from aiockpt.adapters.leaves import Run
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, keeper_of
 from aiockpt.adapters.optimizer_forms import pairs_of
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import RNG, PerRank, derive_state
+from aiockpt.adapters.schedules import get_state, go_on
+from aiockpt.adapters.tensor_kinds import tensor_kind
 from aiockpt.adapters.tensors import may_spread
-from aiockpt.data.data_source import warn_of_empty_loop, with_data, without_data
+from aiockpt.data.data_source import load_bare, with_data
 from aiockpt.data.loader import Loader
+from aiockpt.data.resume_log import log_resumed_bare
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import class_name, field
 from aiockpt.state.layout import axes_in_memory
@@ -37,32 +37,53 @@ from aiockpt.state.tree import TAG, Node, Path, damaged, refuse
 
 def write_stateful(value: Stateful, path: Path, run: Run) -> Node:
     """Write an object with ``state_dict()``, which may return any value."""
-    node = {TAG: "stateful", "value": run.encode(get_state(value), path)}
-    cls = scheduler_class(value)
-    return node if cls is None else {**node, "class": cls}
+    if isinstance(value, LRScheduler):
+        return {TAG: "stateful", "value": run.encode(get_state(value), path), "class": class_name(type(value))}
+    return {TAG: "stateful", "value": run.encode(value.state_dict(), path)}
 
 
 def load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
     """Load an object; the checkpoint may instead have its ``state_dict()``, saved as a plain dict."""
     if not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
+    if driven_by(value) is None:
+        _load_object(value, path, matcher)
+    else:
+        matcher.schedulers.append((value, path))
+
+
+def load_schedulers(matcher: Matcher) -> None:
+    """Load the schedulers that were met, now that the groups of all optimizers are known."""
+    known = []
+    for value, path in matcher.schedulers:
+        make_up = matcher.make_ups.get(id(driven_by(value)))
+        if (scheduler := scheduler_in(value)) is not None:
+            known.append((scheduler, path))
+        elif make_up is None or make_up.lined_up:
+            _load_object(value, path, matcher)
+        else:
+            matcher.mismatch(
+                path,
+                f"the groups of its optimizer have changed, and how a {type(value).__qualname__} goes on with other rates "
+                f'is not known; strict={{"{join_name(path)}": False}} keeps it as it is here',
+            )
+    go_on(known, matcher)
+
+
+def _load_object(value: Any, path: Path, matcher: Matcher) -> None:
     found = matcher.find(path)
     node: Any = None if found is None else found.node
-    saved_by = None
     if type(node) is dict and node.get(TAG) == "stateful":
-        saved_by, node = node.get("class"), node.get("value")
+        node = node.get("value")
     elif pairs_of(node) is None:
         matcher.miss(path)
         return
-    misfit = scheduler_misfit(value, saved_by, pairs_of(node) or ())
-    if misfit is not None:
-        matcher.mismatch(path, misfit)
+    template = value.state_dict() if may_spread() or matcher.renames else None
+    if matcher.renames and node is not None and (node := matcher.rename_keys(path, node, template)) is None:
         return
-    template = get_state(value) if may_spread() else None
-    state = matcher.values.fresh(path, node, template)
-    name = join_name(path)
-    keep = partial(keep_lists, value, note=lambda what: matcher.note(f"{name}: {what}"))
-    matcher.hand_over(value, path, partial(set_state, value), lambda: keep(state()))
+    matcher.hand_over(
+        value, path, value.load_state_dict, matcher.values.fresh(path, node, template if may_spread() else None)
+    )
 
 
 def write_loader(loader: Loader[Any], path: Path, run: Run) -> Node:
@@ -107,7 +128,7 @@ def load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
 def write_own(value: Any, path: Path, index: Index, run: Run) -> Node:
     """Write a value of this rank: an object, or the value that `per_rank` wraps."""
     held = of_this_rank(value, index)
-    is_object = kind_of(held) in ("stateful", "per_rank")
+    is_object = kind_of(held) in ("stateful", "per_rank", "module")
     run.per_rank[join_name(path)] = run.encode_own(with_data(held, held.state_dict()) if is_object else held, path)
     return {TAG: "per_rank"}
 
@@ -132,16 +153,20 @@ def load_own(value: Any, path: Path, index: Index, matcher: Matcher) -> None:
     if kind_of(holder) in ("stateful", "per_rank"):
         state, may_refuse = matcher.values.request(path, found.node), isinstance(holder, OwnOptimizer)
         if reads_data(holder):
-            matcher.later(lambda: warn_of_empty_loop(holder, state(), join_name(path)))
+            matcher.later(lambda: log_resumed_bare(holder, state(), join_name(path)))
         matcher.hand_over(
             holder,
             path,
-            holder.load_state_dict,
-            lambda: without_data(holder, state()),
+            partial(load_bare, holder, where=join_name(path)) if reads_data(holder) else holder.load_state_dict,
+            state,
             # Generators are set last: the ``load_state_dict()`` of other objects may draw numbers.
             last=isinstance(holder, RNG),
             may_refuse=may_refuse,
         )
+    elif isinstance(holder, nn.Module):
+        # Its tensors are filled where they lie; the rest is for its own `load_state_dict()`.
+        if (own := matcher.values.refill(path, holder.state_dict(), found.node)) is not None:
+            matcher.hand_over(holder, path, holder.load_state_dict, own)
     elif (own := matcher.values.refill(path, holder, found.node)) is not None:
         matcher.later(lambda: setattr(value, "value", own()))
 
@@ -166,129 +191,6 @@ def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
         lambda: rng.load_state_dict(derive_state(state(), matcher.stored.rank, matcher.stored.step)), last=True
     )
     return True
-
-
-# State of learning rate schedulers: their ``state_dict()``, without the objects that the program makes anew.
-#
-# ``LRScheduler.state_dict()`` returns all attributes. Of a class that does not override it:
-#
-# - functions, and lists and dicts with functions in them, are left out, as by torch's own ``LambdaLR``: the scheduler that
-#   loads keeps its own. So are an optimizer under another name than ``optimizer``, and weak references;
-# - an inner scheduler (a warm-up around another one) is saved and loaded by its own state.
-#
-# A scheduler of another class whose attributes have other names is a mismatch: it would accept them and never read them.
-
-
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-    weakref.ReferenceType,
-    Optimizer,
-)
-
-
-def get_state(value: Any) -> Any:
-    """Return the state of an object with ``state_dict()``."""
-    state = value.state_dict()
-    if not _returns_attributes(value) or not isinstance(state, dict):
-        return state
-    given = {}
-    for key, item in state.items():
-        if isinstance(item, LRScheduler):
-            given[key] = get_state(item)
-        elif not _has_function(item):
-            given[key] = item
-    return given
-
-
-def set_state(value: Any, state: Any) -> None:
-    """Load into an object the state that `get_state` returned for one."""
-    if _returns_attributes(value) and isinstance(state, dict):
-        inner = {key for key in state if isinstance(vars(value).get(key), LRScheduler)}
-        for key in inner:
-            set_state(vars(value)[key], state[key])
-        state = {key: item for key, item in state.items() if key not in inner}
-    value.load_state_dict(state)
-
-
-def keep_lists(value: Any, state: Any, note: Callable[[str], object]) -> Any:
-    """Return *state* with the lists of the scheduler *value* in place of those that have an item for each saved group.
-
-    With the saved lists, the scheduler would step only as many groups as its optimizer had at the save.
-
-    Args:
-        note: called with a report of the lists that stay.
-    """
-    if not isinstance(value, LRScheduler) or not isinstance(state, dict):
-        return state
-    own, count = get_state(value), len(value.optimizer.param_groups)
-    was = _length(state.get("_last_lr"))
-    if was in (None, count) or _length(own.get("_last_lr")) != count:
-        kept = {}
-    else:
-        kept = {key: own[key] for key in state if _length(state[key]) == was and _length(own.get(key)) == count}
-    if kept:
-        note(
-            f"{_words(kept)} keep their present values: the saved ones are for other groups; the optimizer has {count} now"
-        )
-    inner = zip(getattr(value, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
-    parts = [keep_lists(one, part, note) for one, part in inner]
-    return {**state, **kept, **({"_schedulers": parts} if parts else {})}
-
-
-def _length(value: object) -> int | None:
-    return len(value) if type(value) is list else None
-
-
-def scheduler_class(value: Any) -> str | None:
-    """Return the name of a scheduler's class in checkpoints; None for another object."""
-    return class_name(type(value)) if isinstance(value, LRScheduler) else None
-
-
-def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str | None:
-    """Return why a scheduler cannot continue from the saved state of another, or None.
-
-    Args:
-        saved_by: the class that saved it; None where unknown.
-        keys: the keys of the saved state.
-    """
-    if not isinstance(value, LRScheduler):
-        return None
-    names = set(map(class_name, type(value).__mro__))
-    state = get_state(value)
-    if saved_by in names or not isinstance(state, Mapping):
-        return None
-    own, theirs = set(state), set(keys)
-    if not (own - theirs and theirs - own):
-        return None
-    there = saved_by.rpartition(".")[2] if isinstance(saved_by, str) else "a scheduler of another class"
-    return (
-        f"{type(value).__qualname__} in the state (with {_words(own - theirs)}), {there} in the checkpoint (with "
-        f"{_words(theirs - own)})"
-    )
-
-
-def _returns_attributes(value: Any) -> bool:
-    return (
-        isinstance(value, LRScheduler)
-        and type(value).state_dict is LRScheduler.state_dict
-        and type(value).load_state_dict is LRScheduler.load_state_dict
-    )
-
-
-def _has_function(item: Any) -> bool:
-    """Return whether an attribute is, or contains at any depth, an object that the program makes anew."""
-    if isinstance(item, _FUNCTIONS):
-        return True
-    if type(item) is dict:
-        return any(map(_has_function, item.values()))
-    return type(item) in (list, tuple) and any(map(_has_function, item))
-
-
-def _words(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(map(str, keys)))
 
 
 # State of ``aiockpt.per_rank(optimizer)``: the whole local state of an optimizer, as it is, for this rank alone.
@@ -334,14 +236,11 @@ class OwnOptimizer:
         parameters = [parameter for group in self._keeper.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             if self._index.path_of(parameter) is None:
-                yield number, local_of(parameter) if is_dtensor(parameter) else parameter
+                yield number, tensor_kind(parameter).local(parameter)
 
     def _shapes(self) -> list[list[list[int]]]:
         """Return the shape of this rank's part of each parameter of each group."""
-        groups = (
-            [local_of(one) if is_dtensor(one) else one for one in group["params"]]
-            for group in self._keeper.param_groups
-        )
+        groups = ([tensor_kind(one).local(one) for one in group["params"]] for group in self._keeper.param_groups)
         return [[list(one.shape) for one in some] for some in groups]
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -382,11 +281,12 @@ class OwnOptimizer:
 
 def _decompose(value: Any) -> Any:
     """Return a value of the state with each DTensor replaced by its local part and description."""
-    if is_dtensor(value):
-        placements = placements_of(value)
+    kind = tensor_kind(value)
+    if kind.mesh is not None:
+        placements = kind.mesh.placements(value)
         if not placements:
             refuse(("per_rank",), f"a DTensor placed as {value.placements}; redistribute it to Shard or Replicate")
-        return {_PLACED: list(placements), _SHAPE: list(value.shape), _LOCAL: local_of(value)}
+        return {_PLACED: list(placements), _SHAPE: list(value.shape), _LOCAL: kind.local(value)}
     if type(value) is dict:
         return {key: _decompose(item) for key, item in value.items()}
     return type(value)(map(_decompose, value)) if type(value) in (list, tuple) else value
@@ -396,14 +296,14 @@ def _put_together(value: Any, parameter: torch.Tensor) -> Any:
     """Return the value that `_decompose` received, with its DTensors on the mesh of *parameter*."""
     if type(value) is dict and value.keys() == {_PLACED, _SHAPE, _LOCAL}:
         local, made = value[_LOCAL], None
-        if is_dtensor(parameter):
+        if (mesh := tensor_kind(parameter).mesh) is not None:
             axes = axes_in_memory(local.shape, local.stride())
-            made = dtensor_placed(value[_PLACED], parameter, tuple(value[_SHAPE]), local.dtype, axes)
-        if made is None or local_of(made).shape != local.shape:
+            made = mesh.place(value[_PLACED], parameter, tuple(value[_SHAPE]), local.dtype, axes)
+        if made is None or tensor_kind(made).local(made).shape != local.shape:
             raise ValueError(
                 f"beside a DTensor of shape {value[_SHAPE]} is a parameter that is spread in another way here"
             )
-        local_of(made).copy_(local)
+        tensor_kind(made).local(made).copy_(local)
         return made
     if type(value) is dict:
         return {key: _put_together(item, parameter) for key, item in value.items()}

@@ -17,29 +17,26 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from aiockpt.adapters.composites import has_own_bytes
-from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import NAMES, default_keys, innermost
 from aiockpt.adapters.leaves import KeptTensors, Run
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.tensors import bytes_of, is_spread
+from aiockpt.adapters.tensor_kinds import Mesh, has_own_bytes, tensor_kind
+from aiockpt.adapters.tensors import bytes_of
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
 from aiockpt.format.document import digest128
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.names import join_name, list_names, split_name
 from aiockpt.format.optimizers import OptimizerRow
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Optimizer state of a parameter that is spread over ranks: this rank's part of it, determined by shapes, never guessed.
 #
@@ -71,7 +68,7 @@ class Owner(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_spread(self) -> bool:
         """Whether other ranks may have other elements of the parameter."""
-        return self.flat is not None or is_dtensor(self.parameter)
+        return self.flat is not None or tensor_kind(self.parameter).mesh is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +78,7 @@ class Owner(msgspec.Struct, frozen=True, eq=False):
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
-        return tuple((local_of(self.parameter) if is_dtensor(self.parameter) else self.parameter).shape)
+        return tuple(tensor_kind(self.parameter).local(self.parameter).shape)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -97,7 +94,7 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
         tensor: the same, or a DTensor in its memory.
         flat: the range of a flat parameter that it is a slice of; else None.
         form: see `Form`.
-        placements: those of a DTensor that is not spread like its parameter (`placements_of`).
+        placements: those of a DTensor that is not spread like its parameter (`aiockpt.adapters.tensor_kinds.Mesh`).
     """
 
     source: torch.Tensor
@@ -114,21 +111,23 @@ def _find_cut(owners: Mapping[Path, Owner], states: Iterable[tuple[Path, State]]
         for path, state in states:
             for key, value in state.items():
                 if has_own_bytes(value):
-                    is_part = not is_spread(value) and tuple(value.shape) == owners[path].local_shape
+                    is_part = not tensor_kind(value).is_spread and tuple(value.shape) == owners[path].local_shape
                     (cut if is_part else uncut).add(key)
     return cut - uncut
 
 
 def _place(owner: Owner, value: torch.Tensor, *, is_cut: bool) -> Placed | None:
     """Return the part of the state tensor *value* of a parameter to save; None where other ranks save it."""
-    if is_dtensor(value):
-        return Placed(value, value, None, "like", _placements(value, owner.parameter))
-    if not owner.is_spread or is_spread(value):
+    mesh = tensor_kind(value).mesh
+    if mesh is not None:
+        return Placed(value, value, None, "like", _placements(mesh, value, owner.parameter))
+    if not owner.is_spread or tensor_kind(value).is_spread:
         return Placed(value, value, None, "like")
     if value.dim() and is_cut:
-        if owner.flat is not None:
+        mesh = tensor_kind(owner.parameter).mesh
+        if owner.flat is not None or mesh is None:
             return Placed(value, value, owner.flat, "like")
-        return Placed(value, as_dtensor(value.detach(), owner.parameter), None, "part")
+        return Placed(value, mesh.wrap(value.detach(), owner.parameter), None, "part")
     if owner.is_elsewhere:
         return None
     if not value.dim():
@@ -136,10 +135,10 @@ def _place(owner: Owner, value: torch.Tensor, *, is_cut: bool) -> Placed | None:
     return Placed(value, value, None, "whole" if tuple(value.shape) == owner.shape else "own")
 
 
-def _placements(value: DTensor, parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return the placements of a DTensor; an empty tuple where it is spread like its parameter."""
-    alike = is_dtensor(parameter) and value.shape == parameter.shape and value.placements == parameter.placements
-    return () if alike else placements_of(value)
+def _placements(mesh: Mesh, value: torch.Tensor, parameter: torch.Tensor) -> tuple[str, ...]:
+    """Return the placements of a tensor on a mesh; an empty tuple where it is spread like its parameter."""
+    alike = mesh is tensor_kind(parameter).mesh and mesh.alike(value, parameter)
+    return () if alike else mesh.placements(value)
 
 
 def form_of(owner: Owner, live: object, saved: Form, shape: tuple[int, ...]) -> Form:
@@ -153,7 +152,7 @@ def form_of(owner: Owner, live: object, saved: Form, shape: tuple[int, ...]) -> 
     part: Form = "part" if owner.flat is None else "like"
     if not isinstance(live, torch.Tensor):
         return part if saved == "part" else saved
-    if is_spread(live) or not live.dim():
+    if tensor_kind(live).is_spread or not live.dim():
         return "like"
     is_part = tuple(live.shape) == owner.local_shape and shape == owner.shape
     return part if is_part and not (saved == "whole" and tuple(live.shape) == shape) else "whole"
@@ -272,16 +271,29 @@ def own_parameters(optimizer: Optimizer, members: Sequence[Sequence[Path]], inde
     return {path: parameter for _, parameter, path in every if index.path_of(parameter) is None}
 
 
-def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
+def _log_own(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor], index: Index) -> None:
     """Log once which parameters are saved with the optimizer because they have no name."""
-    if own and optimizer not in _logged:
-        _logged.add(optimizer)
-        logger.warning(
-            "%s: parameters that are in no module of the state are saved with the optimizer, by group and place: %s; put "
-            "their module into the state to have names, and its buffers too",
-            join_name(path),
-            ", ".join(f"{join_name(owner)} {tuple(parameter.shape)}" for owner, parameter in own.items()),
-        )
+    if not own or optimizer in _logged:
+        return
+    _logged.add(optimizer)
+    shown = ", ".join(f"{join_name(owner)} {tuple(parameter.shape)}" for owner, parameter in own.items())
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    shapes = {parameter.shape for parameter in own.values()}
+    idle = [
+        join_name((*place, *name.split(".")))
+        for place, holder in index.holders.items()
+        if isinstance(holder, nn.Module)
+        for name, parameter in holder.named_parameters()
+        if id(parameter) not in stepped and parameter.requires_grad and parameter.shape in shapes
+    ]
+    replaced = f". Or {list_names(idle)} replaced them after it was made: then make it anew, it trains nothing now"
+    logger.warning(
+        "%s: parameters that are in no module of the state are saved with the optimizer, by group and place: %s; put "
+        "their module into the state to have names, and its buffers too%s",
+        join_name(path),
+        shown,
+        replaced if idle else "",
+    )
 
 
 class OptimizerPart:
@@ -302,7 +314,7 @@ class OptimizerPart:
         own = own_parameters(optimizer, self._members, index)
         for owner, parameter in own.items():
             plan.keep(owner, parameter, index.slice_of(parameter), may_differ=False)
-        _log_own(optimizer, path, own)
+        _log_own(optimizer, path, own, index)
         watch.attribute(attrgetter("__class__"), optimizer)
         if self._keeper is not optimizer:
             watch.attribute(attrgetter("optim"), optimizer)
@@ -392,7 +404,7 @@ class OptimizerPart:
         node = run.encode(value, place)
         if digests is not None:
             for leaf in run.leaves[first:]:
-                if not is_spread(leaf.owner):
+                if not tensor_kind(leaf.owner).is_spread:
                     digests[join_name(split_name(leaf.name)[len(self._path) :])] = digest_of(leaf.owner)
         return node
 

@@ -8,25 +8,27 @@ Requested by ``load(…, optimizer_state="by_parameter")``. All optimizers of th
 - A group with exactly the parameters of a saved group continues with its values. Any other group keeps the values that the
   program set (those that differ from the optimizer's defaults), and loads the rest, such as a learning rate that a schedule
   has changed. Differing values are reported.
+- The rates of groups that a scheduler of the state sets are left to that, unless all groups are the saved ones.
 - Saved state whose parameter is in no optimizer here is skipped, and reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES
-from aiockpt.adapters.matcher import Matcher
+from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, SCHEDULED, scheduler_in
+from aiockpt.adapters.matcher import MakeUp, Matcher
 from aiockpt.adapters.optimizer import is_plain, own_parameters, parameters_of
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, agreed_values, class_misfit, groups_without_parameters
-from aiockpt.adapters.optimizer_target import OptimizerTarget, Thunks, load_optimizer, numbers_misfit
-from aiockpt.adapters.stored import members_of
+from aiockpt.adapters.optimizer_target import OptimizerTarget, Thunks, load_optimizer, note_make_up, numbers_misfit
+from aiockpt.adapters.stored import show_value
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.state.tree import Node, Path
 
 
 def load_by_parameter(optimizer: Any, path: Path, index: Index, matcher: Matcher) -> None:
@@ -64,6 +66,8 @@ class _ByParameter:
         self._at = split_name(self._matcher.stored_name(target.path))
         found = sorted(self._matcher.optimizers or (), key=lambda one: one.path != self._at)
         self._sources = list(map(self._source, found))
+        self._rates_are_set = False
+        self._goes_on: set[int] = set()
 
     def _source(self, saved: SavedOptimizer) -> _FoundState:
         target, ids = self._target, self._target.pair(saved)
@@ -88,17 +92,30 @@ class _ByParameter:
         ]
         sources = {owner: (one.saved, one.ids[owner]) for some in chosen for owner, one in some.items()}
         main = self._main(saved for saved, _ in sources.values())
+        lined_up = self._lined_up(chosen)
+        self._rates_are_set = not lined_up and any(
+            isinstance(one, LRScheduler) and not isinstance(one, ReduceLROnPlateau)
+            for one in map(scheduler_in, target.index.schedulers_of(target.optimizer))
+        )
         empty = iter(()) if main is None else groups_without_parameters(main)
         groups = [
             target.want_values(number, self._values_of(number, chosen[number]) if owners else next(empty, {}))
             for number, owners in enumerate(target.members)
         ]
+        note_make_up(target, lambda: MakeUp(lined_up, self._goes_on))
         states = target.want_states(sources, self._begin_anew)
         # A parameter without a source begins anew: with no getters its present state is removed.
         met = {id(parameter) for parameter, _ in states}
         every = (parameter for _, parameter, _ in parameters_of(target.optimizer, target.members))
         states += ((one, Thunks()) for one in every if id(one) not in met)
         target.apply_later(groups, states, None if main is None else target.want_rest(main))
+
+    def _lined_up(self, chosen: Sequence[Mapping[Path, _FoundState]]) -> bool:
+        """Return whether the groups here are those of one saved optimizer, in the same order."""
+        used = {id(source): source for some in chosen for source in some.values()}
+        members = zip(chosen, self._target.members, strict=True)
+        here = [{some[one].ids[one] if one in some else None for one in owners} for some, owners in members]
+        return len(used) == 1 and here == list(map(set, next(iter(used.values())).saved.members))
 
     def _want_own_parameters(self) -> None:
         """Request the parameters that are named by position only, where the positions are unchanged."""
@@ -160,29 +177,50 @@ class _ByParameter:
         used = list({id(source): source for source in chosen.values()}.values())
         if len(used) == 1 and self._is_as_saved(used[0], number):
             ids = [used[0].ids[owner] for owner in chosen]
-            return agreed_values(used[0].saved, ids, self._matcher.stored.same_tensor)[0]
+            values = agreed_values(used[0].saved, ids, self._matcher.stored.same_tensor)[0]
+            if "lr" in values:
+                self._goes_on.add(number)
+            # The rate itself differs whenever a schedule has changed it.
+            if "initial_lr" in values and not self._rates_are_set:
+                self._takes(number, "initial_lr", [values["initial_lr"]], anyway=True)
+            return values
         said: dict[str, list[Node]] = {}
         for source in used:
             groups = [source.group_of[source.ids[owner]] for owner, one in chosen.items() if one is source]
             for group in dict.fromkeys(groups):
                 for key, node in source.saved.groups[group].items():
                     said.setdefault(key, []).append(node)
-        here, taken, place = self._here(number), dict[str, Node](), (*self._target.path, "groups", number)
+        taken = {}
         for key, nodes in said.items():
-            if key not in here or not self._matcher.selects((*place, key)):
+            if key in SCHEDULED and self._rates_are_set:
                 continue
-            own = self._matcher.values.encoder().encode(here[key], (key,))
-            if all(node == own for node in nodes):
-                continue
-            takes = all(node == nodes[0] for node in nodes) and not self._is_set(number, key)
-            there = " and ".join(dict.fromkeys(map(_shown, nodes)))
+            if self._takes(number, key, nodes):
+                taken[key] = nodes[0]
+        if "lr" in taken:
+            self._goes_on.add(number)
+        return taken
+
+    def _takes(self, number: int, key: str, nodes: Sequence[Node], *, anyway: bool = False) -> bool:
+        """Return whether a value of group *number* is that of the checkpoint; report it where it differs.
+
+        Args:
+            anyway: take it even if the program set another one.
+        """
+        here, place = self._here(number), (*self._target.path, "groups", number, key)
+        if not self._matcher.selects(place):
+            return False
+        if key not in here:
+            # Steps have added it (the count of steps, in some optimizers): it belongs to the state of the parameters.
+            return key not in SCHEDULED and all(node == nodes[0] for node in nodes)
+        own = self._matcher.values.encoder().encode(here[key], (key,))
+        takes = all(node == nodes[0] for node in nodes) and (anyway or not self._is_set(number, key))
+        if any(node != own for node in nodes):
+            there = " and ".join(dict.fromkeys(map(show_value, nodes)))
             which = "that of the checkpoint" if takes else "what is here"
             self._matcher.note(
-                f"{join_name((*place, key))}: {_shown(own)} here, {there} in the checkpoint; {which} is taken"
+                f"{join_name(place)}: {show_value(own)} here, {there} in the checkpoint; {which} is taken"
             )
-            if takes:
-                taken[key] = nodes[0]
-        return taken
+        return takes
 
     def _is_as_saved(self, source: _FoundState, number: int) -> bool:
         """Return whether a group has exactly the parameters of a saved one."""
@@ -199,15 +237,8 @@ class _ByParameter:
         defaults = getattr(self._target.keeper, "defaults", {})
         # A schedule made before the load has changed the rate, and keeps the initial one.
         value = group.get("initial_lr", group[key]) if key == "lr" else group[key]
-        return key not in defaults or bool(defaults[key] != value)
+        return key != "step" and (key not in defaults or bool(defaults[key] != value))
 
 
 def _keys(keys: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, keys)))
-
-
-def _shown(node: Node) -> str:
-    """Return a plain value of a group as text for a message."""
-    if type(node) is dict and node.get(TAG) == "tuple":
-        return f"({', '.join(map(_shown, members_of(node).values()))})"
-    return "a tensor" if type(node) is dict else f"{node!r:.40}"

@@ -13,22 +13,28 @@ with others.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 import msgspec
 from torch.optim import Optimizer
 
 from aiockpt.adapters.kinds import HOW_TO_STEP, NAMES, default_keys, innermost
 from aiockpt.adapters.plain_values import same_content
-from aiockpt.adapters.stored import is_tensor_node, members_of
+from aiockpt.adapters.stored import members_of, show_value
 from aiockpt.format.document import described
 from aiockpt.format.names import dotted, join_name, name_within
 from aiockpt.format.optimizers import OptimizerNode, OptimizerRow
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
 
+logger = logging.getLogger("aiockpt")
+
+_SCHEDULE_KEYS = {"last_epoch", "_last_lr"}
+"""Keys of the dict that the ``state_dict()`` of a learning rate scheduler returns."""
 Id = str | int
 """The identifier of a parameter in a form: a number or a name."""
 
@@ -212,6 +218,31 @@ def is_form(value: object) -> bool:
     return bool(value) and all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value)
 
 
+class OwnStateDicts(dict[str, Any]):
+    """A state with ``state_dict()``s that its maker, an integration, applies to the objects: no user is told of them."""
+
+
+def warn_of_state_dicts(state: Mapping[str, Any], verb: Literal["save", "load"]) -> None:
+    """Warn of dicts that ``state_dict()`` of an optimizer or scheduler returned: a load fills them, and no object."""
+    for name, value in state.items() if isinstance(state, Mapping) and not isinstance(state, OwnStateDicts) else ():
+        # A dict or a list of them is short; a history of losses is not.
+        inner = islice(value.values() if isinstance(value, dict) else value if isinstance(value, list) else (), 8)
+        if not any(is_form(one) or (isinstance(one, dict) and one.keys() >= _SCHEDULE_KEYS) for one in (value, *inner)):
+            continue
+        if verb == "save":
+            logger.warning(
+                '%s: a state_dict() is a copy of one moment; put the object itself into the state: {"%s": %s}. A dict that '
+                "is made once keeps the numbers of that time, and a load fills the dict alone",
+                *(name,) * 3,
+            )
+        else:
+            logger.warning(
+                '%s: the load has filled a state_dict(), and no object: call %s.load_state_dict(state["%s"]) now, or load '
+                'into the object itself: {"%s": %s}',
+                *(name,) * 5,
+            )
+
+
 def find_optimizers(node: Node, path: Path = ()) -> Iterator[SavedOptimizer]:
     """Yield each optimizer, in any form, of a tree of values.
 
@@ -377,7 +408,7 @@ def agreed_values(
             if known is not node and not same_content(known, node, same_tensor):
                 refused.setdefault(
                     key,
-                    f"{key} is {_show(known)} for {first} and {_show(node)} for {speaker} in the checkpoint; "
+                    f"{key} is {show_value(known)} for {first} and {show_value(node)} for {speaker} in the checkpoint; "
                     "give them groups of their own",
                 )
     return {key: node for key, (node, _) in said.items() if key not in refused}, list(refused.values())
@@ -396,7 +427,3 @@ def groups_without_parameters(saved: SavedOptimizer) -> Iterator[dict[str, Node]
 
 def _of_the_optimizer(values: Mapping[str, Node]) -> dict[str, Node]:
     return {key: node for key, node in values.items() if key not in HOW_TO_STEP}
-
-
-def _show(node: Node) -> str:
-    return "a tensor" if is_tensor_node(node) else f"{node!r:.40}"

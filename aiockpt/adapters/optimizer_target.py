@@ -21,11 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from aiockpt.adapters.composite_target import ask_value
-from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.kinds import NAMES
+from aiockpt.adapters.kinds import NAMES, innermost
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.matcher import Matcher
+from aiockpt.adapters.matcher import MakeUp, Matcher
 from aiockpt.adapters.module import (
     OwnLoad,
     SavedModule,
@@ -48,6 +47,7 @@ from aiockpt.adapters.optimizer import (
     view_general,
     view_plain,
 )
+from aiockpt.adapters.optimizer_exact import device_for
 from aiockpt.adapters.optimizer_forms import (
     Id,
     SavedOptimizer,
@@ -61,7 +61,8 @@ from aiockpt.adapters.optimizer_forms import (
     tensor_names,
 )
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.adapters.tensors import facts_of, local_tensors, may_spread, torch_dtype
+from aiockpt.adapters.tensor_kinds import local_tensors, tensor_kind
+from aiockpt.adapters.tensors import facts_of, may_spread, torch_dtype
 from aiockpt.adapters.value_requests import Thunk
 from aiockpt.format.dtypes import same, torch_name
 from aiockpt.format.names import dotted, join_name, prefixes, split_name
@@ -155,7 +156,9 @@ class OptimizerTarget:
         taken = set(exact.values())
         left = [[one for one in some if one not in taken] for some in saved.members]
         guessed = self._guess(msgspec.structs.replace(saved, members=left), exact)
-        return exact | {owner: one for owner, one in guessed.items() if not self._is_another(owner, one, saved)}
+        return exact | {
+            owner: one for owner, one in guessed.items() if not self._names_other_parameter(owner, one, saved)
+        }
 
     def _guess(self, saved: SavedOptimizer, known: Mapping[Path, Id]) -> dict[Path, Id]:
         keys = {owner: dotted(name) for owner, name in self.names.items() if owner not in known}
@@ -187,7 +190,7 @@ class OptimizerTarget:
             for pairs in shapes.values()
         )
 
-    def _is_another(self, owner: Path, one: Id, saved: SavedOptimizer) -> bool:
+    def _names_other_parameter(self, owner: Path, one: Id, saved: SavedOptimizer) -> bool:
         """Return whether the checkpoint has the parameter at *owner*, and *one* of *saved* is the name of another one."""
         mine = self._stored_names.get(dotted(self.names[owner]))
         if mine is None:
@@ -315,21 +318,22 @@ class OptimizerTarget:
         facts = matcher.stored.facts(name)
         if facts is None or not owner.is_spread:
             return matcher.fill(place, name, live, like, beside=beside)
+        mesh = tensor_kind(parameter).mesh
         form: Form = "part" if key in row.part else "whole" if key in row.whole else "like"
         match form_of(owner, live, form, facts[1]):
             case "part":
-                spread = None if live is None else as_dtensor(live.detach(), parameter)
+                spread = None if live is None or mesh is None else mesh.wrap(live.detach(), parameter)
                 tensor = matcher.fill(place, name, spread, parameter, beside=beside)
                 # The DTensor lies in the memory of *live*, which stays in the optimizer itself.
                 if isinstance(live, torch.Tensor) and tensor is spread:
                     return live
-                return local_of(tensor) if is_dtensor(tensor) else tensor
+                return tensor_kind(tensor).local(tensor)
             case "whole":
                 return matcher.fill(place, name, live, parameter.device)
         placements = dict(row.spread).get(key)
-        if live is None and placements is not None and is_dtensor(parameter):
+        if live is None and placements is not None and mesh is not None:
             dtype = torch_dtype(facts[0])
-            live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.stored.axes_of(name))
+            live = mesh.place(placements, parameter, facts[1], dtype, matcher.stored.axes_of(name))
         return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
     def want_rest(self, saved: SavedOptimizer) -> Thunk | None:
@@ -417,13 +421,6 @@ def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
 
 
-def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
-    """Return the tensor or device that new state is like: a step counter is on the CPU unless a kernel reads it."""
-    if key != "step":
-        return parameter
-    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-
-
 def set_value(group: dict[str, Any], key: str, value: Any) -> None:
     """Set one value of a group; a present tensor (a capturable learning rate) is filled, not replaced."""
     here = group.get(key)
@@ -441,6 +438,8 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     node = None if found is None else found.node
     saved = read_form(node, split_name(matcher.stored_name(path)))
     if saved is None:
+        if node is None:
+            matcher.make_ups[id(innermost(optimizer))] = MakeUp()
         _load_own_form(optimizer, path, node, matcher)
         return
     target = OptimizerTarget(optimizer, path, index, matcher)
@@ -452,11 +451,32 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     if misfit is not None:
         for place in _places(target):  # ``only`` may name these places, though nothing of them is loaded
             matcher.selects(place)
+        note_make_up(target, MakeUp)
         matcher.mismatch(path, misfit)
         return
     ids = target.pair(saved)
     groups, states = _want_groups(target, saved, ids), _want_states_of_all(target, saved, ids)
+    if not saved.flat:  # it has a group for each parameter, whatever groups the optimizer had
+        note_make_up(target, lambda: _make_up(target, saved, ids, groups))
     target.apply_later(groups, states, target.want_rest(saved))
+
+
+def note_make_up(target: OptimizerTarget, make_up: Callable[[], MakeUp]) -> None:
+    """Note what becomes of the groups of an optimizer for its schedulers, if the state has any."""
+    if target.index.schedulers_of(target.optimizer) and target.matcher.touches(target.path):
+        target.matcher.make_ups[id(innermost(target.optimizer))] = make_up()
+
+
+def _make_up(
+    target: OptimizerTarget, saved: SavedOptimizer, ids: Mapping[Path, Id], groups: Sequence[Thunks]
+) -> MakeUp:
+    """Return what becomes of the groups of an optimizer whose values all come from the optimizer of the checkpoint."""
+    pairs = list(zip(target.members, map(set, saved.members), strict=False))
+    lined_up = len(target.members) == len(saved.members) and all(
+        not owners or ((known := {ids[one] for one in owners if one in ids}) and known <= there)
+        for owners, there in pairs
+    )
+    return MakeUp(bool(lined_up), [number for number, values in enumerate(groups) if "lr" in values])
 
 
 def _places(target: OptimizerTarget) -> Iterator[Path]:

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from aiockpt.adapters.composites import COMPOSITE, is_composite
+from aiockpt.adapters.composites import COMPOSITE
 from aiockpt.adapters.leaves import read_plain_leaf, share
 from aiockpt.adapters.stored import Stored, members_of
+from aiockpt.adapters.tensor_kinds import tensor_kind
 from aiockpt.adapters.tensors import hold, misfit, number_misfit, write_number
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name
@@ -371,7 +372,7 @@ class ValueMatch:
         if node[TAG] != "tensor":
             why = "a tensor that is made of others is filled only where it has a name of its own"
             self._replace(here, path, why)
-        elif is_composite(here):
+        elif tensor_kind(here).in_parts:
             return
         elif (problem := self._tensor_misfit(here, node["name"], path)) is None:
             self.tensors[path] = here

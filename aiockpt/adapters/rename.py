@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from aiockpt.errors import UsageError, kind_in_words
-from aiockpt.format.names import join_name, prefixes, split_name
+from aiockpt.format.names import dotted, join_name, prefixes, split_name
 from aiockpt.state.tree import Path
 
 
@@ -99,6 +99,13 @@ class Renaming:
                     return self._mapping[prefix] + name[len(prefix) :]
         return name
 
+    def keys(self, here: str, own: Collection[str], there: str, saved: Collection[str]) -> dict[str, str]:
+        """Return saved key → key of the state, of a dict in the state of an object: see `Renamed.keys`."""
+        pairs = [(key, self(name), name) for key in own if (name := f"{here}.{key}")]
+        if self._mapping is not None:
+            self._seen.update(part for _, _, name in pairs for part in prefixes(name))
+        return {old[len(there) + 1 :]: key for key, old, name in pairs if old != name and old.startswith(f"{there}.")}
+
     def note_path(self, path: Path) -> None:
         """Note that the state has a leaf at *path*, whether it is loaded or not."""
         if self._mapping is not None:
@@ -121,7 +128,9 @@ class Renaming:
     def _idle_entries(self, stored: Collection[str], *, state_is_whole: bool) -> Iterator[str]:
         if not self._mapping:
             return
-        there = {prefix for name in stored for prefix in prefixes(name)}
+        # Also as `keys` sees them: with only dots between the parts of a key.
+        names = {*stored, *map(dotted, stored)}
+        there = {prefix for name in names for prefix in prefixes(name)}
         for here, target in self._mapping.items():
             faults = []
             if state_is_whole and here not in self._seen:
@@ -144,6 +153,7 @@ class Renamed:
     argument = "rename="
 
     def __init__(self, rules: Rules, names: Collection[str]) -> None:
+        self._rules = rules
         self._new = {name: new for name in names if (new := rules(name)) != name}
         self._old: dict[str, list[str]] = defaultdict(list)
         for name, new in self._new.items():
@@ -171,6 +181,16 @@ class Renamed:
                 return found
         self._asked.add(name)
         return name
+
+    def keys(self, here: str, own: Collection[str], there: str, saved: Collection[str]) -> dict[str, str]:
+        """Return saved key → key of the state, of a dict in the state of an object that the rules rename.
+
+        Args:
+            here: the name of the dict in the state, with dots only; *own* are its keys.
+            there: that in the checkpoint; *saved* are its keys.
+        """
+        new = ((key, self._rules(f"{there}.{key}")) for key in saved)
+        return {key: name[len(here) + 1 :] for key, name in new if name.startswith(f"{here}.")}
 
     def note_path(self, path: Path) -> None:
         """Does nothing: a rule may have nothing to rename."""

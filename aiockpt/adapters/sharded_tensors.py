@@ -10,7 +10,7 @@ Importing this module does not import torch's class: as long as that is not load
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import torch
@@ -135,52 +135,45 @@ def _check_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
                 raise UsageError(f"{where} and one at {other.offsets} of shape {other.sizes} overlap")
 
 
-def is_sharded_tensor(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Return whether *tensor*, which is no DTensor, lists its local shards."""
-    return isinstance(tensor, Shards) or is_torchs(tensor) or (isinstance(tensor, torch.Tensor) and is_foreign(tensor))
-
-
 def is_torchs(tensor: object) -> TypeGuard[ShardedTensor]:
     """Return whether *tensor* is a ``ShardedTensor`` of torch."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
-def is_foreign(tensor: object) -> bool:
-    """Return whether *tensor* has the methods that ``torch.distributed.checkpoint`` calls on foreign tensors."""
+def has_chunk_methods(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that is no DTensor has the methods by which ``torch.distributed.checkpoint`` reads chunks."""
     return hasattr(type(tensor), _CHUNKS) and hasattr(type(tensor), _CHUNK)
 
 
-def hold_sharded_tensor(tensor: Any) -> LocalShards:
-    """Return what this rank holds of *tensor*."""
-    if isinstance(tensor, Shards):
-        return tensor.held
-    pairs = _parts_of_torchs(tensor) if is_torchs(tensor) else _parts_of_foreign(tensor)
+def hold_torchs(tensor: ShardedTensor) -> LocalShards:
+    """Return what this rank holds of a ``ShardedTensor``."""
+    pairs = (
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in tensor.local_shards()
+    )
+    return _hold(tensor, pairs)
+
+
+def hold_foreign(tensor: Any) -> LocalShards:
+    """Return what this rank holds of a tensor with chunks."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    chunks = getattr(tensor, _CHUNKS)()
+    indices = (MetadataIndex("", chunk.offsets, number) for number, chunk in enumerate(chunks))
+    pairs = (
+        (Box(tuple(chunk.offsets), tuple(chunk.sizes)), getattr(tensor, _CHUNK)(index))
+        for chunk, index in zip(chunks, indices, strict=True)
+    )
+    return _hold(tensor, pairs)
+
+
+def _hold(tensor: Any, pairs: Iterable[tuple[Box, torch.Tensor]]) -> LocalShards:
     pieces = tuple(LocalPiece((box,), local.detach()) for box, local in pairs if local.numel())
     nothing = LocalPiece((), torch.empty(0, dtype=tensor.dtype))
     return LocalShards(tuple(tensor.size()), pieces or (nothing,))
 
 
-def _parts_of_torchs(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
-    return [
-        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
-        for shard in tensor.local_shards()
-    ]
-
-
-def _parts_of_foreign(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    chunks = getattr(tensor, _CHUNKS)()
-    indices = (MetadataIndex("", chunk.offsets, number) for number, chunk in enumerate(chunks))
-    return [
-        (Box(tuple(chunk.offsets), tuple(chunk.sizes)), getattr(tensor, _CHUNK)(index))
-        for chunk, index in zip(chunks, indices, strict=True)
-    ]
-
-
-def empty_like_sharded_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor of *dtype* with the same local shards as *tensor*."""
-    if isinstance(tensor, Shards):
-        return tensor.empty_like(dtype)
+def empty_like_foreign(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | None) -> torch.Tensor:
+    """Return a new tensor of *dtype* with the same local shards as *tensor*, which its own class makes."""
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False)

@@ -117,6 +117,11 @@ def is_tensor_node(node: Node) -> bool:
     return type(node) is dict and node.get(TAG) == "tensor"
 
 
+def is_leaf(node: Node) -> bool:
+    """Return whether a node has no members for certain: it is the node of a module or of an optimizer."""
+    return type(node) is dict and node.get(TAG) in ("module", "optimizer")
+
+
 def members_of(node: Node) -> Mapping[Any, Node]:
     """Return the items of a container by parts of names (text keys, integer keys, positions); nothing for a leaf."""
     if type(node) is dict and TAG not in node:
@@ -125,6 +130,13 @@ def members_of(node: Node) -> Mapping[Any, Node]:
     if type(items) is list:
         return dict(enumerate(items))
     return {key: child for key, child in _pairs_of(node) if type(key) in (str, int)}
+
+
+def show_value(node: Node) -> str:
+    """Return a plain value of a group as text for a message."""
+    if type(node) is dict and node.get(TAG) == "tuple":
+        return f"({', '.join(map(show_value, members_of(node).values()))})"
+    return "a tensor" if is_tensor_node(node) else f"{node!r:.40}"
 
 
 def metadata_in(node: Node) -> Node | None:

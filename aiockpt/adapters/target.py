@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, Literal
 
@@ -11,27 +12,28 @@ import msgspec
 import torch
 
 from aiockpt.adapters.composite_target import load_tensor
-from aiockpt.adapters.composites import is_composite, is_composite_node
+from aiockpt.adapters.composites import is_composite_node
 from aiockpt.adapters.differences import Strict
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import kind_of, members
-from aiockpt.adapters.leaves import read_plain_leaf
+from aiockpt.adapters.leaves import LeafReader, read_plain_leaf
 from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module import is_saved_module, load_module, load_saved_module
-from aiockpt.adapters.objects import load_loader, load_own, load_stateful
+from aiockpt.adapters.objects import load_loader, load_own, load_schedulers, load_stateful
 from aiockpt.adapters.optimizer_by_parameter import load_by_parameter, note_unused
+from aiockpt.adapters.optimizer_exact import load_exactly
 from aiockpt.adapters.optimizer_forms import find_optimizers, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer, node_for
 from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
 from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.stored import Stored, is_tensor_node, members_of, metadata_in
-from aiockpt.adapters.tensors import ORDINARY
-from aiockpt.adapters.value_requests import Thunk
+from aiockpt.adapters.tensor_kinds import ORDINARY, tensor_kind
+from aiockpt.adapters.value_requests import OWN_KINDS, Thunk
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.document import collector_paused
 from aiockpt.format.names import join_name, name_within
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry, field
-from aiockpt.state.tree import Decoder, Path, set_metadata
+from aiockpt.state.tree import SCALARS, Decoder, Path, set_metadata
 
 # Dicts, lists and tuples that are loaded part by part.
 #
@@ -139,6 +141,8 @@ def open_target(
     )
     with collector_paused():  # it would walk the objects of a big process several times, and free nothing
         _load_parts(state, (), Index(state), matcher)
+        if matcher.schedulers:
+            load_schedulers(matcher)
         if matcher.optimizers and judge_unexpected and only is None:
             note_unused(matcher)
         return matcher.finish()
@@ -173,8 +177,10 @@ def _load_part(container: Any, key: Any, path: Path, index: Index, matcher: Matc
         case "module":
             load_module(value, path, index.slice_of, matcher)
         case "optimizer":
-            load = load_optimizer if matcher.optimizers is None else load_by_parameter
-            load(value, path, index, matcher)
+            if matcher.optimizers is not None:
+                load_by_parameter(value, path, index, matcher)
+            elif not load_exactly(value, path, index, matcher):
+                load_optimizer(value, path, index, matcher)
         case "tensor":
             _load_tensor(container, key, path, matcher)
         case "container" | "value" if _load_saved_object(container, key, path, matcher):
@@ -210,7 +216,7 @@ def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None
     """Load a bare tensor; a 0-d tensor also accepts a saved number."""
     found, tensor = matcher.find(path), container[key]
     node = msgspec.UNSET if found is None else found.node
-    if node is not msgspec.UNSET and not is_composite(tensor) and not is_composite_node(node):
+    if node is not msgspec.UNSET and not tensor_kind(tensor).in_parts and not is_composite_node(node):
         if name_of_node(node) not in ("tensor", "numpy.ndarray"):
             _load_value(container, key, path, matcher)
             return
@@ -220,10 +226,33 @@ def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None
 
 def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
     found = matcher.find(path)
-    if found is not None:
+    if found is not None and type(found.node) in SCALARS and type(found.node) is type(container[key]):
+        _load_scalar(container, key, path, found.node, matcher)
+    elif found is not None:
         _load_node(container, key, path, found.node, matcher)
     elif matcher.selects_whole(path, "it is one plain value"):
         matcher.miss(path)
+
+
+def _load_scalar(container: Any, key: Any, path: Path, node: Any, matcher: Matcher) -> None:
+    """Load a number, a text or None over another of its type: there is nothing to decode, and nothing to fill."""
+    if may_be_set(container, path, matcher):
+        matcher.skip(matcher.stored_name(path))
+        matcher.rewrites(path)
+        matcher.later(partial(set_part, container, key, lambda: node))
+
+
+def may_be_set(container: Any, path: Path, matcher: Matcher) -> bool:
+    """Return whether the part at *path* is selected, and can be set in its *container*.
+
+    Raises:
+        UsageError: it is selected, and cannot.
+    """
+    if not matcher.selects_whole(path, "it is one plain value"):
+        return False
+    if not isinstance(container, MutableMapping | list):
+        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
+    return True
 
 
 def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -> bool:
@@ -243,11 +272,7 @@ def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -
 
 
 def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher) -> None:
-    if not matcher.selects_whole(path, "it is one plain value"):
-        return
-    if not isinstance(container, MutableMapping | list):
-        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
-    value = matcher.values.refill(path, container[key], node)
+    value = matcher.values.refill(path, container[key], node) if may_be_set(container, path, matcher) else None
     if value is not None:
         matcher.later(lambda: set_part(container, key, value))
 
@@ -258,8 +283,11 @@ class TensorRef(msgspec.Struct, frozen=True):
     name: str
 
 
-def read_tree(stored: Stored) -> Any:
+def read_tree(stored: Stored, read: Callable[[str], torch.Tensor] | None = None) -> Any:
     """Return the values of a whole checkpoint without objects to fill: nested dicts, with `TensorRef` for tensors.
+
+    Args:
+        read: returns a tensor, for long lists and bytes, which are stored as one; None: they are a `TensorRef`, too.
 
     Modules become their extra values, optimizers their groups and values, other objects their saved ``state_dict()``; a
     value written by a codec becomes `Opaque`.
@@ -267,17 +295,22 @@ def read_tree(stored: Stored) -> Any:
     Raises:
         ManifestError: the tree is damaged.
     """
-    decoder = Decoder(None, _Untouched(stored))
+    decoder = Decoder(None, _Untouched(stored, read))
     return decoder.decode(stored.values, ())
 
 
 class _Untouched:
     """Decodes the nodes of objects and frameworks without making tensors."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Stored, read: Callable[[str], torch.Tensor] | None) -> None:
         self._own = stored.per_rank if isinstance(stored.per_rank, Mapping) else {}
+        self._read = read
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        if kind in OWN_KINDS and self._read is not None:
+            reader, name = LeafReader(), field(node, "name", str)
+            reader.put(name, path, self._read(name))
+            return reader.decode(kind, node, path, decoder)
         match kind:
             case "tensor" | "numpy.ndarray" | "stored" | "numbers":
                 return TensorRef(field(node, "name", str))

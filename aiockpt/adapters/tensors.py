@@ -16,7 +16,6 @@ import math
 import re
 import sys
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 from operator import attrgetter, eq, mul
 from typing import Any, TypeGuard
 
@@ -25,23 +24,18 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
-from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
-from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
-from aiockpt.adapters.sharded_tensors import empty_like_sharded_tensor, hold_sharded_tensor, is_sharded_tensor
+from aiockpt.adapters.local_shards import FlatRange, LocalShards
+from aiockpt.adapters.tensor_kinds import ORDINARY, PLAIN, local_tensors, tensor_kind
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import TORCH_NAMES, from_torch_name, itemsize, same, torch_name
 from aiockpt.format.manifest import MAX_RANK
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
-from aiockpt.state.geometry import Box
-from aiockpt.state.layout import axes_in_memory, fits_order
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path, refuse
 
 _DISPATCH = attrgetter("__torch_dispatch__")
 _LAYOUT, _IS_NESTED, _DTYPE, _SHAPE = map(attrgetter, ("layout", "is_nested", "dtype", "shape"))
 _STRIDED = frozenset({torch.strided})
-ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Classes whose tensors are never spread over ranks, and are composite only by their layout."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
@@ -78,14 +72,14 @@ def describe(
     """
     if not name or name == "__metadata__" or len(name.encode()) > MAX_NAME_BYTES:
         refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
-    held = hold(tensor, path, flat)
+    held, kind = hold(tensor, path, flat), PLAIN if flat is not None else tensor_kind(tensor)
     shards = shards_of(
         name,
         dtype_code(tensor.dtype),
         held,
-        tensor if is_dtensor(tensor) else None,
+        kind.counter(tensor),
         may_differ,
-        _axes_of(tensor, held, flat),
+        kind.axes(tensor, held) if flat is None else flat.axes,  # a slice of a flat parameter is 1-D
         is_buffer or getattr(tensor, "_is_buffer", False),  # a torch.nn.Buffer
     )
     return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
@@ -97,18 +91,14 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Loc
     Raises:
         UnsupportedStateError: it cannot be stored.
     """
-    held = None
-    if flat is None and is_spread(tensor):
-        held = hold_dtensor(tensor, path) if is_dtensor(tensor) else hold_sharded_tensor(tensor)
+    kind = PLAIN if flat is not None else tensor_kind(tensor)
+    held = kind.hold(tensor, path) if kind.is_spread else None
     for local in [tensor] if held is None else [piece.local for piece in held.pieces]:
         if (reason := _unsupported(local)) is not None:
             refuse(path, reason)
     if held is not None:
         return held
-    if flat is not None:
-        return flat.hold(tensor)
-    shape = tuple(tensor.shape)
-    return LocalShards(shape, (LocalPiece(whole_boxes(shape), tensor),))
+    return kind.hold(tensor, path) if flat is None else flat.hold(tensor)
 
 
 def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, tuple[int, ...]] | None:
@@ -159,28 +149,6 @@ def shards_of(
     )
 
 
-def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) -> tuple[int, ...] | None:
-    """Return the order in memory of the global tensor's axes, derived from this rank's part; None for row-major.
-
-    A slice of a flat parameter is 1-D: *flat* records the order. A local tensor of a single row fits several orders; the
-    order of its DTensor is chosen where it is among them, so that ranks with uneven parts return the same.
-    """
-    if flat is not None:
-        return flat.axes
-    if is_dtensor(tensor):
-        local = local_of(tensor)
-        axes = axes_in_memory(tensor.shape, tensor.stride())
-        if axes is not None and local.numel() and fits_order(local.shape, local.stride(), axes):
-            return axes
-        return axes_in_memory(local.shape, local.stride()) if local.dim() == tensor.dim() else None
-    first, *others = (piece.local for piece in held.pieces)
-    plainly = first.is_contiguous() and 1 not in first.shape  # true of most, and cheap to check
-    axes = None if plainly else axes_in_memory(first.shape, first.stride())
-    if axes is None or not all(fits_order(local.shape, local.stride(), axes) for local in others):
-        return None
-    return axes
-
-
 def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
     """Return `Leaf.memory`; the object's identity where this rank holds no elements, so that all ranks have equal ties."""
     keys = [(memory_key(shard.data), shard.boxes) for shard in shards]
@@ -190,43 +158,14 @@ def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
     return (shape, *keys)
 
 
-def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | None = None) -> torch.Tensor:
-    """Return a new tensor of *dtype*, spread over ranks like *tensor*; no communication.
-
-    Args:
-        axes: the order of the axes in memory, slowest first; None keeps the layout of *tensor*.
-    """
-    if is_dtensor(tensor):
-        return empty_like_dtensor(tensor, dtype, axes)
-    if is_sharded_tensor(tensor):
-        return empty_like_sharded_tensor(tensor, dtype)
-    if axes is None:
-        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-    return torch.empty_permuted(tensor.shape, tuple(axes), dtype=dtype, device=tensor.device)
-
-
-def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Return whether the elements of *tensor* are in local tensors, on several ranks."""
-    return type(tensor) not in ORDINARY and (is_dtensor(tensor) or is_sharded_tensor(tensor))
-
-
-def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
+def lies_at_address(tensor: object) -> TypeGuard[torch.Tensor]:
     """Return whether *tensor* is one whose bytes lie at its own address."""
-    return isinstance(tensor, torch.Tensor) and not is_spread(tensor) and _unsupported(tensor) is None
+    return isinstance(tensor, torch.Tensor) and not tensor_kind(tensor).is_spread and _unsupported(tensor) is None
 
 
 def may_spread() -> bool:
     """Return whether there can be DTensors in this process at all."""
     return "torch.distributed.tensor" in sys.modules
-
-
-def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the local tensors with this rank's elements of *tensor*: itself if plain; nothing for a lazy parameter."""
-    if is_spread(tensor):
-        if is_dtensor(tensor):
-            return [local_of(tensor)]
-        return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
-    return [] if is_uninitialized(tensor) else [tensor]
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
@@ -342,12 +281,6 @@ def tensor_name(path: Path, rank: int | None = None) -> str:
     return name if rank is None else f"{name}@rank{rank}"
 
 
-@lru_cache(maxsize=1 << 12)
-def whole_boxes(shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the one box of a tensor that is held whole; a state has few shapes and many tensors."""
-    return (Box.whole(shape),)
-
-
 _CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
 _COPIED = {dtype for dtype in _CODES if not re.fullmatch(r"torch\.(u?int[1-7]|float4_e2m1fn_x2)", str(dtype))}
 # Without complex dtypes: such a tensor may be lazily conjugated, which `plain_addresses` does not check.
@@ -396,7 +329,7 @@ def new_tensor(
         and not is_uninitialized(like)
         and (flat is not None or tuple(like.shape) == shape)
     ):
-        return empty_like(like, dtype, axes if flat is None else None)
+        return tensor_kind(like).empty_like(like, dtype, axes if flat is None else None)
     device = like if isinstance(like, torch.device) else like.device
     if axes is None:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ import torch
 from aiockpt.adapters.leaves import LeafReader, LeafWriter, read_plain_leaf
 from aiockpt.adapters.plain_values import Filling, ValueMatch, has_named_parts, refill
 from aiockpt.adapters.stored import Stored, members_of
-from aiockpt.adapters.tensors import is_spread
+from aiockpt.adapters.tensor_kinds import tensor_kind
 from aiockpt.format.names import Names, name_within
 from aiockpt.state.codecs import CodecRegistry, field
 from aiockpt.state.tree import Decoder, Encoder, Node, Path, damaged
@@ -81,6 +81,7 @@ class ValueRequests:
 
     Attributes:
         filling: the objects that will be filled.
+        incomplete: dicts that get the values which only the checkpoint has: `complete`.
         decodes: functions that decode the values with tensors, before the first step.
         whole: the filled tensors of the state, and the new tensors, by tied name.
     """
@@ -90,7 +91,7 @@ class ValueRequests:
         self._stored = load.stored
         self._codecs = codecs
         self.filling = Filling(load.stored, codecs, load.note)
-        self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Thunk], object]]] = []
+        self.incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Thunk], object]]] = []
         self._to_make: list[tuple[Need, LeafReader]] = []
         self.decodes: list[Callable[[], object]] = []
         self.whole: dict[str, torch.Tensor] = {}
@@ -148,8 +149,9 @@ class ValueRequests:
 
         def ask(need: Need) -> None:
             live = here.get(need.path)
-            if is_spread(live) or need.kind in OWN_KINDS:
-                like = live if is_spread(live) else _local_device(need.device)
+            spread = live if live is not None and tensor_kind(live).is_spread else None
+            if spread is not None or need.kind in OWN_KINDS:
+                like = _local_device(need.device) if spread is None else spread
                 reader.put(need.name, need.path, self._load.fill(need.path, need.name, None, like))
             else:
                 name = self._stored.same_tensor(need.name)
@@ -181,7 +183,7 @@ class ValueRequests:
 
     def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Thunk], object]) -> None:
         """Request that the dict at *path* get the plain values of *node* that are not *here*, unless they are used."""
-        self._incomplete.append((path, node, here, add))
+        self.incomplete.append((path, node, here, add))
 
     def encoder(self) -> Encoder:
         """Return an encoder of plain values that stores no tensors."""
@@ -191,7 +193,7 @@ class ValueRequests:
 
     def note_filled(self, name: str, tensor: torch.Tensor) -> None:
         """Note that a *tensor* of the state is filled from tensor *name*."""
-        if not is_spread(tensor):
+        if not tensor_kind(tensor).is_spread:
             self.whole.setdefault(self._stored.same_tensor(name), tensor)
 
     def add_missing(self, known_names: Callable[[], Names]) -> None:
@@ -201,10 +203,8 @@ class ValueRequests:
             known_names: returns the names that the state refers to; a value that ``map=`` assigned to another part of the
                 state is used there.
         """
-        if not self._incomplete:
-            return
         known = known_names()
-        for path, node, here, add in self._incomplete:
+        for path, node, here, add in self.incomplete:
             root = self._load.stored_name(path)
             for key, inner in members_of(node).items():
                 if key in here or has_named_parts(inner) or known.reach(name := name_within(root, key)):

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter, methodcaller
+from operator import attrgetter, call, contains, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 
-from aiockpt.adapters.dtensors import is_dtensor
-from aiockpt.adapters.sharded_tensors import is_foreign, is_torchs
-from aiockpt.adapters.tensors import is_lazy, local_tensors
+from aiockpt.adapters.tensor_kinds import tensor_kind
+from aiockpt.adapters.tensors import is_lazy
 
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -30,8 +29,7 @@ _HIDDEN = itemgetter("_non_persistent_buffers_set")
 _PARTS = itemgetter(*_HELD, *_HOOKS)
 _DTYPE = attrgetter("dtype")
 _VALUES = methodcaller("values")
-_SPREAD = attrgetter("_local_tensor", "_spec")
-_SHARD = attrgetter("tensor")
+_CALL: Any = call  # typed, it would refuse a getter of one argument
 
 
 class Watch:
@@ -43,10 +41,10 @@ class Watch:
         self._key_only: list[Mapping[Any, Any]] = []
         self._entries: list[tuple[Mapping[Any, Any], Any]] = []
         self._lists: list[list[Any]] = []
-        self._attributes: list[tuple[Callable[[Any], Any], Any]] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        self._owners: list[Any] = []
         self._modules: list[torch.nn.Module] = []
         self._own: list[dict[str, Any]] = []
-        self._spread: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[int] = []
         self._identities: list[list[Any]] = []
@@ -69,7 +67,8 @@ class Watch:
 
     def attribute(self, get: Callable[[Any], Any], owner: Any) -> None:
         """Watch what *get* of *owner* returns, by identity."""
-        self._attributes.append((get, owner))
+        self._getters.append(get)
+        self._owners.append(owner)
 
     def module(self, module: torch.nn.Module) -> None:
         """Watch one module (not its children): its class, parameters, buffers, submodules, and that no hook appears."""
@@ -90,15 +89,9 @@ class Watch:
 
         A lazily conjugated tensor never passes the check, and need not: a walk copies it.
         """
-        if is_dtensor(tensor):
-            self._spread.append(tensor)
-        elif is_torchs(tensor):
-            self.items(tensor.local_shards())
-            for shard in tensor.local_shards():
-                self.attribute(_SHARD, shard)
-        elif is_foreign(tensor):  # whether its chunks are new ones cannot be determined
-            self.attribute(_anew, tensor)
-        self._tensors += local_tensors(tensor)
+        kind = tensor_kind(tensor)
+        kind.watch(tensor, self)
+        self._tensors += kind.local_tensors(tensor)
 
     def seal(self) -> None:
         """End the recording: the present state of all watched objects is the one to compare with."""
@@ -131,21 +124,16 @@ class Watch:
         yield chain.from_iterable(self._key_only)
         yield chain.from_iterable(self._lists)
         yield (mapping[key] for mapping, key in self._entries)
-        yield (get(owner) for get, owner in self._attributes)
+        yield map(_CALL, self._getters, self._owners)
         yield map(type, self._modules)
         yield map(vars, self._modules)
         yield chain.from_iterable(map(_PARTS, self._own))
-        yield chain.from_iterable(map(_SPREAD, self._spread))
 
     def _tensors_hold(self) -> bool:
         try:
             return list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers and self._views_hold()
         except RuntimeError:  # moved to another device or layout, where the two cannot be compared
             return False
-
-
-def _anew(tensor: torch.Tensor) -> object:
-    return object()
 
 
 def _never() -> bool:

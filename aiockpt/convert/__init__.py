@@ -13,7 +13,7 @@ reads the weights of any step where they lie.
 
 from __future__ import annotations
 
-from aiockpt.convert.conversions import Converted as Converted
+from aiockpt.convert.choice import Converted as Converted
 from aiockpt.convert.conversions import from_hugging_face as from_hugging_face
 from aiockpt.convert.conversions import to_hugging_face as to_hugging_face
 from aiockpt.convert.weight_reader import Weights as Weights

@@ -9,6 +9,7 @@ Tensors that are parts of plain values (long bytes and lists, a module's extra s
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -43,6 +44,59 @@ class Chosen(msgspec.Struct, frozen=True):
     weights: tuple[Weight, ...]
     ties: dict[str, str]
     left_out: tuple[str, ...] = ()
+
+
+class Converted(msgspec.Struct, frozen=True):
+    """The result of a conversion, or of its plan (``dry_run``).
+
+    Attributes:
+        step: of the checkpoint; *url*: of what was written, the folder or the checkpoint's place.
+        prefix: the part of the state that holds the weights.
+        files: names of the folder's files.
+        tensor_count: of tensors; *dtypes*: how many of each dtype, as they were written.
+        ties: names that share the memory of another tensor → its name.
+        bytes: of the files that were written, headers included.
+        dry_run: whether nothing was written.
+        left_out: names of weights that the folder lacks, because the step was saved without them.
+        linked: whether the files are links to those of the step.
+    """
+
+    step: int
+    url: str
+    prefix: str
+    files: tuple[str, ...]
+    tensor_count: int
+    dtypes: dict[str, int]
+    ties: dict[str, str]
+    bytes: int
+    dry_run: bool
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+    linked: bool = False
+
+
+def exported(
+    manifest: Manifest, chosen: Chosen, files: Mapping[str, int], url: str, *, dry_run: bool, linked: bool = False
+) -> Converted:
+    """Return the result of a conversion to the folder *url*; *files* are its files of weights, with their bytes."""
+    return Converted(
+        step=manifest.step,
+        url=url,
+        prefix=chosen.prefix,
+        files=tuple(files),
+        tensor_count=len(chosen.weights),
+        dtypes=count_dtypes(weight.becomes for weight in chosen.weights),
+        ties=chosen.ties,
+        bytes=sum(files.values()),
+        dry_run=dry_run,
+        left_out=chosen.left_out,
+        linked=linked,
+    )
+
+
+def count_dtypes(dtypes: Iterable[str]) -> dict[str, int]:
+    """Return how many there are of each, the most first."""
+    return dict(Counter(dtypes).most_common())
 
 
 def parse_prefix(prefix: str) -> Path:

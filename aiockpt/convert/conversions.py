@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,12 +12,13 @@ import torch
 
 from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.convert.casting import parse_dtype
+from aiockpt.convert.choice import Converted
 from aiockpt.convert.folder_layout import SHARD_BYTES
 from aiockpt.convert.inbound import ImportRequest, convert_folder
 from aiockpt.convert.links import link_step
 from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.convert.source import SUFFIX
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.submit import check_step
 from aiockpt.errors import UsageError
 from aiockpt.futures import Future
@@ -26,36 +27,7 @@ from aiockpt.session.checkpointer import Checkpointer, Place
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
-Convert = Callable[[Destination, Backend, int], Awaitable["Converted"]]
-
-
-class Converted(msgspec.Struct, frozen=True):
-    """The result of a conversion, or of its plan (``dry_run``).
-
-    Attributes:
-        step: of the checkpoint; *url*: of what was written, the folder or the checkpoint's place.
-        prefix: the part of the state that holds the weights.
-        files: names of the folder's files.
-        tensor_count: of tensors; *dtypes*: how many of each dtype, as they were written.
-        ties: names that share the memory of another tensor → its name.
-        bytes: of the files that were written, headers included.
-        dry_run: whether nothing was written.
-        left_out: names of weights that the folder lacks, because the step was saved without them.
-        linked: whether the files are links to those of the step.
-    """
-
-    step: int
-    url: str
-    prefix: str
-    files: tuple[str, ...]
-    tensor_count: int
-    dtypes: dict[str, int]
-    ties: dict[str, str]
-    bytes: int
-    seconds: float
-    dry_run: bool
-    left_out: tuple[str, ...] = ()
-    linked: bool = False
+Convert = Callable[[Destination, Backend], Awaitable[Converted]]
 
 
 def to_hugging_face(
@@ -109,24 +81,8 @@ def to_hugging_face(
         Rules(rename),
     )
 
-    async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
-        done = await (link_step if link else convert_step)(steps, place, request, on_written)
-        return Converted(
-            step=done.manifest.step,
-            url=place.url,
-            prefix=done.chosen.prefix,
-            files=done.files,
-            tensor_count=len(done.chosen.weights),
-            dtypes=_count(weight.becomes for weight in done.chosen.weights),
-            ties=done.chosen.ties,
-            bytes=done.file_bytes,
-            linked=link,
-            seconds=steps.engine.since_s(begun_ns),
-            dry_run=dry_run,
-            left_out=done.chosen.left_out,
-        )
-
-    return _start(checkpointer, folder, f"conversion to {_called(folder)}", convert)
+    work = partial(link_step if link else convert_step, request=request, on_written=on_written)
+    return _start(checkpointer, folder, f"conversion to {_called(folder)}", work)
 
 
 def from_hugging_face(
@@ -165,22 +121,8 @@ def from_hugging_face(
     step = check_step(step)
     request = ImportRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only, Rules(rename))
 
-    async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
-        done = await convert_folder(steps, place, request, on_written)
-        return Converted(
-            step=step,
-            url=steps.places[0].backend.url,
-            prefix=done.prefix,
-            files=done.files,
-            tensor_count=len(done.state.tensors),
-            dtypes=_count(shard.dtype for shard in done.state.tensors),
-            ties=dict(done.state.alias),
-            bytes=done.file_bytes,
-            seconds=steps.engine.since_s(begun_ns),
-            dry_run=dry_run,
-        )
-
-    return _start(checkpointer, folder, f"conversion of {_called(folder)}", convert)
+    work = partial(convert_folder, request=request, on_written=on_written)
+    return _start(checkpointer, folder, f"conversion of {_called(folder)}", work)
 
 
 def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Convert) -> Future[Converted]:
@@ -190,7 +132,8 @@ def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Conver
         begun_ns = steps.engine.now_ns()
         place = open_backend(folder, world=steps.engine.world)
         try:
-            return await convert(steps, place, begun_ns)
+            done = await convert(steps, place)
+            return msgspec.structs.replace(done, seconds=steps.engine.since_s(begun_ns))
         finally:
             if place is not folder:
                 await place.close()
@@ -209,7 +152,3 @@ def _split_file(place: Place) -> tuple[Place, str | None]:
 
 def _called(place: Place) -> str:
     return redact(os.fspath(place)) if isinstance(place, str | os.PathLike) else place.url
-
-
-def _count(dtypes: Iterable[str]) -> dict[str, int]:
-    return dict(Counter(dtypes).most_common())

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aiockpt.convert.choice import Chosen, choose_weights
+from aiockpt.convert.choice import Chosen, Converted, choose_weights, exported
 from aiockpt.convert.folder_layout import encode_index, file_names
-from aiockpt.convert.outbound import ExportRequest, Outbound
+from aiockpt.convert.outbound import ExportRequest
 from aiockpt.convert.publish import check_target, open_target
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import verify_files
 from aiockpt.errors import UsageError, from_os_error
@@ -31,8 +31,8 @@ _ADVICE = (
 
 
 async def link_step(
-    destination: Destination, folder: Backend, request: ExportRequest, on_read: Callable[[int], object]
-) -> Outbound:
+    destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]
+) -> Converted:
     """Make *folder* of links to the files of a step; a dry run only checks whether that is possible.
 
     Raises:
@@ -50,17 +50,18 @@ async def link_step(
         )
     paths = {index: Path(root, manifest.id, manifest.files[index].p) for index in _files_of(manifest, chosen)}
     names = dict(zip(paths, file_names(len(paths)), strict=True))
-    linked = Outbound(manifest, chosen, tuple(names.values()), sum(manifest.files[index].size for index in paths))
+    sizes = {name: manifest.files[index].size for index, name in names.items()}
+    done = exported(manifest, chosen, sizes, folder.url, dry_run=request.dry_run, linked=True)
     await run_blocking(engine.state_work, _check_names, manifest, chosen, paths)
     if request.dry_run:
         await check_target(folder, request.replace)
-        return linked
+        return done
     async with open_target(folder, engine.world, 0, request.replace) as target, found.place.reading(manifest.id):
-        await verify_files(found.place, manifest, on_read, only=tuple(paths))
+        await verify_files(found.place, manifest, on_written, only=tuple(paths))
         for index, path in paths.items():
             await target.link(names[index], str(path))
         await target.publish(_index(manifest, chosen, names))
-    return linked
+    return done
 
 
 def _files_of(manifest: Manifest, chosen: Chosen) -> list[int]:

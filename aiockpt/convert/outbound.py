@@ -13,20 +13,18 @@ import torch
 from aiockpt.adapters.rename import Rules
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.casting import Cast, cast_all
-from aiockpt.convert.choice import Chosen, choose_weights
+from aiockpt.convert.choice import Converted, choose_weights, exported
 from aiockpt.convert.folder_layout import FolderFile, plan_folder
 from aiockpt.convert.publish import check_target, open_target
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine, Place
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import LoadMemory
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.copy import Windows
-from aiockpt.pipeline.discover import StepCopy
-from aiockpt.pipeline.fetch import StepFiles
-from aiockpt.planning.read_plan import GAP, Landing
-from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import flat_range_boxes
 from aiockpt.state.shards import TensorShard
 from aiockpt.storage.backend import Backend
@@ -51,9 +49,13 @@ class Slices:
     def __init__(self, place: Place, manifest: Manifest) -> None:
         self._engine = place.engine
         self._manifest = manifest
-        self._files = StepFiles(StepCopy(place.backend, manifest), partial(place.other_copies, manifest))
-        self._reading = Limiter("read", place.backend.traits.block_reads)
-        self._headers_seen: set[int] = set()
+        self._fetcher = Fetcher(
+            place.backend,
+            manifest,
+            read_bytes=place.engine.options.io.read_bytes,
+            elsewhere=partial(place.other_copies, manifest),
+            keep_open=True,
+        )
 
     async def fill(self, wanted: Sequence[TensorShard]) -> None:
         """Fill the memory of *wanted*.
@@ -63,22 +65,12 @@ class Slices:
         """
         memory = await run_blocking(self._engine.state_work, LoadMemory, self._manifest, wanted)
         for landings in memory.plan.passes:
-            async with open_tasks() as tasks:
-                for index, some in landings.items():
-                    tasks.start_soon(self._fill_from, index, some, memory.views)
+            await self._fetcher.fetch(landings, memory.views)
         await run_blocking(self._engine.state_work, memory.finish)
-
-    async def _fill_from(self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview]) -> None:
-        header_bytes = await self._files.header_bytes(index)
-        if index not in self._headers_seen and landings[0].start >= header_bytes:
-            landings = [Landing(0, header_bytes, GAP, 0), *landings]
-        self._headers_seen.add(index)
-        async with self._reading:
-            await self._files.fill(index, landings, memories, self._engine.options.io.read_bytes)
 
     async def close(self) -> None:
         """Close the files."""
-        await self._files.close()
+        await self._fetcher.close()
 
 
 WINDOWS = 3
@@ -98,18 +90,9 @@ class ExportRequest(msgspec.Struct, frozen=True):
     rename: Rules
 
 
-class Outbound(msgspec.Struct, frozen=True):
-    """A folder of a step's weights, made or planned: the manifest, the chosen weights, the files and their bytes."""
-
-    manifest: Manifest
-    chosen: Chosen
-    files: tuple[str, ...]
-    file_bytes: int
-
-
 async def convert_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]
-) -> Outbound:
+) -> Converted:
     """Write the weights of a step into *folder*; a dry run only plans it."""
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
@@ -117,10 +100,11 @@ async def convert_step(
         engine.state_work, choose_weights, manifest, request.prefix, request.dtype, request.rename
     )
     layout = plan_folder(chosen.weights, chosen.ties, request.max_shard_bytes)
-    planned = Outbound(manifest, chosen, tuple(file.name for file in layout.files), layout.file_bytes)
+    sizes = {file.name: file.size for file in layout.files}
+    done = exported(manifest, chosen, sizes, folder.url, dry_run=request.dry_run)
     if request.dry_run:
         await check_target(folder, request.replace)
-        return planned
+        return done
     async with (
         open_target(folder, engine.world, layout.file_bytes, request.replace) as target,
         found.place.reading(manifest.id),
@@ -134,7 +118,7 @@ async def convert_step(
             with anyio.CancelScope(shield=True):
                 await slices.close()
         await target.publish(layout.index)
-    return planned
+    return done
 
 
 class _FileFiller:
@@ -153,7 +137,7 @@ class _FileFiller:
         shards: list[TensorShard] = []
         casts: list[Cast] = []
         spans = self._file.spans
-        for span in spans[bisect_right(spans, offset, key=lambda one: one.end) :]:
+        for span in spans[bisect_right(spans, offset, key=lambda span: span.end) :]:
             if span.start >= end:
                 break
             low, high = max(span.start, offset), min(span.end, end)

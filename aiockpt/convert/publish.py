@@ -20,7 +20,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 
@@ -36,13 +35,13 @@ from aiockpt.errors import (
 )
 from aiockpt.format.names import parse_step
 from aiockpt.pipeline.copy import Windows
+from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.slabs import Slab
 from aiockpt.runtime.world import Files, World
-from aiockpt.storage.backend import Backend, Listing, Seen, Upload, local_path
+from aiockpt.storage.backend import Backend, Listing, Seen, local_path
 from aiockpt.storage.transfer import put_once, space_for
 
-ABORT_DEADLINE_S = 60.0
 Fill = Callable[[int, memoryview], Awaitable[object]]
 """Fills a window of the file that begins at an offset."""
 
@@ -81,41 +80,15 @@ async def write_file(
                 tasks.start_soon(move, await windows.acquire(), offset)
         await upload.finish()
     except BaseException:
-        await _abandon(upload)
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+            await upload.abort()
         raise
-
-
-async def _abandon(upload: Upload) -> None:
-    with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-        await upload.abort()
 
 
 logger = logging.getLogger("aiockpt")
 
 STAGING_PREFIX, STAGING_SUFFIX = ".aiockpt-", ".part"
 CLEAN_UP_DEADLINE_S = 60.0
-
-
-class Target(Protocol):
-    """The target of the files of one conversion."""
-
-    async def write(
-        self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
-    ) -> None:
-        """Make a file durable, as `aiockpt.convert.publish.write_file` does."""
-
-    async def link(self, name: str, source: str) -> None:
-        """Add the file at the path *source* to the folder, as a hard link.
-
-        Raises:
-            UsageError: the target has no links, or none to *source*.
-        """
-
-    async def publish(self, index: bytes | None) -> None:
-        """Make the files that were written the weights of the folder."""
-
-    async def abandon(self) -> None:
-        """Remove what was written."""
 
 
 async def check_target(folder: Backend, replace: bool) -> None:
@@ -142,7 +115,9 @@ async def check_target(folder: Backend, replace: bool) -> None:
 
 
 @asynccontextmanager
-async def open_target(folder: Backend, world: World, size: int, replace: bool) -> AsyncIterator[Target]:
+async def open_target(
+    folder: Backend, world: World, size: int, replace: bool
+) -> AsyncIterator[_StoreTarget | _FileSystemTarget]:
     """Yield a target for *size* bytes; if the block fails, unpublished files are removed.
 
     Raises:
@@ -153,13 +128,12 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
     free = (await space_for(folder, size)).free_bytes
     if free is not None and free < size:
         raise StorageFullError(f"the folder needs {size:,} bytes and {folder.url} has {free:,} free: free space")
-    target: Target
     path = local_path(folder.url)
-    target = _StoreTarget(folder) if path is None else _FileSystemTarget(folder, path, world, replace)
+    target = _StoreTarget(folder) if path is None else _FileSystemTarget(folder, path, world)
     if replace:
-        await _remove_leftovers(folder)
-        if isinstance(target, _StoreTarget):
-            await target.clear()
+        left = [name for name in _names_in(await folder.list("")) if name.startswith(STAGING_PREFIX)]
+        await folder.delete(left)
+    await target.begin(replace)
     try:
         yield target
     except BaseException:
@@ -169,11 +143,6 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
             except CheckpointError as error:
                 logger.warning("%s: files of the failed conversion could not be removed: %s", folder.url, error)
         raise
-
-
-async def _remove_leftovers(folder: Backend) -> None:
-    names = _names_in(await folder.list(""))
-    await folder.delete([name for name in names if name.startswith(STAGING_PREFIX)])
 
 
 def _names_in(listing: Listing) -> list[str]:
@@ -194,22 +163,26 @@ class _StoreTarget:
         self._written: list[str] = []
         self._index: bytes | None = None
 
-    async def clear(self) -> None:
-        """Remove the weights that are to be replaced."""
-        there = filter(is_weights, _names_in(await self._folder.list("")))
-        await self._folder.delete(_in_order_of_loss(there))
+    async def begin(self, replace: bool) -> None:
+        """Prepare the folder: a store has no second name for an object, so weights to be replaced are removed here."""
+        if replace:
+            there = filter(is_weights, _names_in(await self._folder.list("")))
+            await self._folder.delete(_in_order_of_loss(there))
 
     async def write(
         self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
     ) -> None:
+        """Make a file durable, as `write_file` does."""
         # Noted only when it is written: `abandon` must not delete an object that another conversion has created.
         await write_file(self._folder, name, size, windows, fill, on_written=on_written)
         self._written.append(name)
 
     async def link(self, name: str, source: str) -> None:
+        """Add the file at the path *source* to the folder, as a hard link; UsageError where that cannot be."""
         raise UsageError(f"{self._folder.url}: this storage has no hard links; convert without link")
 
     async def publish(self, index: bytes | None) -> None:
+        """Make the files that were written the weights of the folder."""
         self._index = index
         if index is not None and not await put_once(self._folder, INDEX_NAME, index):
             raise ObjectExistsError(
@@ -217,6 +190,7 @@ class _StoreTarget:
             )
 
     async def abandon(self) -> None:
+        """Remove what was written."""
         if self._index is not None:
             with suppress(ObjectNotFoundError):
                 if await self._folder.get(INDEX_NAME, len(self._index) + 1) == self._index:  # the answer was lost
@@ -227,9 +201,9 @@ class _StoreTarget:
 class _FileSystemTarget:
     """A folder of this machine: files are written under hidden names, and then renamed."""
 
-    def __init__(self, folder: Backend, path: Path, world: World, replace: bool) -> None:
+    def __init__(self, folder: Backend, path: Path, world: World) -> None:
         self._folder = folder
-        self._replace = replace
+        self._replace = False
         self._root = str(path)
         self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
         self._files = world.files
@@ -239,17 +213,18 @@ class _FileSystemTarget:
         self._replaced: Sequence[str] = ()
         self._made_root = False
 
+    async def begin(self, replace: bool) -> None:
+        self._replace = replace
+        self._made_root = not await run_blocking(self._renaming, self._has_root)
+
     async def write(
         self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
     ) -> None:
-        if not self._written:
-            self._made_root = not await run_blocking(self._renaming, self._has_root)
         await write_file(self._folder, self._staged(name), size, windows, fill, on_written=on_written)
         self._written.append(name)
 
     async def link(self, name: str, source: str) -> None:
         if not self._written:
-            self._made_root = not await run_blocking(self._renaming, self._has_root)
             await self._folder.put(self._staged(INDEX_NAME), b"")  # makes the folder; replaced by the index, or removed
         await run_blocking(self._renaming, self._link, source, os.path.join(self._root, self._staged(name)))
         self._written.append(name)

@@ -17,7 +17,7 @@ import torch
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import Weight, split_by_bytes
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import Found, find_manifest
 from aiockpt.engine.load import fill_tensors, read_found
 from aiockpt.errors import StateMismatchError

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from inspect import isgeneratorfunction
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiockpt.data.samples import LoaderPart
 from aiockpt.errors import UsageError
@@ -94,15 +97,31 @@ def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
         goes_on: whether this continues an iteration from a checkpoint, which has drawn its number. Then the generator is
             restored, and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
     """
-    takes_seed = getattr(source, "generator", source) is None  # only a DataLoader has one
+    generator = getattr(source, "generator", source)
+    takes_seed = generator is None or isinstance(generator, _Seed)  # only a DataLoader has one
     # No devices: by default the generators of all CUDA devices would be saved and restored, too.
     with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
         if goes_on:
             torch.default_generator.manual_seed(_draw())
+        if takes_seed and isgeneratorfunction(type(source).__iter__):
+            # A wrapper (Fabric's), or a class with its own __iter__, begins its DataLoader with the first batch: after this.
+            loader = loader_in(source)
+            if loader is not None:
+                loader.generator = _Seed().manual_seed(_draw())
         batches = iter(source)
     if takes_seed and not goes_on:
         _draw()
     return batches
+
+
+class _Seed(torch.Generator):
+    """The generator of one iteration, of which only a seed is drawn."""
+
+
+def loader_in(source: object) -> DataLoader[Any] | None:
+    """Return *source* if it is a ``DataLoader``, else the one that it wraps, or None."""
+    found = (source, *getattr(source, "__dict__", {}).values())
+    return next((one for one in found if isinstance(one, DataLoader)), None)
 
 
 def let_workers_outlive_signals(source: object) -> None:
@@ -111,8 +130,9 @@ def let_workers_outlive_signals(source: object) -> None:
     A signal to the whole group (a scheduler's, ``kill 0``) ends workers first, and the next batch raises before the parent
     can save. The workers still end with their parent, which they watch, and when the parent ends them.
     """
-    if isinstance(source, DataLoader) and not isinstance(source.worker_init_fn, _OwnGroup):
-        source.worker_init_fn = _OwnGroup(source.worker_init_fn)
+    loader = loader_in(source)
+    if loader is not None and not isinstance(loader.worker_init_fn, _OwnGroup):
+        loader.worker_init_fn = _OwnGroup(loader.worker_init_fn)
 
 
 class _OwnGroup:
@@ -136,6 +156,8 @@ def _draw() -> int:
 def find_reader(source: Any) -> Reshardable | None:
     """Return the part of *source* that can be resharded: itself, its batch sampler or its dataset; or None."""
     own = [source, getattr(source, "batch_sampler", None)]
+    if own[1] is None:
+        own.append(getattr(source, "sampler", None))  # batch_size=None: each of its items is a batch
     if not worker_count(source):
         own.append(getattr(source, "dataset", None))  # a worker would have a copy of it
     reader = next((candidate for candidate in own if isinstance(candidate, Reshardable)), None)
@@ -144,17 +166,33 @@ def find_reader(source: Any) -> Reshardable | None:
     return reader
 
 
-def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
-    """Warn if the next loop over a ``StatefulDataLoader`` is empty, which is right only where the epoch was saved, too."""
+def is_at_end(source: Any, state: Any) -> bool:
+    """Return whether the *state* of a ``StatefulDataLoader`` is that at the last batch, with the loop not left yet."""
     with suppress(AttributeError, KeyError, TypeError):  # another loader, or a stream without a length
         inside = state.get("_snapshot") or {"_snapshot_step": state["_num_yielded"]}
         given = inside["_snapshot_step"] + state.get("_steps_since_snapshot", 0)
-        if not state["_iterator_finished"] and given == len(source):
-            logger.warning(
-                "%s: saved at the last batch of an epoch: its next loop is empty. A script that computes its epoch from "
-                "the step would lose one: wrap the loader in aiockpt.Loader, or save behind the loop",
-                where,
-            )
+        return bool(not state["_iterator_finished"] and given == len(source))
+    return False
+
+
+def load_bare(source: Any, state: Any, where: str) -> None:
+    """Load the *state* of a source that is in the state by itself; warn of an iterator that the program still reads.
+
+    Such an iterator of a ``StatefulDataLoader`` goes on where it was, and the next checkpoint has the loaded position.
+    """
+    iterator = _iterator(source)
+    source.load_state_dict(without_data(source, state))
+    if iterator is not None and iterator() is not None:
+        logger.warning(
+            "%s: the program holds an iterator that it made before the load: it does not go on from the checkpoint, and the "
+            "next checkpoint does not have its position. Call iter() after the load",
+            where,
+        )
+
+
+def _iterator(source: Any) -> weakref.ref[Any] | None:
+    begun = getattr(source, "_iterator", None) if isinstance(source, DataLoader) else None
+    return None if begun is None else weakref.ref(begun)
 
 
 _DATA = "aiockpt_data"
@@ -257,6 +295,9 @@ def advise(source: Any) -> str:
             "or one with state_dict() and load_state_dict()"
         )
     sampler, size = source.sampler, source.batch_size
+    if isinstance(sampler, Reshardable):
+        name = type(sampler).__name__
+        return f"A {name} yields whole batches: write DataLoader(data, batch_sampler={name}(…)), without sampler="
     if size is None:
         return (
             "Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), batch_size)) in place of "
@@ -270,6 +311,17 @@ def advise(source: Any) -> str:
     given = ", ".join([f"batch_size={size}", *theirs, *drop_last])
     ours = ", ".join([f"len(data), {size}", *([] if shuffle else ["shuffle=False"]), *drop_last])
     return f"Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler({ours})) in place of {given}"
+
+
+def advise_for_state(value: object) -> str | None:
+    """Return as text the loader to write for *value* in a state, if it is a part of one; None for the rest."""
+    if isinstance(value, DataLoader):
+        return advise(value)
+    if isinstance(value, Reshardable):
+        return "A loader that reads it saves its position: for a sampler, make a DataLoader(data, batch_sampler=…)"
+    if isinstance(value, Sampler | _BaseDataLoaderIter):
+        return "Write a DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), batch_size))"
+    return None
 
 
 def worker_count(source: Any) -> int:

@@ -18,6 +18,7 @@ saved once, and a difference between them is refused when the checkpoint is comm
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -33,12 +34,14 @@ from aiockpt.data.data_source import (
     begin,
     data_ranks,
     find_reader,
+    is_at_end,
     let_workers_outlive_signals,
     with_data,
     without_data,
     worker_count,
 )
 from aiockpt.data.epochs import EpochLeft, HandedOut, Untrained, add_untrained, deal_epochs, read_epochs, write_epochs
+from aiockpt.data.resume_log import Place, log_resumed, warn_of_last_batch, warn_of_left_loop, warn_of_range
 from aiockpt.data.sampler import ShardedSampler
 from aiockpt.data.samples import LoaderPart, write_part
 from aiockpt.errors import UsageError, kind_in_words
@@ -49,6 +52,8 @@ Batch = TypeVar("Batch")
 Form = Literal["parts", "whole"]
 Given = TypeVar("Given")
 Count = Literal["handed", "trained"]
+EpochFrom = Literal["loop", "step", "trainer"]
+"""What counts epochs: the loops over the loader, the program by its steps, or a trainer with a resume of its own."""
 NOTHING = Untrained.NOTHING
 
 
@@ -80,9 +85,10 @@ class _TakenBatch(msgspec.Struct, frozen=True):
 class Loader(Generic[Batch]):
     """Iterates over *source*, and can be saved and loaded at every batch.
 
-    Iterate over it instead of over *source*. Saving in the middle of an epoch and continuing afterwards costs nothing. After
-    a load, start a new ``for``: it yields the rest of the epoch, or the next epoch where the checkpoint was made after the
-    last batch, inside the loop.
+    Iterate over it instead of over *source*. Saving in the middle of an epoch and continuing afterwards costs nothing. A
+    checkpoint is a point in the program, and the resume goes on behind it: the first ``for`` after a load yields the rest of
+    the epoch. If the checkpoint was made inside the loop at the last batch, that is nothing, so that what stands behind the
+    loop runs; if it was made behind the loop, it is the next epoch.
 
     With ``count="trained"`` a batch counts when `trained` is called with it, from any thread and in any order. A checkpoint
     records which batches were trained by then. After a load all others are yielded, also on another number of ranks: first,
@@ -99,7 +105,7 @@ class Loader(Generic[Batch]):
 
     Attributes:
         handed_count: batches that this object has yielded.
-        is_over: whether the loaded epoch has nothing left on any rank: the next loop is the next epoch.
+        is_over: whether the loaded checkpoint was made at the last batch of its epoch, and the loop was not left.
 
     Args:
         source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
@@ -110,6 +116,8 @@ class Loader(Generic[Batch]):
         count: when a batch is done: ``"handed"``, when it is yielded; ``"trained"``, when `trained` is called with it.
         ahead_count: batches to read from *source* ahead of training, each kept together with its state.
         prepare: called with each batch as soon as it is read, for example to start its transfer to the device.
+        epoch_from_step: whether the program computes its epoch from the step. Then `epoch`, after a checkpoint at the last
+            batch, is the next one, and so is the first loop; what stands behind the loop of the epoch before does not run.
 
     Raises:
         UsageError: *source* has no state to save, or yields batches in another order than it draws their samples.
@@ -125,6 +133,7 @@ class Loader(Generic[Batch]):
         count: Count = "handed",
         ahead_count: int = 0,
         prepare: Callable[[Batch], Batch] | None = None,
+        epoch_from_step: bool = False,
     ) -> None:
         if count not in get_args(Count):
             refuse_value("Loader", "count", count, "'handed' or 'trained'")
@@ -139,11 +148,15 @@ class Loader(Generic[Batch]):
             self._reader.even = self._untrained is None
         self._lock = Mutex()
         self.handed_count = 0
+        self.before_next: Callable[[], object] | None = None
+        self._resumed_in = 0
+        self._left_after, self._has_warned = 0, False
         # State of the source after the batch that was yielded last; None where that is its present state.
         self._after: Any = None
         self._iteration: object = None
         self._goes_on = False
         self.is_over = False
+        self.epoch_from: EpochFrom = "step" if epoch_from_step else "loop"
         # Loaded data that the source does not yield: batches that come first, and the epochs after this one.
         self._again: deque[Any] = deque()
         self._later: deque[EpochLeft] = deque()
@@ -160,9 +173,8 @@ class Loader(Generic[Batch]):
         """
         own = getattr(self._reader, "rank", None), getattr(self._reader, "size", None)
         ranks = data_ranks(rank, size)
-        # A process that knows of no other may read one part of the data, and has a checkpoint of its own.
-        is_alone = rank is None and size is None and ranks == (0, 1)
-        if None not in own and own != ranks and not is_alone:
+        # A process that knows of no other may read one part of the data, and has a checkpoint of its own (torchft's groups).
+        if None not in own and own != ranks and ranks != (0, 1):
             raise UsageError(
                 f"Loader(rank={ranks[0]}, size={ranks[1]}): its {type(self._reader).__name__} reads as rank {own[0]} of "
                 f"{own[1]}; give both the same, and saves=False on ranks that read the same batches as another one"
@@ -174,16 +186,17 @@ class Loader(Generic[Batch]):
         return f"<Loader of {type(self._source).__name__}, data-parallel rank {self.rank} of {self.size}{waiting}>"
 
     @property
-    def epoch(self) -> int | None:
-        """The number of the epoch, from 0, as the source reports it; None where it does not.
+    def epoch(self) -> int:
+        """The number of the epoch, from 0. It increases when the loop over the last batch has ended.
 
-        `ShardedSampler` and `StreamLoader` report it. It increases when the loop over the last batch has ended, whether or
-        not all batches are trained.
+        It is saved with the position. Not all batches of earlier epochs need be trained.
         """
-        source_epoch = self._source_epoch()
-        if source_epoch is not None and self.is_over:
-            return source_epoch + 1
-        return self._number if source_epoch is not None and self._number != self._source_number else source_epoch
+        if self.is_between_loops:
+            self._call_before_next()
+        epoch = self._source_epoch()
+        if epoch is None or self._number != self._source_number:
+            epoch = self._number
+        return epoch + (self.is_over and self.epoch_from != "loop")
 
     @property
     def untrained_count(self) -> int:
@@ -196,6 +209,9 @@ class Loader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that are left of the epoch."""
+        if self._resumed_in and self._speaks and self.epoch_from == "loop":
+            warn_of_range(self._resumed_in, inspect.currentframe())
+        self._resumed_in = 0
         return self._iterate(lambda _number, batch: batch, by_number=False)
 
     def numbered(self) -> Iterator[tuple[int, Batch]]:
@@ -236,7 +252,29 @@ class Loader(Generic[Batch]):
 
     # ------------------------------------------------------------ handing out
 
+    @property
+    def is_between_loops(self) -> bool:
+        """Whether a loop has ended its epoch, in any process of the run, and no other has begun since."""
+        return self._number > 0 and not self._goes_on and self._iteration is None
+
+    @property
+    def is_read_in_order(self) -> bool:
+        """Whether the position moves with the loops of the program."""
+        return self._untrained is None and self.epoch_from != "trainer" and self.handed_count > 0
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether batches were yielded, or the position moves with the source."""
+        return self.handed_count > 0 or not isinstance(self._reader, Prefetched)
+
+    def _call_before_next(self) -> None:
+        """Call `before_next`, once: the program asks for a batch, a loop, or the number of the next epoch."""
+        then, self.before_next = self.before_next, None
+        if then is not None:
+            then()
+
     def _iterate(self, deliver: Callable[[int, Batch], Given], *, by_number: bool) -> Iterator[Given]:
+        self._call_before_next()
         while self._again:
             # It stays in the queue until it is noted: neither a save in between nor an error of *prepare* may lose it.
             raw = self._again[0]
@@ -248,25 +286,36 @@ class Loader(Generic[Batch]):
         if self._number != self._source_number:
             self._end_epoch()
             return
-        if self.is_over:
+        # A source that only knows its own state ends its epoch itself, in a loop that is empty.
+        if self.is_over and self._reader is not None:
             self._goes_on = False
             self._end_epoch()
+            if self.epoch_from == "loop":
+                return
         # Before `_begin`, which resets `_goes_on`.
-        may_be_over = self._goes_on and self._reader is None
+        may_be_over, is_told = self._goes_on, self.is_over
+        if self._left_after > 1 and self._speaks and not self._has_warned:  # one batch: a look at the data
+            self._has_warned = True
+            warn_of_left_loop(self._left_after)
         iteration, batches = self._begin()
         try:
             for taken in self._prefetch(iteration, batches):
                 may_be_over = False
+                self._left_after += 1
                 with self._lock:
                     number = self._note(taken, by_number=by_number)
                 yield deliver(number, taken.prepared)
+                self._call_before_next()
             self._end_epoch()
         finally:
             # A load, or another loop, may have replaced it meanwhile.
             if self._iteration is iteration:
                 self._iteration = None
-        if may_be_over:  # was the checkpoint made after the last batch? only an empty source shows it
-            yield from self._iterate(deliver, by_number=by_number)
+        if may_be_over:  # the checkpoint was made at the last batch, which only an empty loop shows of some sources
+            if self._speaks and not is_told:
+                warn_of_last_batch(self._number - 1, by_step=self.epoch_from == "step")
+            if self.epoch_from != "loop" and self._reader is None:
+                yield from self._iterate(deliver, by_number=by_number)
 
     def _begin(self) -> tuple[object, Iterator[Batch]]:
         with self._lock:
@@ -274,7 +323,8 @@ class Loader(Generic[Batch]):
                 self._go_back(self._after)  # the last loop ended early, after reading ahead of training
             let_workers_outlive_signals(self._source)
             batches = begin(self._source, self._goes_on)
-            iteration = self._iteration = object()
+            iteration, self._left_after = object(), 0
+            self._iteration = iteration
             self._goes_on = False
             if self._untrained is not None:
                 # The source is past its first batch before that is noted: a save on another thread must not read it.
@@ -324,6 +374,7 @@ class Loader(Generic[Batch]):
                 self._number += 1
                 self._source_number = self._number
             self._after = self._iteration = None
+            self._left_after = 0
             self.is_over = False
 
     # ------------------------------------------------------------ saving
@@ -336,6 +387,8 @@ class Loader(Generic[Batch]):
         with self._lock:
             after = self._read() if self._after is None else self._after
             own: dict[str, Any] = {"iterating": self._goes_on or self._iteration is not None}
+            if self._source_epoch() is None:
+                own["epoch"] = self._number
             if self._reader is None:
                 own |= {"workers": worker_count(self._source), "state": after}
             if self._untrained is None and not self._again and not self._later:
@@ -369,6 +422,10 @@ class Loader(Generic[Batch]):
             self._reader.load_parts(after)
         else:
             self._source.load_state_dict(without_data(self._source, after))  # type: ignore[attr-defined]  # it was checked
+
+    @property
+    def _speaks(self) -> bool:
+        return not self.rank and self.epoch_from != "trainer"
 
     def _source_epoch(self) -> int | None:
         return getattr(self._source if self._reader is None else self._reader, "epoch", None)
@@ -433,20 +490,31 @@ class Loader(Generic[Batch]):
                 of_source = next(epoch for epoch in epochs if epoch.parts is not None)
                 self._go_back(of_source.parts)
             self._number, self._source_number = epochs[0].number, of_source.number
-            # Without a list of epochs the state has no number; the source has it after `_go_back`.
+            # Without a list of epochs the number is that of the source, which has it after `_go_back`, or was saved for it.
             if not any("epochs" in own for own in owns):
-                self._number = self._source_number = self._source_epoch() or 0
+                number = self._source_epoch()
+                if number is None:
+                    number = owns[self.rank if len(owns) == self.size else 0].get("epoch", 0)
+                self._number = self._source_number = number if isinstance(number, int) else 0
             self._again, self._later = deque(epochs[0].batches), deque(epochs[1:])
             self._after = self._iteration = None
+            self._left_after = 0
             self._goes_on = any(own.get("iterating", False) for own in owns)
             if self._untrained is not None:
                 self._untrained.invalidate()
-            if not self._goes_on:
-                self.is_over = False
-            elif isinstance(self._reader, ShardedSampler) and self._reader.even:
-                self.is_over = not (len(self._reader) or self._again or self._later)
-            else:
-                self.is_over = isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
+            self._resumed_in = self._number
+            self.is_over = self._goes_on and not (self._again or self._later) and self._is_at_end(saved, owns)
+        if self._speaks:
+            place: Place = "last batch" if self.is_over else "within" if self._goes_on else "behind"
+            log_resumed(self._source, self._number, place, by_step=self.epoch_from == "step")
+
+    def _is_at_end(self, saved: Sequence[Sequence[EpochLeft]], owns: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether nothing is left of the loaded epoch on any rank, as far as that can be known."""
+        if self._reader is None:
+            return is_at_end(self._source, owns[0]["state"])
+        if isinstance(self._reader, ShardedSampler) and self._reader.even:
+            return not len(self._reader)
+        return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
         """Return the epochs that this rank continues: its own, if the number of readers is unchanged, else new shares."""

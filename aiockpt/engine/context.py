@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from statistics import median
@@ -22,7 +22,7 @@ from aiockpt.events import Committed, Event, Observer, Operation, SnapshotTaken
 from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import lease_key
-from aiockpt.futures import SaveFuture
+from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import SHARED_BLOCK_BYTES, OnError, Options, Retention
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import Heads, StepCopy, StepEntry
@@ -32,11 +32,12 @@ from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.host_memory import Memory
-from aiockpt.runtime.limits import Limiter, Pace
+from aiockpt.runtime.limits import FileCalls, Limiter, Pace
+from aiockpt.runtime.processes import ProcessNames
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.slabs import Lender, SlabPool
 from aiockpt.runtime.stages import Stages
-from aiockpt.runtime.world import Loop, World
+from aiockpt.runtime.world import Loop, OsFiles, World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying
@@ -64,50 +65,53 @@ class DeviceBytes(dict["torch.device", int]):
                 self[device] = self.get(device, 0) + shard.data.nbytes
 
 
-# Failures: each is reported once, at the next request, as ``on_error`` says; the report never loses the save it interrupts
-# (docs/decisions.md#a-failed-save-never-loses-the-next-one).
+# Failures: each is reported once, at the next request or at the end, as ``on_error`` says; the report never loses the save
+# it interrupts (docs/decisions.md#a-failed-save-never-loses-the-next-one).
 
 
 class Failures:
     """Failed saves, oldest first, until the caller has received them. Any thread.
 
     Args:
+        policy: how they are reported.
+        loop: its exit hook reports them at the latest. While there are some it is kept, with the checkpointer, for that.
         limit: how many are kept at most; all for None.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, policy: OnError, loop: Loop, limit: int | None = None) -> None:
+        self._policy = policy
+        self._loop = loop
         self._untold: deque[SaveFuture] = deque(maxlen=limit)
 
     def add(self, failed: SaveFuture) -> None:
         """Keep a save that has failed."""
         self._untold.append(failed)
+        _with_untold.add(self)
 
-    def report(self, policy: OnError, just_started: SaveFuture) -> None:
+    @property
+    def log_level(self) -> int:
+        """The level at which a failure is logged when it happens: the warning that follows is not to be the second."""
+        return logging.INFO if self._policy == "warn" else logging.ERROR
+
+    def report(self, just_started: SaveFuture | None = None) -> None:
         """Apply ``on_error`` to the failures not yet reported.
 
         Raises:
             BackgroundSaveError: the policy is "raise"; *just_started* was started all the same.
         """
-        if policy == "raise":
-            self.raise_all(just_started)
-            return
-        for failure in self.pop(just_started):
-            if callable(policy):
-                policy(failure)
+        if self._untold:
+            self._report(self.pop(just_started), just_started)
+
+    def _report(self, failed: list[SaveFuture], just_started: SaveFuture | None) -> None:
+        if failed and self._policy == "raise":
+            raise BackgroundSaveError(failed, just_started) from failed[0].exception()
+        for failure in failed:
+            if callable(self._policy):
+                self._policy(failure)
             else:
                 warnings.warn(
-                    f"the save of step {failure.step} failed: {failure.exception()!r}", RuntimeWarning, stacklevel=3
+                    f"the save of step {failure.step} failed: {failure.exception()!r}", RuntimeWarning, stacklevel=4
                 )
-
-    def raise_all(self, just_started: SaveFuture | None = None) -> None:
-        """Raise the failures not yet reported, whatever the policy.
-
-        Raises:
-            BackgroundSaveError: there are some.
-        """
-        failed = self.pop(just_started)
-        if failed:
-            raise BackgroundSaveError(failed, just_started) from failed[0].exception()
 
     def pop(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
         """Return the failed saves whose error was not retrieved from their future, each once.
@@ -115,11 +119,17 @@ class Failures:
         One that this very call has started may have failed already: the next call reports it.
         """
         ended = []
+        _with_untold.discard(self)  # first: another thread may add one meanwhile
         with suppress(IndexError):  # not by their number: another thread may take the last one
             while True:
                 ended.append(self._untold.popleft())
-        self._untold.extend(future for future in ended if future is just_started)
+        if just_started is not None and just_started in ended:
+            self.add(just_started)
         return [future for future in ended if future is not just_started and not future.delivered]
+
+
+_with_untold: set[Failures] = set()
+"""Those with failures to report. A program may drop a checkpointer without closing it."""
 
 
 class LastSaves:
@@ -158,6 +168,8 @@ class Engine:
         now_ns: returns the monotonic time.
         lineage: the position of new saves among all others.
         block_bytes: of data files, under one checksum.
+        names: of attempts, which tell their process; None in a simulation.
+        calls: those of file systems that are under way.
         busy_attempts: nonces of attempts under way here; garbage collection skips them.
         differing_buffers: those that differed between ranks when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
@@ -190,10 +202,12 @@ class Engine:
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         # Ranks load ranges of rows: if the payload begins with a block, ranges of a power of two are whole blocks.
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
+        self.names = ProcessNames() if isinstance(world.files, OsFiles) else None
+        self.calls = FileCalls(options.deadlines.commit_s)
         self.busy_attempts: set[str] = set()
         self.differing_buffers: tuple[str, ...] = ()
         self.not_finite: frozenset[str] = frozenset()
-        self.failures = Failures()
+        self.failures = Failures(options.on_error, loop)
         self.notify_abandoned: Callable[[int, BaseException], object] = self._note_abandoned
         self.state_work = Limiter("state", 2)
         self.last_saves = LastSaves()
@@ -250,7 +264,7 @@ class Engine:
 
         samples = state.known.find(ReplicaSamples, state.replicas)
         if samples is None:
-            samples = ReplicaSamples(state.replicas, self.accelerator, whole=self.options.debug == "digest")
+            samples = ReplicaSamples(state.replicas, self.accelerator, whole=self.options.lazy.debug == "digest")
             if keep:
                 state.known.keep(samples, state.replicas)
         return samples.begin(after, self.options.deadlines.slab_s)
@@ -293,6 +307,14 @@ class Engine:
 
         return Cuda()
 
+    def name_attempt(self, taken: Collection[str]) -> str:
+        """Return the name of a new attempt that this process writes; a later one can tell that its writer has ended.
+
+        Args:
+            taken: those of the step's other attempts.
+        """
+        return (self.names and self.names.make(taken)) or self.token(6)
+
     def token(self, size: int) -> str:
         """Return *size* random bytes as hex."""
         return self.world.token(size).hex()
@@ -314,6 +336,10 @@ class Engine:
                 self.drop(observer)
                 logger.exception("observer %r raised and is not called again", observer)
 
+    def add_observer(self, observer: Observer) -> None:
+        """Send *observer* events from now on, too. Before the loop emits any."""
+        self._observers.append(observer)
+
     def drop(self, observer: Observer) -> None:
         """Send *observer* no more events. On the loop."""
         self._observers = [one for one in self._observers if one is not observer]
@@ -322,8 +348,13 @@ class Engine:
 # State that the operations on one place share: storage, uploader, readers, what retention knows of it.
 
 
+HINT_EVERY_S = 5.0
+"""Between two reads of the hint after saves, for saves of another job: quick saves are not asked for each."""
 UPLOADS_EVERY_S = 3600.0
 """Between two searches for uploads that dead saves left in an object store; they are a day old before they count."""
+
+
+async def _is_ready() -> None: ...
 
 
 async def no_other_copies(_: Manifest) -> Sequence[StepCopy]:
@@ -343,7 +374,10 @@ class Place:
         cleaning: held by each operation that deletes here.
         heads: what retention has read of the steps here.
         thin_steps: (id, generation) of the steps that are known to have their weights alone here.
+        newest_saved: the save that was committed last by this process.
         other_copies: finds the same save in other places, the nearest first, for what is damaged here.
+        ready: waits until what is here can be seen; the memory of other hosts, as soon as all ranks have come.
+        follow: called with the promise of each save to here, where copies of it are made in other hosts' memory.
     """
 
     def __init__(self, engine: Engine, backend: Backend, number: int = 0, retention: Retention | None = None) -> None:
@@ -355,9 +389,13 @@ class Place:
         self.uploader = Uploader(backend, engine.lender, engine.block_bytes, pace)
         self.cleaning = anyio.Lock()
         self.heads = Heads()
+        self.newest_saved: SaveResult | None = None
         self.thin_steps: set[tuple[str, int]] = set()
         self.other_copies: Callable[[Manifest], Awaitable[Sequence[StepCopy]]] = no_other_copies
+        self.ready: Callable[[], Awaitable[object]] = _is_ready
+        self.follow: Callable[[SavePromise], object] = lambda promise: None
         self._listed_uploads_ns: int | None = None
+        self._read_hint_ns: int | None = None
         self._reading: dict[str, int] = {}
         # Its steps count for the order of saves; `Checkpointer._load_fork` removes a place that is only read from.
         engine.lineage.places.append(backend)
@@ -442,6 +480,14 @@ class Place:
             await self.backend.delete([key])
         except CheckpointError as error:
             logger.info("lease %s is left to expire: %s", key, error)
+
+    def hint_is_due(self) -> bool:
+        """Return whether it is time to read the hint here that this process has moved: some seconds after the last time."""
+        last_ns, now_ns = self._read_hint_ns, self.engine.now_ns()
+        if last_ns is None or now_ns - last_ns >= HINT_EVERY_S * 1e9:
+            self._read_hint_ns = now_ns
+            return last_ns is not None
+        return False
 
     def uploads_are_due(self) -> bool:
         """Return whether it is time to list uploads that dead saves left: after the first save, then each hour."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiockpt.engine.job import Round, RoundName
+from aiockpt.errors import RankTimeoutError
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class LoadRound(Protocol):
 
 
 class Coordinator(Protocol):
-    """The coordination of the processes that save one state together.
+    """The coordination of the processes that save one state together. The bodies are those of a process by itself.
 
     Attributes:
         rank, world_size: which of them this process is.
@@ -41,11 +42,16 @@ class Coordinator(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        return 0
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        return 1
+
     @property
-    def board_name(self) -> str: ...
+    def board_name(self) -> str:
+        return ""
 
     # ------------------------------------------------------------------ the calls; any thread, in the order of all ranks
 
@@ -66,7 +72,7 @@ class Coordinator(Protocol):
 
         Any thread.
         """
-        ...
+        return state
 
     def depart(self, reason: str, *, failed: bool) -> None:
         """Notify the others that this process makes no more calls; wait until that is posted.
@@ -74,11 +80,13 @@ class Coordinator(Protocol):
         Args:
             failed: whether others may wait for it. Then this does not wait.
         """
+        return
 
     # ------------------------------------------------------------------ on the loop: what follows saves into several places
 
     async def post(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Post a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
+        return
 
     async def receive(
         self,
@@ -100,4 +108,7 @@ class Coordinator(Protocol):
         Raises:
             RankTimeoutError: neither came within *deadline_s* seconds.
         """
-        ...
+        found = await find()
+        if found is None:
+            raise RankTimeoutError(f"{what}: not there, and there is no other rank to wait for", [])
+        return found

@@ -3,7 +3,8 @@
 Guarantees:
 
 - A failed listing never counts as "no checkpoint": a tier that cannot be listed raises, unless another tier has steps.
-  Then a stalled tier is not waited for, either.
+  Then a stalled tier is not waited for, either. A listing that is older than ``LATEST`` is not believed
+  (`aiockpt.pipeline.latest`).
 - A commit that a dead job could not finish is finished first.
 - A damaged step is skipped and logged. A transient failure of a step that may be the newest is raised: an outage is not
   damage, and a sound step of another branch is neither.
@@ -14,7 +15,9 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -31,20 +34,21 @@ from aiockpt.errors import (
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
+from aiockpt.options import Best
+from aiockpt.pipeline.collect import best_step
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import (
-    Listed,
+    StepAt,
     StepEntry,
-    Unfinished,
-    find_hints,
     is_news,
     list_step,
-    log_newer,
     newest_first,
     newness,
-    refuse_step,
-    scan,
 )
+from aiockpt.pipeline.latest import find_steps
+from aiockpt.pipeline.lineage import log_other_line
+from aiockpt.pipeline.unfinished import log_newer
+from aiockpt.pipeline.wrong_places import find_hints, refuse_step
 from aiockpt.planning.weights import has_weights_only
 
 if TYPE_CHECKING:
@@ -55,18 +59,6 @@ Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was skipped."""
 
 
-class ListedStep(Listed, frozen=True):
-    """A step that a listing of one place shows."""
-
-    place: Place
-
-    def without(self, entry: StepEntry) -> ListedStep:
-        """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
-        assert self.entry.head is not None
-        self.place.heads.doubted.add(self.entry.head.attempt)
-        return ListedStep(self.backend, entry, self.place)
-
-
 ListEntries = Callable[[Place], Awaitable[list[StepEntry]]]
 """Finds steps in one place."""
 
@@ -74,12 +66,10 @@ ListEntries = Callable[[Place], Awaitable[list[StepEntry]]]
 class StepPlaces(Protocol):
     """The places in which the steps of one checkpointer lie, the nearest first; *engine* is what they share."""
 
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def places(self) -> Sequence[Place]: ...
+    engine: Engine
+    places: Sequence[Place]
 
-    async def list_steps(self, list_entries: ListEntries) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: ListEntries) -> Sequence[StepAt]:
         """Return what *list_entries* finds in each place; of one step the nearest copy comes first.
 
         Raises:
@@ -96,9 +86,11 @@ class Found(msgspec.Struct, frozen=True):
 
 
 async def candidates(
-    places: StepPlaces, step: int | None, skipped: Skipped, *, to_load: bool = True
+    places: StepPlaces, step: int | Best | None, skipped: Skipped, *, to_load: bool = True
 ) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
+
+    The best step by a metric is chosen as `find_best` does; without any step it is nothing, as the newest one.
 
     Of one step the nearest copy comes first; of a requested *step*, copies of its weights alone come last.
 
@@ -110,39 +102,72 @@ async def candidates(
         NoValidCheckpointError: after the last copy, if the caller asks for another.
         UsageError: there are no steps, and a place is the folder of a step.
     """
-    unfinished: list[Unfinished] = []
-    listed = await committed_steps(places, unfinished) if step is None else await find_step(places, step)
-    if to_load and unfinished:
-        top = next((one.entry.step for one in listed if one.entry.head is not None), None)
-        await log_newer(unfinished, top, places.engine.world.clock)
-    elif to_load and not listed:
-        await _log_hints(places)
+    if isinstance(step, Best):
+        step = await find_best(places, step, skipped)
+    found = _newest(places, skipped, to_load=to_load) if step is None else _copies_of(places, step, skipped)
+    async with aclosing(found):
+        async for at in found:
+            yield at
+
+
+async def _newest(places: StepPlaces, skipped: Skipped, *, to_load: bool) -> AsyncGenerator[Found]:
+    """Yield the copies of all committed steps, as `candidates` does."""
+    unfinished: list[StepAt] = []
+    listed = await committed_steps(places, unfinished)
+    if to_load:
+        if unfinished:
+            top = next((one.entry.step for one in listed if one.entry.head is not None), None)
+            await log_newer(unfinished, top, places.engine.busy_attempts, places.engine.world.clock)
+        elif not listed:
+            await _log_hints(places)
+        heads = [one.entry.head for one in listed if one.entry.head is not None]
+        if len({head.run for head in heads}) > 1:
+            log_other_line(places.places[0].backend.url, heads)
+
+    def pass_over(one: StepAt, error: CorruptionError) -> None:
+        _note_skipped_copy(places, one, error, skipped)
+
+    try:
+        async for one, manifest in newest_first(listed, pass_over, partial(_doubt, places)):
+            yield Found(places.places[one.number], manifest)
+    except (NewerFormatError, StorageError) as error:
+        error.add_note("It may be the newest step, so no older one is taken in its place. Try again, or name a step.")
+        raise
+    if listed:
+        raise NoValidCheckpointError(places.places[0].backend.url, skipped)
+
+
+async def _copies_of(places: StepPlaces, step: int, skipped: Skipped) -> AsyncGenerator[Found]:
+    """Yield the copies of one step, as `candidates` does."""
     bad: list[CorruptionError] = []
 
-    def pass_over(one: ListedStep, error: CorruptionError) -> None:
+    def pass_over(one: StepAt, error: CorruptionError) -> None:
         bad.append(error)
-        is_known = one.entry.is_refused and not is_news(one.backend, f"{one.entry.id}: {error}")
-        note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped, is_known=is_known)
+        _note_skipped_copy(places, one, error, skipped)
 
     weights: list[Found] = []
-    try:
-        async for one, manifest in newest_first(listed, pass_over):
-            if step is not None and has_weights_only(manifest):
-                weights.append(Found(one.place, manifest))
-            else:
-                yield Found(one.place, manifest)
-    except (NewerFormatError, StorageError) as error:
-        if step is None:
-            error.add_note(
-                "It may be the newest step, so no older one is taken in its place. Try again, or name a step."
-            )
-        raise
+    async for one, manifest in newest_first(await find_step(places, step), pass_over, partial(_doubt, places)):
+        found = Found(places.places[one.number], manifest)
+        if has_weights_only(manifest):
+            weights.append(found)
+        else:
+            yield found
     for found in weights:
         yield found
-    if step is not None and bad:
+    if bad:
         raise bad[0]
-    if listed and step is None:
-        raise NoValidCheckpointError(places.places[0].backend.url, skipped)
+
+
+def _note_skipped_copy(places: StepPlaces, one: StepAt, error: CorruptionError, skipped: Skipped) -> None:
+    """Report a copy that is bad; one that is refused for good is news once."""
+    is_known = one.entry.is_refused and not is_news(one.backend, f"{one.entry.id}: {error}")
+    note_skipped(places.engine, one.entry.id, one.entry.step, error, skipped, is_known=is_known)
+
+
+def _doubt(places: StepPlaces, one: StepAt) -> None:
+    """Have retention count a step no more that turned out bad."""
+    assert one.entry.head is not None
+    places.places[one.number].heads.doubted.add(one.entry.head.attempt)
 
 
 async def _log_hints(places: StepPlaces) -> None:
@@ -163,8 +188,8 @@ def note_skipped(
 
 
 async def committed_steps(
-    places: StepPlaces, unfinished: list[Unfinished] | None = None, listed: set[int] | None = None
-) -> list[ListedStep]:
+    places: StepPlaces, unfinished: list[StepAt] | None = None, listed: set[int] | None = None
+) -> list[StepAt]:
     """Return the committed steps of all places, newest first, after finishing the commits that dead jobs could not.
 
     Args:
@@ -177,26 +202,25 @@ async def committed_steps(
         if listed is not None:
             listed.add(place.number)
         if unfinished is not None:
-            busy = place.engine.busy_attempts
             begun = [entry for entry in entries if entry.attempts and not entry.committed]
-            unfinished.extend(Unfinished(place.backend, entry, busy) for entry in begun)
+            unfinished.extend(StepAt(place.backend, entry, place.number) for entry in begun)
         return [entry for entry in entries if entry.committed]
 
     return sorted(await places.list_steps(list_entries), key=newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(place: Place) -> list[StepEntry]:
-    entries = await scan(place.backend)
+    entries = await find_steps(place.backend, place.heads)
     place.engine.lineage.see(entries)
-    finished = [manifest for entry in entries for manifest in await finish_commits(place, entry)]
-    return await scan(place.backend) if finished else entries
+    loose = [entry for entry in entries if entry.has_other_attempts]
+    finished = [manifest for entry in loose for manifest in await finish_commits(place, entry)]
+    return await find_steps(place.backend, place.heads) if finished else entries
 
 
 async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     """Roll forward the attempts of a step that have all their votes and no manifest."""
     engine = place.engine
     idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
-    # The usual step, with one attempt that is committed, costs no request.
     if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
         return []
     try:
@@ -211,17 +235,17 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     return finished
 
 
-async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
+async def find_step(places: StepPlaces, step: int) -> list[StepAt]:
     """Return the copies of the committed step of that number, the newest save first, and of that the nearest.
 
     Raises:
-        StepNotFoundError: there is none; the message lists those that are there.
+        StepNotFoundError: there is no such step; the message lists those that are there.
     """
 
     async def list_entries(place: Place) -> list[StepEntry]:
-        entry = await list_step(place.backend, step_id(step))
+        entry = await list_step(place.backend, step_id(step), place.heads)
         if await finish_commits(place, entry):
-            entry = await list_step(place.backend, step_id(step))
+            entry = await list_step(place.backend, step_id(step), place.heads)
         return [entry] if entry.committed else []
 
     listed = sorted(await places.list_steps(list_entries), key=newness)
@@ -230,6 +254,25 @@ async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
         shown = ", ".join(map(str, have[:10])) or "none"
         raise StepNotFoundError(f"{places.places[0].backend.url} has no step {step}; it has: {shown}")
     return listed
+
+
+async def find_best(places: StepPlaces, rule: Best, skipped: Skipped) -> int | None:
+    """Return the best step of the current lineage, as retention keeps it; None when there is no step at all.
+
+    Raises:
+        StepNotFoundError: no step has the metric; the message lists the metrics that they have.
+        NoValidCheckpointError: steps exist and none is valid.
+        StorageError: the manifest of a step, which may be the best, cannot be read now.
+    """
+
+    def pass_over(one: StepAt, error: CorruptionError) -> None:
+        note_skipped(places.engine, one.entry.id, one.entry.step, error, skipped)
+
+    doubted = frozenset().union(*(place.heads.doubted for place in places.places))
+    best = await best_step(await committed_steps(places), rule, pass_over, doubted)
+    if best is None and skipped:
+        raise NoValidCheckpointError(places.places[0].backend.url, skipped)
+    return best
 
 
 async def find_manifest(places: StepPlaces, step: int | None) -> Found:

@@ -2,7 +2,7 @@
 
 A `Capture` has the tensors to copy, whether that is done in the call or beside the program, behind which device events, and
 the `SaveGuard` that makes others wait for the copy and compares the state when it is over. Where the call copies, nothing
-can change meanwhile, and the guard is `Unguarded`. A `Snapshotter` (`aiockpt.lazy`) captures what is copied beside the
+can change meanwhile, and the guard compares nothing. A `Snapshotter` (`aiockpt.lazy`) captures what is copied beside the
 program, or on its device.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -23,7 +23,7 @@ from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
-from aiockpt.pipeline.copy_guard import CopyGuard
+from aiockpt.pipeline.copy_guard import CopyThrottle
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.accelerator import DeviceEvent
@@ -67,10 +67,12 @@ class RoundName(msgspec.Struct, frozen=True):
 
 
 class Round(Protocol):
-    """One save, or ``warm_up``, of all ranks. It ends on each of them by `save`, `abort` or `release`."""
+    """One save, or ``warm_up``, of all ranks. It ends on each of them by `save`, `abort` or `release`.
 
-    @property
-    def name(self) -> RoundName: ...
+    The bodies are those of a process that saves by itself.
+    """
+
+    name: RoundName
 
     # ------------------------------------------------------------------ any thread but the loop's
 
@@ -80,23 +82,25 @@ class Round(Protocol):
         Raises:
             RankError: the ranks cannot save this together.
         """
-        ...
+        return state
 
     def name_attempt(self) -> str | None:
         """Return the nonce that the save has on all ranks; None where any will do. May block."""
-        ...
+        return None
 
     def abort(self, error: BaseException) -> None:
         """Notify the others, in the background, why this process takes no part."""
+        return
 
     def release(self) -> None:
         """Notify the others, in the background, that this process is done."""
+        return
 
     # ------------------------------------------------------------------ on the loop
 
     def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
         """Notify the others of an error in the block before `save` has begun; *places*: may be written to."""
-        ...
+        return nullcontext()
 
     async def choose_place(
         self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
@@ -106,7 +110,7 @@ class Round(Protocol):
         Raises:
             RankError: rank 0 has not posted it, and its vote is not found in any of them.
         """
-        ...
+        return await choose()
 
     async def save(self, place: Place, job: SaveJob) -> SaveResult:
         """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save_alone`."""
@@ -116,6 +120,7 @@ class Round(Protocol):
 
     async def announce(self) -> None:
         """Announce that this process knows what to write."""
+        return
 
     def accompanying(
         self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
@@ -126,7 +131,7 @@ class Round(Protocol):
             places: where the save may be written to.
             died: returns the error of that process, if it has ended and no other process continues the save.
         """
-        ...
+        return nullcontext()
 
 
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,18 +153,29 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     begun_ns: int | None = None
 
 
-class SaveGuard(CopyGuard, Protocol):
-    """What guards the state of one save until it is copied."""
+class SaveGuard:
+    """What guards the state of one save until it is copied (`CopyGuard`, for the copy itself).
+
+    This one guards nothing: the state is copied in the call, or is never changed, so that nothing waits or is compared.
+
+    Attributes:
+        needs_check: whether it may still turn out that the state changed while it is, or was, copied.
+        needs_all_slabs: whether the copy needed slabs for all of the state.
+    """
+
+    throttle: CopyThrottle | None = None
+
+    @property
+    def compares_bytes(self) -> bool:
+        return False
 
     @property
     def needs_check(self) -> bool:
-        """Whether it may still turn out that the state changed while it is, or was, copied."""
-        ...
+        return False
 
     @property
     def needs_all_slabs(self) -> bool:
-        """Whether the copy needed slabs for all of the state."""
-        ...
+        return True
 
     def begin(self, job: SaveJob) -> None:
         """Make each change of the state wait for the copy of *job*, whose call returns before the copy ends."""
@@ -167,9 +183,12 @@ class SaveGuard(CopyGuard, Protocol):
     def check_addresses(self) -> None:
         """Raise TornSnapshotError when a tensor has moved in memory: its old address must not be read."""
 
+    def compare(self) -> None:
+        """Compare the state with what it was at the call; see `CopyGuard`."""
+
     def recheck(self) -> TornSnapshotError | None:
         """Compare once more, if the copy is over and not yet compared; return why it is torn, if it is. Any thread."""
-        ...
+        return None
 
     def expedite(self) -> None:
         """Expedite the copy: it is waited for, or not wanted any more. Any thread; idempotent."""
@@ -178,27 +197,10 @@ class SaveGuard(CopyGuard, Protocol):
         """End with the *error* of the save: changes of the state wait no longer. Any thread."""
 
 
-class Unguarded:
-    """The guard of a state that is copied in the call, or that is never changed: nothing waits or is compared."""
-
-    throttle = None
-    compares_bytes = False
-    needs_check = False
-    needs_all_slabs = True
-
-    def begin(self, job: SaveJob) -> None: ...
-    def check_addresses(self) -> None: ...
-    def compare(self) -> None: ...
-    def recheck(self) -> None: ...
-    def expedite(self) -> None: ...
-    def stopped(self, error: BaseException) -> None: ...
-
-
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """A state as its copy will find it.
+    """How a state is copied, whose tensors do not change until then, or are copies of their own.
 
     Attributes:
-        state: its tensors do not change until they are copied, or are copies of their own.
         snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
         reason: why not as requested.
         copied_at_call_bytes: bytes of the tensors that were copied in the call already.
@@ -208,14 +210,13 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
         guard: of the state, until it is copied.
     """
 
-    state: ShardedState
     snapshot: Snapshot = "eager"
     reason: str = ""
     copied_at_call_bytes: int = 0
     beside: bool = False
     is_temporary: bool = False
     after: Sequence[tuple[torch.device, DeviceEvent]] = ()
-    guard: SaveGuard = Unguarded()
+    guard: SaveGuard = SaveGuard()
 
 
 class Snapshotter(Protocol):
@@ -223,8 +224,8 @@ class Snapshotter(Protocol):
 
     def capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
-    ) -> Capture:
-        """Choose how a state is copied; from here on the copy sees it as it was at the call.
+    ) -> tuple[ShardedState, Capture]:
+        """Choose how a state is copied, and return it as the copy will find it: as it was at the call.
 
         Args:
             walked: its tensors, and its encoded values; *state* as the caller gave it.
@@ -239,11 +240,38 @@ class Snapshotter(Protocol):
         ...
 
 
+class CopyTarget:
+    """What a copy hands full slabs and samples to, and what a vote asks about it: the writers and guards of this process."""
+
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
+        self._sampling: Sampling | None = None
+
+    def hand_over(self, window: Window, slab: Slab) -> None:
+        """Accept a full slab, on the thread that copies."""
+        self._job.engine.loop.call_soon(self._job.slabs[window.file].arrive, window, slab)
+
+    def hand_samples(self, sampling: Sampling) -> None:
+        """Accept the samples of replicas there, before the copy counts as made."""
+        self._sampling = sampling
+
+    def replica_tables(self) -> ReplicaTables:
+        """Return the receipt's tables of replicas."""
+        return ReplicaTables() if self._sampling is None else self._sampling.tables()
+
+    async def confirm(self) -> None:
+        """Wait right before this rank's vote; raise TornSnapshotError when the state changed while it was copied."""
+        error = self._job.recheck()
+        if error is not None:
+            raise error
+
+
 class SaveJob:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
         promise: what the engine resolves; *future* is what the caller holds of it.
+        request: what was asked for, without the state: the caller's future keeps the job alive, and not the state with it.
         number: of the save, in the order of the calls; *round* is the same among all ranks.
         nonce: of the attempt; None where it is made when the attempt begins.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
@@ -254,23 +282,24 @@ class SaveJob:
             *snapshotted* where a device holds a copy.
         begun: whether it runs, or will: then it notifies the other ranks of failures itself.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
-        confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
-        hand_over: accepts each full slab, on the thread that copies; passes it to *slabs* unless another process writes.
-        hand_samples: accepts the samples of replicas there, before the copy counts as made.
-        replica_tables: returns the receipt's tables of replicas.
+        target: of the copy; another one where the copy is made here and written in another process.
     """
 
     plan: SavePlan
 
-    def __init__(self, engine: Engine, save_round: Round, request: SaveRequest, capture: Capture) -> None:
-        step = request.step
+    def __init__(
+        self,
+        engine: Engine,
+        save_round: Round,
+        request: SaveRequest,
+        state: ShardedState,
+        capture: Capture = Capture(),  # noqa: B008  it is frozen
+    ) -> None:
+        self.engine = engine
+        self.step = step = request.step
         self.begun_ns = engine.now_ns() if request.begun_ns is None else request.begun_ns
-        # The caller's future keeps the job alive, and must not keep the state alive with it.
-        self.request = msgspec.structs.replace(request, state={})
-        self.round = save_round
-        self.state, self.guard = capture.state, capture.guard
-        self.snapshot: Snapshot = capture.snapshot
-        self._capture = msgspec.structs.replace(capture, state=capture.state.without_tensors())
+        self.request, self.round, self.state = request, save_round, state
+        self.capture, self.guard = capture, capture.guard
         self._pause_s: float | None = None
         self.number = engine.lineage.next_number()
         self.nonce: str | None = None
@@ -286,18 +315,9 @@ class SaveJob:
         self.promise.when_settled(lambda: self.copied.resolve(None))
         self.promise.snapshotted.on_retrieve = self.recheck
         self.promise.cancel_work = self.cancel
-        self.confirm: Callable[[], Awaitable[None]] = self._confirm
-        self.hand_over: Callable[[Window, Slab], object] = self._hand_over
-        self.hand_samples: Callable[[Sampling], object] = self._hand_samples
-        self.replica_tables: Callable[[], ReplicaTables] = ReplicaTables
-        self._engine = engine
+        self.target = CopyTarget(self)
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
-
-    @property
-    def step(self) -> int:
-        """The step that is saved."""
-        return self.request.step
 
     def prepare(self) -> None:
         """Plan the save; with other ranks where this rank does not know yet what to write.
@@ -305,10 +325,10 @@ class SaveJob:
         Raises:
             RankError: the ranks cannot save this together.
         """
-        begun_ns = self._engine.now_ns()
+        begun_ns = self.engine.now_ns()
         self.state = self.round.share(self.state)
-        self.plan = self._engine.plan(self.state)
-        self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
+        self.plan = self.engine.plan(self.state)
+        self.slabs = [Handover(self.engine.lender, len(file.windows)) for file in self.plan.files]
         self.stages.note("plan", begun_ns)
 
     # ------------------------------------------------------------------ the copy
@@ -319,11 +339,11 @@ class SaveJob:
         Runs on the caller's thread, or on another while the state is guarded. What goes wrong fails the save and is not
         raised here.
         """
-        copied_from_ns = self._engine.now_ns()
+        copied_from_ns = self.engine.now_ns()
         try:
             self._run_program()
         except BaseException as error:
-            if self._capture.is_temporary:  # its frames hold a copy of the state, on the devices
+            if self.capture.is_temporary:  # its frames hold a copy of the state, on the devices
                 traceback.clear_frames(error.__traceback__)
             self.stop(error)
             if not isinstance(error, Exception):
@@ -332,22 +352,22 @@ class SaveJob:
         finally:
             self.state = self.state.without_tensors()  # not ours to keep alive any longer
         if self._stopped_by is None:
-            self._engine.loop.call_soon(self.stages.follow, self._snapshot_taken(copied_from_ns))
+            self.engine.loop.call_soon(self.stages.follow, self._snapshot_taken(copied_from_ns))
             self.promise.snapshotted.resolve(None)
             self.copied.resolve(None)  # last: what is written waits for it, so that all is reported in order
 
     def _run_program(self) -> None:
-        capture = self._capture
+        capture = self.capture
         self.guard.check_addresses()  # before anything is read; from there on the program does that
         sampling = None
         if self.state.replicas:
-            sampling = self._engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
-        program = self._engine.copy_program(self.plan, self.state, keep=not capture.is_temporary)
+            sampling = self.engine.sample_replicas(self.state, capture.after, keep=not capture.is_temporary)
+        program = self.engine.copy_program(self.plan, self.state, keep=not capture.is_temporary)
         program.run(
-            self._engine.pool,
-            self.hand_over,
+            self.engine.pool,
+            self.target.hand_over,
             wanted=lambda: self._stopped_by is None,
-            timeout_s=self._engine.options.deadlines.slab_s,
+            timeout_s=self.engine.options.deadlines.slab_s,
             beside=capture.beside,
             after=capture.after,
             guard=self.guard,
@@ -357,7 +377,7 @@ class SaveJob:
         # The last window may be durable already: the vote waits for `copied`, and so for these samples.
         if sampling is not None and self._stopped_by is None:
             sampling.finish()
-            self.hand_samples(sampling)
+            self.target.hand_samples(sampling)
 
     def recheck(self) -> BaseException | None:
         """Compare the state once more, if the copy is over and not yet compared; return why the save ends if it was torn."""
@@ -366,36 +386,25 @@ class SaveJob:
             self.stop(error)
         return self._stopped_by if isinstance(self._stopped_by, TornSnapshotError) else None
 
-    async def _confirm(self) -> None:
-        error = self.recheck()
-        if error is not None:
-            raise error
-
     def hand_to_guard(self) -> None:
         """Note that the call returns now, before the copy, and make each change of the state wait for that."""
-        self._pause_s = self._engine.since_s(self.begun_ns)
+        self._pause_s = self.engine.since_s(self.begun_ns)
         self.guard.begin(self)
 
     def _snapshot_taken(self, copied_from_ns: int) -> SnapshotTaken:
-        now_ns = self._engine.now_ns()
+        now_ns = self.engine.now_ns()
         since_call_s = (now_ns - self.begun_ns) / 1e9
         return SnapshotTaken(
             at_ns=now_ns,
             step=self.step,
             bytes=self.plan.tensor_bytes,
-            snapshot=self.snapshot,
+            snapshot=self.capture.snapshot,
             pause_s=since_call_s if self._pause_s is None else self._pause_s,
-            copied_at_call_bytes=self._capture.copied_at_call_bytes,
-            reason=self._capture.reason,
+            copied_at_call_bytes=self.capture.copied_at_call_bytes,
+            reason=self.capture.reason,
             copy_s=(now_ns - copied_from_ns) / 1e9,
             seconds=since_call_s,
         )
-
-    def _hand_over(self, window: Window, slab: Slab) -> None:
-        self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
-
-    def _hand_samples(self, sampling: Sampling) -> None:
-        self.replica_tables = sampling.tables
 
     # ------------------------------------------------------------------ the end
 
@@ -403,7 +412,7 @@ class SaveJob:
         """End a save that may never run."""
         self.state = self.state.without_tensors()
         self.stop(error)
-        self._engine.loop.call_soon(self._fail_unless_running, error)
+        self.engine.loop.call_soon(self._fail_unless_running, error)
 
     def cancel(self) -> None:
         """Stop at the caller's request."""
@@ -415,7 +424,7 @@ class SaveJob:
             self._stopped_by = error
         self.guard.stopped(error)
         self.guard.expedite()
-        self._engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
+        self.engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
 
     @property
     def stopped(self) -> bool:
@@ -453,6 +462,14 @@ class SaveJob:
         if not self.promise.is_settled:
             self._fail(self._stopped_by or failure)
 
+    def fail(self, error: BaseException) -> None:
+        """End with *error* now, although a task of the save may still wait for a call that hangs. On the loop."""
+        if self.promise.is_settled:
+            logger.warning("the clean-up after step %d does not end: %s", self.step, error)
+            return
+        self.stop(error)
+        self._fail(error)
+
     def _fail_unless_running(self, error: BaseException) -> None:
         if self._scope is None:
             self._fail(error)
@@ -464,11 +481,11 @@ class SaveJob:
         # Ends the copy, if that is still being made (`wanted`).
         self._stopped_by = error
         self.guard.expedite()
-        engine = self._engine
+        engine = self.engine
         seconds = engine.since_s(self.begun_ns)
         if not isinstance(error, SaveCancelledError):
             engine.failures.add(self.future)
-            logger.error("the save of step %d failed: %r", self.step, error)
+            logger.log(engine.failures.log_level, "the save of step %d failed: %r", self.step, error)
         self.stages.flush()
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.promise.fail(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,14 +37,16 @@ from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names, prefixes, split_name
 from aiockpt.futures import LoadResult
+from aiockpt.options import Best
 from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.pipeline.step_info import count_not_finite_in
 from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Node
-from aiockpt.units import size
+from aiockpt.units import duration, size
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
@@ -63,7 +66,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     """The arguments of a load; the fields are those of `aiockpt.Checkpointer.load`."""
 
     state: Mapping[str, Any]
-    step: int | None
+    step: int | Best | None
     only: Sequence[str] | None
     strict: Strict
     rename: Rename | None
@@ -103,29 +106,22 @@ async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
             is skipped, where the state needs more, while there are other copies.
         CorruptionError: the requested step is damaged; the state may be partly overwritten.
     """
-    begun_ns = sought_ns = places.engine.now_ns()
-    skipped: Skipped = []
-    touched: frozenset[str] = frozenset()
-    lacking = Lacking(request, skipped)
-    with lacking.explaining():
-        async for found in candidates(places, request.step, skipped):
-            place, manifest = found.place, found.manifest
-            place.engine.stages("load", manifest.step).ended("find", sought_ns)
+    engine, trials = places.engine, Trials(places.engine, request)
+    sought_ns = engine.now_ns()
+    with trials.explaining():
+        async for found in candidates(places, request.step, trials.skipped):
+            place, manifest, target = found.place, found.manifest, None
+            engine.stages("load", manifest.step).ended("find", sought_ns)
             try:
-                target = await match_state(place, request, manifest)
-            except StateMismatchError as error:
-                lacking.pass_over(place, manifest, error)
-                sought_ns = place.engine.now_ns()
-                continue
-            check_rewritten(manifest, target, touched, skipped)
-            try:
+                target = await trials.match(place, manifest)
                 traffic = await fill(place, manifest, target)
+            except StateMismatchError as error:
+                trials.pass_over(place, manifest, error)
             except CorruptionError as error:
-                touched |= target.written
-                skip_or_raise(place.engine, request, manifest.id, manifest.step, error, skipped)
-                sought_ns = place.engine.now_ns()
+                trials.skip_damaged(manifest.id, manifest.step, target, error)
             else:
-                return finish(place, manifest, target, traffic, begun_ns, skipped)
+                return trials.finish(place, manifest, target, traffic)
+            sought_ns = engine.now_ns()
     return None
 
 
@@ -140,32 +136,51 @@ class LoadAlone:
 
 
 @contextmanager
-def reporting_failures(engine: Engine, step: int | None) -> Iterator[None]:
+def reporting_failures(engine: Engine, step: int | Best | None) -> Iterator[None]:
     """Notify observers where a load of *step*, or of the newest one for None, raises or is cancelled."""
     begun_ns = engine.now_ns()
     try:
         yield
     except (Exception, CancelledError) as error:
         why = say_briefly(error) if isinstance(error, Exception) else CANCELLED
-        at = -1 if step is None else step
+        at = step if isinstance(step, int) else -1
         engine.emit(LoadFailed(at_ns=engine.now_ns(), step=at, error=why, seconds=engine.since_s(begun_ns)))
         raise
 
 
-class Lacking:
-    """Copies that a load skips because they have the weights alone, and its state needs more.
+class Trials:
+    """The copies that one load tries, one after the other, and what it has to know of those before; alone and on a rank.
 
-    Args:
-        skipped: gets each of them, with the reason.
+    Attributes:
+        skipped: (step id, reason) of each that is skipped.
     """
 
-    def __init__(self, request: LoadRequest, skipped: Skipped) -> None:
-        self._request = request
-        self._skipped = skipped
-        self._first: StateMismatchError | None = None
+    def __init__(self, engine: Engine, request: LoadRequest) -> None:
+        self.skipped: Skipped = []
+        self._engine, self._request = engine, request
+        self._begun_ns = engine.now_ns()
+        # Leaves that damaged steps have overwritten.
+        self._touched: frozenset[str] = frozenset()
+        self._lacking: StateMismatchError | None = None
+
+    async def match(self, place: Place, manifest: Manifest) -> LoadTarget:
+        """Match the state with a copy; raises as `match_state`.
+
+        Raises:
+            StateMismatchError: also when this copy would leave bytes of a damaged step (docs/decisions.md#loading).
+        """
+        target = await match_state(place, self._request, manifest)
+        if self._touched and (left := self._touched - target.written):
+            newer = ", ".join(name for name, _ in self.skipped)
+            raise StateMismatchError(
+                manifest.id,
+                [f"{name}: overwritten from {newer} and not stored here" for name in sorted(left)],
+                "The state is partly overwritten and not usable: build it anew, then load an explicit step.",
+            )
+        return target
 
     def pass_over(self, place: Place, manifest: Manifest, error: StateMismatchError) -> None:
-        """Skip a copy that does not fit; raise when it has more than the weights, or the step was requested."""
+        """Skip a copy of the weights alone that does not fit; raise for others, and when the step was requested."""
         if not has_weights_only(manifest):
             raise error
         advice = 'Load what it has, as with only=["model"], or a step that is somewhere in full.'
@@ -173,39 +188,56 @@ class Lacking:
         explained = StateMismatchError(where, error.problems, advice)
         if self._request.step is not None:
             raise explained from error
-        self._first = self._first or explained
-        note_skipped(place.engine, manifest.id, manifest.step, explained, self._skipped)
+        self._lacking = self._lacking or explained
+        note_skipped(self._engine, manifest.id, manifest.step, explained, self.skipped)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise the mismatch of the first skipped copy when the block finds nothing else to load."""
+        """Raise the mismatch of the first skipped copy of weights when the block finds nothing else to load."""
         try:
             yield
         except (NoValidCheckpointError, RankFailedError) as error:
-            if self._first is None:
+            if self._lacking is None:
                 raise
-            raise self._first from error
+            raise self._lacking from error
 
+    def skip_damaged(self, step_id: str, step: int, target: LoadTarget | None, error: CorruptionError) -> None:
+        """Skip a step whose data are damaged; raise when it was requested.
 
-def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
-    """Refuse to go on from a damaged step to one that leaves some of its bytes in the state (docs/decisions.md#loading)."""
-    if touched and (left := touched - target.written):
-        newer = ", ".join(name for name, _ in skipped)
-        raise StateMismatchError(
-            manifest.id,
-            [f"{name}: overwritten from {newer} and not stored here" for name in sorted(left)],
-            "The state is partly overwritten and not usable: build it anew, then load an explicit step.",
+        Args:
+            target: what it has overwritten; None where it was not matched.
+        """
+        if target is not None:
+            self._touched |= target.written
+            if self._request.step is not None:
+                error.add_note(
+                    "The state given to load() is partly overwritten: build it anew, or load another step over it."
+                )
+        if self._request.step is not None:
+            raise error
+        note_skipped(self._engine, step_id, step, error, self.skipped)
+
+    def finish(self, place: Place, manifest: Manifest, target: LoadTarget, traffic: Traffic) -> Filled:
+        """Begin a new line of saves at the step that was loaded, and notify observers."""
+        engine = self._engine
+        engine.lineage.descend_from(manifest, place.backend)
+        if manifest.finite is False:
+            _log_not_finite(place, manifest)
+        has_config = engine.options.config is not None and manifest.config is not msgspec.UNSET
+        result = emit_loaded(
+            engine,
+            target,
+            traffic,
+            self._begun_ns,
+            saved_ns=manifest.created_ns,
+            step=manifest.step,
+            id=manifest.id,
+            generation=manifest.generation,
+            url=place.backend.url,
+            skipped=tuple(self.skipped),
+            config_changes=_config_changes(engine, manifest) if has_config else (),
         )
-
-
-def skip_or_raise(
-    engine: Engine, request: LoadRequest, step_id: str, step: int, error: CorruptionError, skipped: Skipped
-) -> None:
-    """Skip a step whose data are damaged; raise when it was requested."""
-    if request.step is not None:
-        error.add_note("The state given to load() is partly overwritten: build it anew, or load another step over it.")
-        raise error
-    note_skipped(engine, step_id, step, error, skipped)
+        return Filled(result, target)
 
 
 def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
@@ -266,34 +298,9 @@ async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: Fi
         return await (tensors or fill_tensors)(place, manifest, target.wanted)
 
 
-def finish(
-    place: Place, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
-) -> Filled:
-    """Begin a new line of saves at the step that was loaded, and notify observers."""
-    engine = place.engine
-    engine.lineage.descend_from(manifest, place.backend)
-    if manifest.finite is False:
-        _log_not_finite(place, manifest)
-    has_config = engine.options.config is not None and manifest.config is not msgspec.UNSET
-    result = emit_loaded(
-        engine,
-        target,
-        traffic,
-        begun_ns,
-        saved_ns=manifest.created_ns,
-        step=manifest.step,
-        id=manifest.id,
-        generation=manifest.generation,
-        url=place.backend.url,
-        skipped=tuple(skipped),
-        config_changes=_config_changes(engine, manifest) if has_config else (),
-    )
-    return Filled(result, target)
-
-
 def _log_not_finite(place: Place, manifest: Manifest) -> None:
     """Log that a step which is loaded has numbers that are not finite."""
-    found = list_names(tuple(dict.fromkeys(name for file in manifest.files for name in file.not_finite or {})))
+    found = list_names(tuple(count_not_finite_in(manifest.files)))
     logger.warning(
         "step %d is loaded, and has numbers that are NaN or infinite in %s; aiockpt ls %s shows which steps have none",
         manifest.step,
@@ -312,6 +319,7 @@ def emit_loaded(
         read_bytes=traffic.read_bytes,
         received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
+        saved_ns=saved_ns,
         missing=target.missing,
         unexpected=target.unexpected,
         differences=(*target.problems, *target.notes),
@@ -337,7 +345,7 @@ def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:
     changes = config_changes(manifest.config, engine.options.config)
     if changes and engine.rank == 0:
         more = f"; and {len(changes) - CHANGES_LOGGED} more" if len(changes) > CHANGES_LOGGED else ""
-        logger.info(
+        logger.warning(
             "step %d: the configuration has changed since it was saved: %s%s",
             manifest.step,
             "; ".join(changes[:CHANGES_LOGGED]),
@@ -358,9 +366,9 @@ async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[Tensor
     with stages.time("plan"):
         memory = await run_blocking(place.engine.state_work, LoadMemory, manifest, wanted, scratch_limit_bytes(place))
     tally = Tally()
-    fetcher = open_fetcher(place, manifest, memory, tally)
+    fetcher = open_fetcher(place, manifest, tally)
     for number, landings in enumerate(memory.plan.passes):
-        await fetcher.fetch(landings)
+        await fetcher.fetch(landings, memory.views)
         with stages.time("scatter"):
             await run_blocking(place.engine.state_work, memory.finish, number)
     return Traffic(tally.bytes)
@@ -381,13 +389,12 @@ class Tally:
         self.bytes += size
 
 
-def open_fetcher(place: Place, manifest: Manifest, memory: LoadMemory, on_read: Callable[[int], object]) -> Fetcher:
-    """Return the reader of the files of *manifest* into *memory*, by the engine's options."""
+def open_fetcher(place: Place, manifest: Manifest, on_read: Callable[[int], object]) -> Fetcher:
+    """Return the reader of the files of *manifest*, by the engine's options."""
     io = place.engine.options.io
     return Fetcher(
         place.backend,
         manifest,
-        memory.views,
         read_bytes=io.read_bytes,
         verify=io.verify != "none",
         on_read=on_read,
@@ -407,7 +414,7 @@ async def verify_files(
     Raises:
         CorruptionError: names file, block, offset and tensors.
     """
-    fetcher = Fetcher(place.backend, manifest, (), read_bytes=place.engine.options.io.read_bytes, on_read=on_read)
+    fetcher = Fetcher(place.backend, manifest, read_bytes=place.engine.options.io.read_bytes, on_read=on_read)
     for index in range(len(manifest.files)) if only is None else only:
         await fetcher.verify_file(index)
 
@@ -422,10 +429,16 @@ async def read(places: StepPlaces, step: int | None, name: str, rows: slice | No
 
 async def read_found(found: Found, name: str, rows: slice | None) -> torch.Tensor:
     """Return tensor *name* of a step that was found, or the *rows* of its first axis, on the host."""
+    stored = _stored_name(found.manifest, name)
+    return await read_tensor(found, stored, _rows(name, found.manifest.tensors[stored].shape, rows))
+
+
+async def read_tensor(found: Found, stored: str, box: Box | None = None) -> torch.Tensor:
+    """Return what is stored under a name, or a *box* of it, on the host; also the tensor of a list of numbers."""
     place, manifest = found.place, found.manifest
-    stored = _stored_name(manifest, name)
+    stored = manifest.alias.get(stored, stored)
     entry = manifest.tensors[stored]
-    box = _rows(name, entry.shape, rows)
+    box = box or Box.whole(entry.shape)
     tensor = torch.empty(box.sizes, dtype=torch_dtype(entry.dtype))
     shard = TensorShard(name=stored, dtype=entry.dtype, shape=entry.shape, boxes=(box,), data=tensor)
     async with place.reading(manifest.id):
@@ -511,10 +524,28 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
     return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))
 
 
+def log_resumed(engine: Engine, loaded: LoadResult | None, url: str) -> None:
+    """Write to stderr, on rank 0, where a run goes on; nothing where the program has configured logging, which has it."""
+    if engine.rank or logger.level or logger.hasHandlers() or sys.stderr is None:
+        return
+    if loaded is None:
+        line = f"nothing in {url}: begins at step 0"
+    elif loaded.step < 0:
+        line = f"begins at step 0 with what {loaded.url} holds"
+    else:
+        seconds = (engine.world.clock.time_ns() - loaded.saved_ns) / 1e9
+        ago = f", saved {duration(max(0.0, seconds))} ago" if loaded.saved_ns else ""
+        line = f"resumed step {loaded.step} of {loaded.url}{ago}"
+    sys.stderr.write(f"aiockpt: {line}\n")
+
+
 def log_loaded(loaded: LoadResult | None, url: str, *, forked: bool = False) -> None:
     """Log a load whose tensors are filled, or one that found no checkpoint at all at *url*."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
+    if logger.isEnabledFor(logging.INFO):
+        _log_loaded(loaded, url, forked=forked)
+
+
+def _log_loaded(loaded: LoadResult | None, url: str, *, forked: bool) -> None:
     if loaded is None:
         logger.info("nothing to load: there is no checkpoint yet in %s", url)
         return

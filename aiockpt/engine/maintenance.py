@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import shlex
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -15,7 +15,7 @@ from aiockpt.engine.find import StepPlaces, committed_steps, find_manifest, find
 from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, StorageError, StorageFullError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import LATEST_KEY, damaged_key, parse_step, verified_key
+from aiockpt.format.names import attempt_folder, damaged_key, parse_step, verified_key
 from aiockpt.futures import SaveResult
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import (
@@ -40,22 +40,27 @@ from aiockpt.pipeline.discover import (
     StepEntry,
     find_copy,
     first_in_full,
-    info_of,
     is_news,
     list_step,
     newest_first,
     read_generation,
-    read_info,
     scan,
 )
-from aiockpt.pipeline.discover import StepInfo as StepInfo
+from aiockpt.pipeline.latest import Latest, read_latest, remove_latest, write_latest
+from aiockpt.pipeline.step_info import StepInfo as StepInfo
+from aiockpt.pipeline.step_info import count_not_finite_in, info_of, read_info
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.policies.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
-from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.transfer import storage_now_ns
+from aiockpt.storage.transfer import storage_now_ns, walk
+from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
+
+IDLE_S = 900.0
+"""Before a save fails for room, an attempt that was not written to for so long is garbage: one that waits for a slab for so
+long has failed."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -150,7 +155,7 @@ async def steps(places: StepPlaces) -> tuple[StepInfo, ...]:
     for listed in await committed_steps(places):
         which = (listed.entry.id, listed.entry.age_order[0])
         if which not in nearest:
-            nearest[which] = await read_info(listed.place.backend, listed.entry)
+            nearest[which] = await read_info(listed.backend, listed.entry)
     return tuple(nearest.values())
 
 
@@ -191,16 +196,8 @@ async def describe(places: StepPlaces, step: int | None) -> Description:
         per_rank=manifest.state.get("per_rank", {}),
         user=manifest.user,
         left_out=manifest.left_out or {},
-        not_finite=_count_not_finite(manifest),
+        not_finite=dict(count_not_finite_in(manifest.files)),
     )
-
-
-def _count_not_finite(manifest: Manifest) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for file in manifest.files:
-        if file.not_finite is not msgspec.UNSET:
-            counts.update(file.not_finite)
-    return dict(counts)
 
 
 async def verify(places: StepPlaces, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
@@ -284,29 +281,39 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
 
     The checkpoint is safe by now: failures here are logged, and the next commit retries. The hint is optional.
     """
+    place.newest_saved = saved
     try:
-        async with place.cleaning:
-            await _move_hint(place, saved)
-            rules = place.retention
-            if rules is not None:
-                pruned = await prune(place, rules, with_uploads=place.uploads_are_due())
-                if pruned.note is not None:
-                    logger.info("%s: %s", place.backend.url, pruned.note)
-            elif saved.generation > 1:
-                entry = await list_step(place.backend, saved.id)
-                await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
+        # The lock is taken before anything is waited for: the end of a run waits for it.
+        async with place.cleaning, open_tasks() as tasks:
+            if place.newest_saved is saved:  # a clean-up that comes late leaves the hint to the later ones
+                tasks.start_soon(_move_hint, place, saved)
+            if place.retention is not None or saved.generation > 1:
+                await _remove_outdated(place, saved, place.retention)
     except CheckpointError as error:
         logger.warning("clean-up after %s failed, and is retried after the next commit: %s", saved.id, error)
     except Exception:  # no error of ours; nothing else would report it
         logger.exception("clean-up after %s failed, and is retried after the next commit", saved.id)
 
 
+async def _remove_outdated(place: Place, saved: SaveResult, rules: Retention | None) -> None:
+    if rules is None:
+        entry = await list_step(place.backend, saved.id)
+        await _Pruning(place, Retention(), place.engine.busy_attempts).collect([entry])
+        return
+    pruned = await prune(place, rules, with_uploads=place.uploads_are_due())
+    if pruned.note is not None:
+        logger.info("%s: %s", place.backend.url, pruned.note)
+
+
 async def _move_hint(place: Place, saved: SaveResult) -> None:
-    try:
-        await place.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
-    except CheckpointError as error:  # another user's, or a bucket where nothing may be written over
-        if is_news(place.backend, f"{LATEST_KEY}: {error}"):
-            logger.warning("%s in %s cannot be written, and stays as it is: %s", LATEST_KEY, place.backend.url, error)
+    """Make the hint name a save; warn before if it names one that another job has made since this process moved it."""
+    lineage, backend = place.engine.lineage, place.backend
+    if place.hint_is_due():
+        latest = await read_latest(backend)
+        if latest is not None and not lineage.knows(latest.id, latest.generation):
+            with suppress(CheckpointError):
+                lineage.log_other_job((await list_step(backend, latest.id)).head, backend.url)
+    await write_latest(backend, Latest(saved.id, saved.generation))
 
 
 @asynccontextmanager
@@ -320,14 +327,41 @@ async def making_room(place: Place) -> AsyncIterator[None]:
 
 
 async def make_room(place: Place) -> None:
-    """Apply retention: the clean-up after the last save may have failed, or others may have filled the place."""
-    if place.retention is None or place.engine.rank != 0:
+    """Apply retention: the clean-up after the last save may have failed, or others may have filled the place.
+
+    An attempt to which nothing was written for `IDLE_S` counts as dead then.
+    """
+    if place.engine.rank != 0:
         return
+    rules = place.retention or Retention()
     try:
         async with place.cleaning:
-            await prune(place, place.retention, with_uploads=False)
+            rules = msgspec.structs.replace(rules, grace_s=min(rules.grace_s, IDLE_S))
+            await prune(place, rules, with_uploads=False)
     except CheckpointError as error:
         logger.warning("making room in %s failed: %s", place.backend.url, error)
+
+
+async def held_by_others(place: Place) -> str:
+    """Return in words what is left of dead saves, and of steps that could not be deleted; "" where there is nothing."""
+    rules = msgspec.structs.replace(place.retention or Retention(), grace_s=0.0)
+    try:
+        found = await prune(place, rules, dry_run=True, with_uploads=False)
+        folders = [attempt_folder(one.step_id, one.attempt) for one in found.garbage] + [one.id for one in found.steps]
+        held_bytes = sum(
+            [stat.size for folder in folders for stat in [one async for one in walk(place.backend, folder)]]
+        )
+    except CheckpointError:
+        return ""
+    if not folders:
+        return ""
+    what = [count(len(found.garbage), "attempt") + " at a save"] * bool(found.garbage)
+    what += [count(len(found.steps), "step") + " that could not be deleted"] * bool(found.steps)
+    last = "" if rules.last is None else f" --last {rules.last}"
+    return (
+        f". {' and '.join(what)}, without a manifest or past retention, hold {held_bytes:,} bytes of it; if no other job"
+        f" writes here: aiockpt prune {shlex.quote(place.backend.url)}{last} --grace-hours 0 --yes"
+    )
 
 
 async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
@@ -390,6 +424,7 @@ class _Pruning:
         self.failed: list[str] = []
         self._place, self._backend, self._engine = place, place.backend, place.engine
         self._rules, self._busy, self._dry_run = rules, busy, dry_run
+        self._is_dead = place.engine.names.find_dead() if place.engine.names else lambda _: False
 
     async def delete(self, doomed: Sequence[Doomed], by_id: dict[str, StepEntry]) -> list[Doomed]:
         """Delete steps; return which. A step that is deleted, perhaps only in part, is removed from *by_id*."""
@@ -415,7 +450,13 @@ class _Pruning:
             with self._leaving(entry.id):
                 nonce, grace_s = engine.token(6), self._rules.grace_s
                 found = await find_garbage(
-                    self._backend, entry, grace_s=grace_s, nonce=nonce, busy=self._busy, doubted=doubted
+                    self._backend,
+                    entry,
+                    grace_s=grace_s,
+                    nonce=nonce,
+                    busy=self._busy,
+                    doubted=doubted,
+                    is_dead=self._is_dead,
                 )
                 if found and not self._dry_run:
                     reader = await find_reader(self._backend, entry.id, engine.token(6))
@@ -460,7 +501,9 @@ class _Pruning:
     async def sweep(self) -> DeadUploads:
         """Abort the uploads that dead saves left; return them."""
         nonce = self._engine.token(6)
-        found = await find_leftovers(self._backend, grace_s=self._rules.grace_s, nonce=nonce, busy=self._busy)
+        found = await find_leftovers(
+            self._backend, grace_s=self._rules.grace_s, nonce=nonce, busy=self._busy, is_dead=self._is_dead
+        )
         swept = found if self._dry_run else await abort_leftovers(self._backend, found)
         for upload in swept.uploads:
             self._report(parse_step(upload.key.partition("/")[0]) or 0, upload.key)
@@ -494,6 +537,7 @@ async def delete(places: StepPlaces, step: int) -> None:
     async with AsyncExitStack() as held:
         for place in places.places:  # before the steps are listed: a clean-up may be thinning this one
             await held.enter_async_context(place.cleaning)
-        for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
-            await delete_step(listed.place.backend, listed.entry)
+        for listed in sorted(await find_step(places, step), key=lambda one: one.number, reverse=True):
+            await delete_step(listed.backend, listed.entry)
+            await remove_latest(listed.backend, listed.entry.id)
     places.engine.emit(StepDeleted(at_ns=places.engine.now_ns(), step=step, reason="asked for"))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -15,7 +14,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.maintenance import make_room
+from aiockpt.engine.maintenance import held_by_others, make_room
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
 from aiockpt.format.document import digest128
@@ -25,8 +24,10 @@ from aiockpt.format.names import data_path, list_names, step_id
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
-from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest, refuse_step
+from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest
+from aiockpt.pipeline.step_info import count_not_finite_in
 from aiockpt.pipeline.upload import FileScreen
+from aiockpt.pipeline.wrong_places import refuse_step
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.transfer import space_for
@@ -71,13 +72,13 @@ async def save_alone(place: Place, job: SaveJob) -> SaveResult:
     """
     emit_start(place.engine, job)
     with job.stages.time("begin"):
-        begun = await begin(place, job, job.nonce or place.engine.token(6))
+        begun = await begin(place, job, job.nonce)
     if isinstance(begun, SaveResult):
         return begun
     async with attempting(place, job, begun):
         receipt = await vote(place, job, begun, await write_files(place, job, begun.attempt))
         with job.stages.time("commit"):
-            manifest = await commit_votes(place, begun, [receipt])
+            manifest = await commit_votes(place, begun, [receipt], own=True)
     return committed(place.engine, job, manifest.generation)
 
 
@@ -91,18 +92,21 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
             bytes=plan.tensor_bytes,
             tensor_count=len(plan.tensors),
             seconds=(now_ns - job.begun_ns) / 1e9,
+            metrics=dict(job.request.metrics),
         )
     )
     job.stages.flush()
 
 
-async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
-    """Return a new attempt named *nonce*, or the existing save where ``on_exists`` keeps it."""
-    await refuse_step(place.backend)
+async def begin(place: Place, job: SaveJob, nonce: str | None) -> Attempt | SaveResult:
+    """Return a new attempt, named *nonce* where it has a name, or the existing save where ``on_exists`` keeps it."""
+    if place.newest_saved is None:
+        await refuse_step(place.backend)
     entry = await list_step(place.backend, step_id(job.step))
     if entry.committed and (existing := await existing_save(place, entry)) is not None:
         return skip_existing(place.engine, job, existing)
     await check_space(place, job)
+    nonce = nonce or place.engine.name_attempt(entry.attempts)
     return await place.engine.begin_attempt(entry, nonce, job.number)
 
 
@@ -142,7 +146,7 @@ async def check_space(place: Place, job: SaveJob) -> None:
         return
     await make_room(place)
     if (lack := await _lack(place, job)) is not None:
-        raise StorageFullError(f"{lack}: free space, or keep fewer steps (Retention)")
+        raise StorageFullError(f"{lack}: free space, or keep fewer steps (Retention){await held_by_others(place)}")
 
 
 async def _lack(place: Place, job: SaveJob) -> str | None:
@@ -198,7 +202,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     Raises:
         TornSnapshotError: the state changed while it was copied; no receipt was written.
     """
-    await job.confirm()
+    await job.target.confirm()
     if place.engine.options.screen is not None:
         _report_not_finite(place.engine, job.step, files)
     receipt = _receipt(place, job, attempt, files)
@@ -214,9 +218,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
 
 def _report_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
     """Notify observers of numbers in *files* that are not finite; log whenever the affected tensors change."""
-    found: Counter[str] = Counter()
-    for file in files:
-        found.update(file.not_finite or {})
+    found = count_not_finite_in(files)
     if found:
         engine.emit(NotFiniteFound(at_ns=engine.now_ns(), step=step, tensors=dict(found)))
     if found.keys() != engine.not_finite:
@@ -230,7 +232,7 @@ def _report_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) ->
 
 
 def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
-    state, tables = job.state, job.replica_tables()
+    state, tables = job.state, job.target.replica_tables()
     return Receipt(
         **msgspec.structs.asdict(attempt),
         requires=required_for(job.plan.tensors, dict(state.left_out)),
@@ -260,12 +262,16 @@ async def _drop_attempt(place: Place, attempt: Attempt) -> None:
             logger.warning("attempt %s of %s is left as garbage: %s", attempt.attempt, attempt.id, error)
 
 
-async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt]) -> Manifest:
-    """Commit the attempt that all *votes* are for; once that has begun, a cancellation comes too late."""
+async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt], *, own: bool = False) -> Manifest:
+    """Commit the attempt that all *votes* are for; once that has begun, a cancellation comes too late.
+
+    Args:
+        own: whether this process has written all files of it.
+    """
     manifest: Manifest | None = None
     deadline_s = place.engine.options.deadlines.commit_s
     with anyio.move_on_after(deadline_s, shield=True):
-        manifest = await commit(place.backend, votes, place.engine.world)
+        manifest = await commit(place.backend, votes, place.engine.world, own=own)
     if manifest is None:
         raise CommitTimeoutError(
             f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step "

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,17 +26,17 @@ import torch
 
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Capture, Round, SaveJob, SaveRequest, Snapshotter, Unguarded
-from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError
+from aiockpt.engine.job import Capture, Round, SaveGuard, SaveJob, SaveRequest, Snapshotter
+from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError, kind_in_words
 from aiockpt.events import SaveSkipped
 from aiockpt.format.document import check_tree
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
-from aiockpt.runtime.loop import Mutex, made_for_the_loop, runs_event_loop, thread_id
+from aiockpt.runtime.loop import Mutex, holds_up_event_loop, made_for_the_loop, thread_id
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.state.shards import ShardedState
@@ -66,6 +66,7 @@ class Submitter:
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._saving: set[int] = set()  # the threads that are inside `submit`
         self._saves: list[SavePromise] = []
+        self._metrics: set[str] = set()  # that saves have had, or were missed in
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Promise[None] | None = None
 
@@ -88,7 +89,7 @@ class Submitter:
         try:
             self._saving.add(thread)
             with self._calls:
-                entered = self._enter(msgspec.structs.replace(request, begun_ns=begun_ns))
+                entered = self._enter(request, begun_ns)
                 if isinstance(entered, SaveFuture):
                     return entered
                 job, before = entered
@@ -119,7 +120,7 @@ class Submitter:
                 "in the loop"
             )
 
-    def _enter(self, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
+    def _enter(self, request: SaveRequest, begun_ns: int) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         engine, step = self._engine, request.step
         # Before all that may skip or refuse the save: ranks number the saves of a step by their calls.
@@ -138,6 +139,7 @@ class Submitter:
                     return self._skip(save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
             metrics = _plain_metrics(request.metrics)
+            self._check_best(step, metrics)
             user = None if request.user is None else plain_json("user", request.user)
             copying = self._must_be_copied_first()
             before = [point for point in (self._must_end_first(), copying) if point]
@@ -145,9 +147,9 @@ class Submitter:
             walked = self._walker.walk(request.state, request.selection or ALL)
             walked_ns = engine.now_ns()
             waits = bool(before) or engine.world_size > 1
-            capture = self._capture(walked, request.state, snapshot, busy=copying is not None, waits=waits)
-            request = msgspec.structs.replace(request, metrics=metrics, user=user)
-            job = SaveJob(engine, save_round, request, capture)
+            captured, capture = self._capture(walked, request.state, snapshot, busy=copying is not None, waits=waits)
+            request = msgspec.structs.replace(request, state={}, metrics=metrics, user=user, begun_ns=begun_ns)
+            job = SaveJob(engine, save_round, request, captured, capture)
             job.stages.note("walk", walked_from_ns, walked_ns)
             self._destination.prepare(job.promise)
         except BaseException as error:
@@ -158,6 +160,15 @@ class Submitter:
         self._register(job, before)
         return job, None
 
+    def _check_best(self, step: int, metrics: Collection[str]) -> None:
+        """Warn once where retention chooses by a metric that no save has passed yet: its name may be misspelt."""
+        rules = [place.retention for place in self._destination.places]
+        wanted = {rule.best.metric for rule in rules if rule is not None and rule.best is not None} - self._metrics
+        self._metrics |= {*metrics, *wanted}
+        if self._engine.rank == 0:
+            for metric in wanted.difference(metrics):
+                _warn_of_missing(step, metric, metrics)
+
     def _note_save(self, job: SaveJob) -> None:
         """Make later saves wait for this one."""
         self._saves.append(job.promise)
@@ -165,14 +176,14 @@ class Submitter:
 
     def _capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
-    ) -> Capture:
+    ) -> tuple[ShardedState, Capture]:
         """Capture the state for its copy: in place for a copy in the call, else for a copy beside the program."""
         engine = self._engine
         engine.pin(walked)
-        if snapshot != "eager" or runs_event_loop():
+        if snapshot != "eager" or holds_up_event_loop():
             return self._snapshotter.capture(walked, state, snapshot, busy=busy, waits=waits)
-        guard = self._snapshotter.guard_in_call(walked) if engine.options.debug == "digest" else Unguarded()
-        return Capture(state=walked, after=engine.compute_events(walked), guard=guard)
+        guard = self._snapshotter.guard_in_call(walked) if engine.options.lazy.debug == "digest" else SaveGuard()
+        return walked, Capture(after=engine.compute_events(walked), guard=guard)
 
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
         """Begin a copy beside the program, and make later saves, and each change of the state, wait for it."""
@@ -232,14 +243,17 @@ class Submitter:
         async with open_tasks() as tasks:
             if not self._engine.pool.has(job.plan.window_count):
                 tasks.start_soon(self._fill_pool, job)
-            async with job.running():
-                job.promise.resolve(await self._destination.save(job))
-            # No await comes between the outcome and the lock of `clean_up`: `Shutdown` waits for one after the other.
-            if job.promise.error is None and self._engine.rank == 0:
-                result = job.promise.value
-                _log_saved(result, self._engine.world_size)
-                if not result.existed:
-                    await self._destination.clean_up(result)
+            with self._engine.calls.failing(job.fail):
+                async with job.running():
+                    self._engine.calls.refuse_while_late()
+                    job.promise.resolve(await self._destination.save(job))
+                # No await comes between the outcome and the lock of `clean_up`: `Shutdown` waits for one after the other.
+                if job.promise.error is None and self._engine.rank == 0:
+                    result = job.promise.value
+                    if logger.isEnabledFor(logging.INFO):
+                        _log_saved(result, self._engine.world_size)
+                    if not result.existed:
+                        await self._destination.clean_up(result)
         # Last, when nothing waits for this save: it takes milliseconds for each new slab.
         if not self._engine.pool.is_huge:
             await run_blocking(self._engine.state_work, self._engine.pool.make_huge)
@@ -321,6 +335,12 @@ def check_step(step: object) -> int:
     Raises:
         UsageError: it is no number of a step; a state in its place is not printed.
     """
+    if type(step) is int and 0 <= step < 2**63:
+        return step
+    return _as_step(step)
+
+
+def _as_step(step: object) -> int:
     if not isinstance(step, bool | np.bool_) and getattr(step, "dtype", None) is not torch.bool:
         with suppress(TypeError, ValueError, RuntimeError):
             if 0 <= (number := operator.index(step)) < 2**63:  # type: ignore[arg-type]
@@ -335,8 +355,6 @@ def check_step(step: object) -> int:
 
 def _log_saved(saved: SaveResult, world_size: int) -> None:
     """Log a save that is committed, at level INFO, on rank 0 alone: the step, its size, the seconds, and where."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
     if saved.existed:
         logger.info("step %d is committed already, and left as it is, in %s", saved.step, saved.url)
         return
@@ -352,35 +370,71 @@ def _log_saved(saved: SaveResult, world_size: int) -> None:
     )
 
 
+def _warn_of_missing(step: int, metric: str, metrics: Collection[str]) -> None:
+    has = f"it has {', '.join(map(repr, metrics))}" if metrics else f"pass metrics={{{metric!r}: …}}"
+    logger.warning(
+        "step %d is saved without the metric of Retention(best=Best(%r)): %s. While no step has it, none is deleted",
+        *(step, metric, has),
+    )
+
+
 def _was_done_by_others(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) and not isinstance(error, UsageError)
 
 
+def detach(metrics: Mapping[str, float | torch.Tensor] | None) -> Mapping[str, float | torch.Tensor]:
+    """Return *metrics* without the graphs that computed them: a request may be kept until the next step."""
+    if not isinstance(metrics, Mapping):
+        return metrics or {}  # refused when it is saved
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+
+
 def _plain_metrics(metrics: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics: give a dict of names to numbers, and not {kind_in_words(metrics)}")
+    return dict(_plain_metric(name, value) for name, value in metrics.items())
+
+
+def _plain_metric(name: object, value: float | torch.Tensor) -> tuple[str, float]:
     try:
-        return {_plain_name(name): _plain_number(value) for name, value in metrics.items()}
+        # What UTF-8 cannot write is no name; and of a loss that was not detached torch would warn.
+        return str(name).encode().decode(), float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"metrics must be a dict of names to numbers: {error}") from error
-
-
-def _plain_name(name: object) -> str:
-    return str(name).encode().decode()  # what UTF-8 cannot write is no name
-
-
-def _plain_number(value: float | torch.Tensor) -> float:
-    """Return a metric as a number; of a loss that was not detached torch would warn."""
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+        raise UsageError(
+            f"metrics[{name!r}]: give a number, or a tensor of one element, and not {kind_in_words(value)} ({error})"
+        ) from error
 
 
 def plain_json(option: str, value: object) -> object:
     """Return a value as JSON has it.
 
     Raises:
-        UsageError: JSON cannot hold it.
+        UsageError: JSON cannot hold it; the message names the part that it cannot hold.
     """
     try:
         encoded = msgspec.json.encode(value)
         check_tree(encoded, "it")
         return msgspec.json.decode(encoded)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError, ManifestError) as error:
-        raise UsageError(f"{option}={type(value)}: give what JSON can hold ({error})") from error
+        name, part = _find_refused(option, value)
+        raise UsageError(
+            f"{name}: give what JSON can hold (texts, numbers, None, lists and dicts of them), and not "
+            f"{kind_in_words(part)} ({error})"
+        ) from error
+
+
+def _find_refused(name: str, value: object) -> tuple[str, object]:
+    """Return the innermost part of *value* that JSON cannot hold, and its name."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for key, part in parts:
+        try:
+            msgspec.json.encode(part)
+        except RecursionError:  # it contains itself, or might as well
+            return name, value
+        except (TypeError, ValueError, msgspec.MsgspecError):
+            return _find_refused(f"{name}[{key!r}]", part)
+    return name, value

@@ -159,14 +159,18 @@ def described(kind: T) -> T:
     process with a segmentation fault (0.22.0). So each type is described once, by one thread.
     """
     if kind not in _described:
-        held = _describing.acquire(timeout=_DESCRIBING_S)
-        try:
-            msgspec.json.Decoder(kind)
-            _described.add(kind)
-        finally:
-            if held:
-                _describing.release()
+        _describe(kind)
     return kind
+
+
+def _describe(kind: object) -> None:
+    held = _describing.acquire(timeout=_DESCRIBING_S)
+    try:
+        msgspec.json.Decoder(kind)
+        _described.add(kind)
+    finally:
+        if held:
+            _describing.release()
 
 
 def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
@@ -240,7 +244,7 @@ def without(body: bytes, member: str, part: bytes, instead: bytes = b"{}") -> by
     return b"".join((body[:start], instead, memoryview(body)[start + len(part) :]))
 
 
-# A memo of the last question: a job saves one structure repeatedly; results that follow from it alone are computed once.
+# A memo of the last questions: a job saves one structure repeatedly; results that follow from it alone are computed once.
 #
 # A question is compared by its value, never by its name or place, so an answer is right for any caller. Comparing equal
 # structures is one pass in C; it saves some sixty calls of Python a tensor, on the thread that all saves share.
@@ -250,20 +254,24 @@ A = TypeVar("A")
 
 
 class Memo(Generic[Q, A]):
-    """The last question and its answer. Neither may be changed once it is `remember`\\ ed. Any thread."""
+    """The last questions and their answers. None may be changed once it is `remember`\\ ed. Any thread.
 
-    def __init__(self) -> None:
-        self._last: tuple[Q, A] | None = None
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._last: tuple[tuple[Q, A], ...] = ()
 
     def recall(self, question: Q) -> A | None:
-        """Return the answer to *question*; None when that was not the last one."""
-        # Read once: another thread may replace it between the comparison and the answer.
-        last = self._last
-        return last[1] if last is not None and last[0] == question else None
+        """Return the answer to *question*; None when that was not one of the last."""
+        return next((answer for asked, answer in self._last if asked == question), None)
 
     def remember(self, question: Q, answer: A) -> A:
         """Store *answer*, and return it."""
-        self._last = (question, answer)
+        # Replaced as a whole: another thread may be reading it.
+        self._last = ((question, answer), *self._last[: self._most - 1])
         return answer
 
 
@@ -287,8 +295,11 @@ def check_tree(raw: bytes, what: str) -> int:
     nodes = _count_nodes(raw)
     if nodes <= MAX_TREE_DEPTH:  # also bounds the depth
         return nodes
-    if (known := _trees.recall(raw)) is not None:  # the tree of a receipt is in the manifest, too
-        return known
+    known = _trees.recall(raw)  # the tree of a receipt is in the manifest, too
+    return _check_structure(raw, what) if known is None else known
+
+
+def _check_structure(raw: bytes, what: str) -> int:
     # Escapes are removed first, backslashes in pairs from the left: then each quote begins or ends a string.
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
     bare = b"".join(unescaped.split(b'"')[::2])

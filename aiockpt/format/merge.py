@@ -4,7 +4,8 @@ Guarantees:
 
 - Pure and deterministic: receipts in any order give the same manifest, so that any process may finish a commit.
 - Only votes of one attempt and one world are merged; every rank has voted exactly once. Plans may differ: what counts
-  is that the pieces of each tensor are complete.
+  is that the pieces of each tensor are complete. Several votes are united to one, and the manifest is made from that, as it
+  is from the only vote of a process that saves alone.
 - A piece that several ranks wrote is taken from the lowest of them; pieces that then overlap or leave a gap are refused.
 - Replicas that differ between ranks are refused (`check_replicas`).
 - Plain values are the union of those of all ranks; ranks must agree on values that several of them have (`unite`).
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -44,7 +45,11 @@ from aiockpt.units import name_numbers
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "forked_from", "world_size")
 _SHOWN = 5
-_DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
+_DTYPE, _SHAPE, _AXES, _OFFSETS = map(attrgetter, ("dtype", "shape", "axes", "offsets"))
+_TAKEN_OVER = sorted(
+    {*Manifest.__struct_fields__} & {*Receipt.__struct_fields__} - {"format", "requires", "created_ns", "state"}
+)
+"""The facts of a manifest that are those of the vote that it is made from."""
 _MEMO_PIECES = 100_000
 """The most pieces of votes that are kept in memory to be compared with the next ones, and are made at once."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
@@ -61,73 +66,75 @@ def merge_receipts(receipts: Sequence[Receipt], *, writer: str, write_id: str, c
         ReplicasDifferError: ranks have different values of the same tensors.
     """
     votes = sorted(receipts, key=lambda receipt: receipt.rank)
-    with collector_paused():
-        return _merge(votes, writer, write_id, created_ns)
-
-
-def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int) -> Manifest:
     _check_ranks(votes)
+    with collector_paused():
+        vote = _sort_pieces(votes[0]) if len(votes) == 1 else _unite_votes(votes)
+        per_rank = {str(vote.rank): vote.per_rank for vote in votes if vote.per_rank is not None}
+        facts: dict[str, Any] = {name: getattr(vote, name) for name in _TAKEN_OVER}
+        manifest = Manifest(
+            **facts,
+            writer=writer,
+            write_id=write_id,
+            created_ns=created_ns,
+            finite=are_finite(vote.files),
+            requires=_required_for(vote),
+            state={"global": vote.state, "per_rank": per_rank},
+        )
+        try:
+            check_manifest(manifest, manifest.id, manifest.generation)
+        except ManifestError as error:
+            raise CommitError(f"the receipts of all {len(votes)} ranks do not make a checkpoint: {error}") from error
+        return manifest
+
+
+def _required_for(vote: Receipt) -> tuple[str, ...]:
+    required = required_for(vote.tensors, vote.left_out)
+    many = has_table(vote.tensors) and _count_pieces([vote.tensors], MAX_PIECES) > MAX_PIECES
+    return (REQUIRED, *required) if many else required
+
+
+def _sort_pieces(vote: Receipt) -> Receipt:
+    """Return the only vote with the pieces of each tensor by their offsets, so that a load finds its own by bisection."""
+    few = min(_MEMO_PIECES, MAX_PIECES)
+    if _count_pieces([vote.tensors], few) > few:
+        return replace(vote, tensors=_merge_pieces([vote]))
+    unsorted = {name: entry for name, entry in vote.tensors.items() if len(entry.pieces) > 1}
+    in_order = {
+        name: replace(entry, pieces=tuple(sorted(entry.pieces, key=_OFFSETS))) for name, entry in unsorted.items()
+    }
+    return replace(vote, tensors=vote.tensors | in_order)
+
+
+def _unite_votes(votes: Sequence[Receipt]) -> Receipt:
+    """Return what several ranks have together as one vote: that of the lowest rank, with the content of all."""
     for vote in votes[1:]:
         _check_agreement(votes[0], vote)
-    first = votes[0]
     tensors = _merge_tensors(votes)
     alias = _merge_alias(votes, tensors)
     left_out = _merge_left_out(votes, {*tensors, *alias})
-    files = _merge_files(votes)
-    values = first.state
-    if len(votes) > 1:
-        values = _merge_values(votes)
-        check_replicas(votes)
-    manifest = Manifest(
-        writer=writer,
-        id=first.id,
-        step=first.step,
-        generation=first.generation,
-        sequence=first.sequence,
-        run=first.run,
-        parent=first.parent,
-        ancestors=first.ancestors,
-        forked_from=first.forked_from,
-        attempt=first.attempt,
-        finite=are_finite(files),
-        write_id=write_id,
-        created_ns=created_ns,
-        world_size=first.world_size,
-        requires=((REQUIRED,) if has_table(tensors) and _count_pieces([tensors], MAX_PIECES) > MAX_PIECES else ())
-        + required_for(tensors, left_out),
-        files=files,
-        tensors=tensors,
-        alias=alias,
-        left_out=left_out,
-        state={
-            "global": values,
-            "per_rank": {str(vote.rank): vote.per_rank for vote in votes if vote.per_rank is not None},
-        },
-        metrics=first.metrics,
-        user=first.user,
-        config=first.config,
-        older=first.older,
-    )
-    try:
-        check_manifest(manifest, manifest.id, manifest.generation)
-    except ManifestError as error:
-        raise CommitError(f"the receipts of all {len(votes)} ranks do not make a checkpoint: {error}") from error
-    return manifest
+    files, values = _merge_files(votes), _merge_values(votes)
+    check_replicas(votes)
+    return replace(votes[0], tensors=tensors, alias=alias, left_out=left_out, files=files, state=values)
 
 
 def _check_ranks(votes: Sequence[Receipt]) -> None:
     if not votes:
         raise CommitError("there are no receipts: no rank has voted")
-    step_id, world_size = votes[0].id, votes[0].world_size
-    ranks = {vote.rank for vote in votes}
-    if len(ranks) < len(votes):
-        twice = sorted({one.rank for one, next_one in pairwise(votes) if one.rank == next_one.rank})
+    ranks = [vote.rank for vote in votes]
+    # Not a list of `world_size` numbers: a vote may claim any.
+    if len(ranks) != votes[0].world_size or ranks != list(range(len(ranks))):
+        _refuse_ranks(votes[0].id, votes[0].world_size, ranks)
+
+
+def _refuse_ranks(step_id: str, world_size: int, ranks: Sequence[int]) -> NoReturn:
+    """Say which of the sorted *ranks* have voted twice, are none of this world, or are missing."""
+    if twice := sorted({one for one, next_one in pairwise(ranks) if one == next_one}):
         raise CommitError(f"{step_id}: more than one receipt of ranks {twice[:_SHOWN]}")
-    if votes[-1].rank >= world_size:
-        raise CommitError(f"{step_id}: rank {votes[-1].rank} voted in a world of {world_size}")
-    if len(ranks) < world_size:
-        missing = list(islice((rank for rank in range(world_size) if rank not in ranks), _SHOWN))
-        raise CommitError(f"{step_id}: {world_size - len(ranks)} ranks have not voted, the first of them {missing}")
+    if ranks[-1] >= world_size:
+        raise CommitError(f"{step_id}: rank {ranks[-1]} voted in a world of {world_size}")
+    there = set(ranks)
+    missing = list(islice((rank for rank in range(world_size) if rank not in there), _SHOWN))
+    raise CommitError(f"{step_id}: {world_size - len(ranks)} ranks have not voted, the first of them {missing}")
 
 
 def _check_agreement(first: Receipt, vote: Receipt) -> None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from aiockpt.errors import UsageError
 
 LATEST_KEY = "LATEST"
-"""A hint for people, never trusted by the engine."""
+"""A hint, which proves nothing: a listing that does not show what it names is looked at again."""
 
 MAX_NAME_BYTES = 1024
 _STEP_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -195,6 +195,11 @@ def decision_key(step_id: str, attempt: str) -> str:
 def copied_folder(step_id: str, attempt: str) -> str:
     """Return the folder of the marks of data files that a copy has made durable."""
     return f"{attempt_folder(step_id, attempt)}/c"
+
+
+def copying_key(step_id: str, attempt: str) -> str:
+    """Return the key of the mark that an attempt is being copied, so that its own writer does not matter."""
+    return f"{copied_folder(step_id, attempt)}/begun"
 
 
 def copied_key(step_id: str, attempt: str, index: int) -> str:

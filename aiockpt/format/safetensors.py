@@ -108,6 +108,11 @@ def read_below(metadata: Mapping[str, str]) -> str:
         raise CorruptionError(str(error)) from error
 
 
+def header_size(prefix: bytes | bytearray) -> int:
+    """Return where the header ends, as the first bytes of a file say."""
+    return _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+
+
 def decode_header(prefix: bytes, file_size: int) -> Header:
     """Return the header at the beginning of a data file.
 
@@ -118,7 +123,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
     Raises:
         CorruptionError: no safetensors file of *file_size* bytes begins like this.
     """
-    data_start = _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+    data_start = header_size(prefix)
     if data_start > min(file_size, MAX_HEADER_BYTES):
         raise CorruptionError(f"the safetensors header says it ends at {data_start}, which it cannot have")
     if len(prefix) < data_start:

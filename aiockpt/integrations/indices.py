@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import chain, islice
@@ -27,8 +26,6 @@ logger = logging.getLogger("aiockpt")
 _RNG = aiockpt.RNG()
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PARTS = ("sampler", "batch_sampler", "dataset")
-_LISTED = re.compile(r"(?:(?:sampler|batch_sampler|dataset)\.)*generator")
-"""Names of the generators whose states earlier releases saved, as a list."""
 
 
 class Generators:
@@ -54,14 +51,9 @@ class Generators:
             _warn_once(", ".join(unreadable), "cannot be saved")
         return {name: state for name, state in states.items() if state is not None}
 
-    def write(self, states: Mapping[str, bytes | str] | list[bytes]) -> None:
-        """Set the generators to states that `read` returned, or an earlier release, whose list has some of them."""
+    def write(self, states: Mapping[str, bytes | str]) -> None:
+        """Set the generators to states that `read` returned."""
         found = self._find()
-        if isinstance(states, list):
-            listed = [
-                name for name, one in found.items() if _LISTED.fullmatch(name) and isinstance(one, torch.Generator)
-            ]
-            states = dict(zip(listed, states, strict=True))
         missing = found.keys() ^ states.keys()
         missing |= {name for name in found.keys() & states.keys() if not _write(found[name], states[name])}
         if missing:
@@ -133,6 +125,7 @@ class Indices:
     """The indices of a ``DataLoader``, which can repeat the rest of an epoch.
 
     Attributes:
+        generators: the loader's own.
         start: the state of the random generators at the beginning of the epoch's indices, or None.
     """
 
@@ -149,7 +142,7 @@ class Indices:
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
-        self._generators = Generators(loader, *_PARTS)
+        self.generators = Generators(loader, *_PARTS)
         self._go_on: tuple[Any, int, int] | None = None
         self.start: Any = None
 
@@ -165,7 +158,7 @@ class Indices:
             self.start = self.read()
             yield from self._source
             return
-        now, own = _RNG.state_dict(), self.own()
+        now, own = _RNG.state_dict(), self.generators.read()
         self.start, passed, seen = go_on
         self.write(self.start)
         given = self._after(seen)
@@ -173,7 +166,7 @@ class Indices:
         _RNG.load_state_dict(now)
         # No sample is read again: what draws in the data stays as it was set.
         if of_data := {name: state for name, state in own.items() if name.startswith("dataset.")}:
-            self.write_own({**self.own(), **of_data})
+            self.generators.write({**self.generators.read(), **of_data})
         yield from drawn[passed:]
         yield from given
 
@@ -214,22 +207,14 @@ class Indices:
         """Make the next iteration a whole one: nothing is left of the one that was to continue."""
         self._go_on = None
 
-    def own(self) -> dict[str, bytes | str]:
-        """Return the state of the loader's own generators."""
-        return self._generators.read()
-
-    def write_own(self, states: Mapping[str, bytes | str] | list[bytes]) -> None:
-        """Set the loader's own generators."""
-        self._generators.write(states)
-
     def read(self) -> Any:
         """Return the state of all generators from which indices are drawn."""
-        return {"global": _RNG.state_dict(), "own": self.own()}
+        return {"global": _RNG.state_dict(), "own": self.generators.read()}
 
     def write(self, state: Any) -> None:
         """Set all generators."""
         _RNG.load_state_dict(state["global"])
-        self.write_own(state["own"])
+        self.generators.write(state["own"])
 
 
 def length_of(sized: Any) -> int | None:
@@ -246,6 +231,16 @@ def log_other_length(length: int | None, before: int | None) -> None:
         "the data have %s samples, and had %s when the checkpoint was made: the rest of this epoch is drawn of another "
         "order, so that some of its samples come twice, and others not",
         *(length, before),
+    )
+
+
+def log_other_size(size: int, before: int) -> None:
+    """Log if batches have another size than in the checkpoint: what a script counts in batches is not converted."""
+    logger.warning(
+        "batches have %d samples, and had %d when the checkpoint was made: the loader goes on after the samples that were "
+        "trained; a script that counts its steps or epochs in batches ends at another sample: count samples, or resume with "
+        "batches of %d",
+        *(size, before, before),
     )
 
 

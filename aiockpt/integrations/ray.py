@@ -23,7 +23,7 @@ import msgspec
 
 import aiockpt
 from aiockpt.format.document import described
-from aiockpt.integrations.steps import ask_first_rank, valid_steps
+from aiockpt.integrations.contract import valid_steps
 
 _train: Any = import_module("ray.train")
 
@@ -83,7 +83,7 @@ def resume(ckpt: aiockpt.Checkpointer, state: Mapping[str, Any]) -> int:
     try:
         ckpt.load(state, step).result()
     except aiockpt.StepNotFoundError as error:
-        newer = [one for one in ask_first_rank(lambda: valid_steps(ckpt)) if one > step and handle.url in urls]
+        newer = [one for one in valid_steps(ckpt) if one > step and handle.url in urls]
         if not newer:
             error.add_note(
                 f"Ray's newest checkpoint is step {step} of {handle.url}: keep what is reported, or load it there"

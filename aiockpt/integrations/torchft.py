@@ -14,10 +14,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,7 +32,7 @@ MANAGER = "torchft"
 POLL_S = 0.02
 
 
-class ReplicaCheckpointer:
+class ReplicaCheckpointer(AbstractContextManager["ReplicaCheckpointer"]):
     """Saves and loads a job of replica groups; each process of each group creates one, after its process group.
 
     Use it in a ``with`` block, whose end waits until all saves are committed, and raises their errors.
@@ -107,16 +107,11 @@ class ReplicaCheckpointer:
         """Wait until all saves are committed, release everything, and raise their errors."""
         self.__exit__(None, None, None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
-            self._own.__exit__(kind, error, traceback)
+            self._own.__exit__(*error)
         finally:
-            self._shared.__exit__(kind, error, traceback)
+            self._shared.__exit__(*error)
 
 
 class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # Any, where torchft is not installed

@@ -313,5 +313,7 @@ def _in_short(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 def _path(name: str) -> Path:
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{name!r} names no tensor: give names as `describe().tensors` has them, or prefixes of them")
+        raise UsageError(
+            f"{name!r} names no tensor: give names as `ckpt.describe().result().tensors` has them, or prefixes of them"
+        )
     return split_name(name)

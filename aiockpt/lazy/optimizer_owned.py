@@ -27,7 +27,7 @@ from torch.optim import Optimizer, lr_scheduler
 from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.adapters.kinds import find_objects
 from aiockpt.adapters.optimizer import is_plain
-from aiockpt.adapters.tensors import is_spread, local_tensors
+from aiockpt.adapters.tensor_kinds import local_tensors, tensor_kind
 from aiockpt.state.shards import TensorShard
 
 # Finds the optimizers of this process, and the modules whose forward changes parameters, at every save.
@@ -266,7 +266,7 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that have an address, and bytes of their own."""
-    return [value for value in tensors if is_spread(value) or _has_address(value)]
+    return [value for value in tensors if tensor_kind(value).is_spread or _has_address(value)]
 
 
 def _has_address(tensor: torch.Tensor) -> bool:

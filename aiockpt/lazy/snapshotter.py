@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aiockpt.adapters.tensors import byte_view
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import Capture, SaveJob
+from aiockpt.engine.job import Capture, SaveGuard, SaveJob
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.lazy.mutability import Mutability
@@ -29,7 +29,7 @@ from aiockpt.lazy.throttle import Pacing, Throttle
 from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.device_copy import on_host
-from aiockpt.runtime.loop import Mutex, refuse_on_loop_thread, runs_event_loop
+from aiockpt.runtime.loop import Mutex, holds_up_event_loop, refuse_on_loop_thread
 from aiockpt.runtime.pending_copies import PendingCopies, PendingCopy, pending_copies
 from aiockpt.state.shards import ShardedState, TensorShard
 
@@ -105,12 +105,13 @@ class LazySnapshotter:
         self._engine = engine
         self._copies = copies
         self._busy_slabs = busy_slabs
-        self._mutability = Mutability(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        lazy = engine.options.lazy
+        self._mutability = Mutability(lazy.mutable, lazy.immutable, engine.accelerator)
         self._pacing = Pacing(engine.now_ns)
 
     def capture(
         self, walked: ShardedState, state: Mapping[str, Any], snapshot: Snapshot, *, busy: bool, waits: bool
-    ) -> Capture:
+    ) -> tuple[ShardedState, Capture]:
         """Copy what may change before the copy of the rest is made, and guard the rest."""
         engine, captured, reason = self._engine, walked, ""
         if snapshot == "device":
@@ -128,8 +129,7 @@ class LazySnapshotter:
             versions, copied_bytes = split.note_versions(), split.copied_bytes
         if snapshot == "lazy":
             throttle = self._pacing.begin(engine.pool, self._busy_slabs)
-        return Capture(
-            state=captured,
+        return captured, Capture(
             snapshot=snapshot,
             reason=reason,
             copied_at_call_bytes=copied_bytes,
@@ -146,7 +146,7 @@ class LazySnapshotter:
     def _guard(
         self, state: ShardedState, versions: VersionCheck | None = None, throttle: Throttle | None = None
     ) -> StateGuard:
-        digests = DigestCheck(state.tensors) if self._engine.options.debug == "digest" else None
+        digests = DigestCheck(state.tensors) if self._engine.options.lazy.debug == "digest" else None
         return StateGuard(
             self._copies, self._mutability.distrust, versions=versions, digests=digests, throttle=throttle
         )
@@ -185,7 +185,7 @@ class LazySnapshotter:
 
 def _holds_loop_up(walked: ShardedState, *, waits: bool) -> bool:
     """Return whether an eager copy in this call would hold up the event loop of its thread."""
-    return runs_event_loop() and (waits or _sum_bytes(walked) > INLINE_COPY_BYTES)
+    return holds_up_event_loop() and (waits or _sum_bytes(walked) > INLINE_COPY_BYTES)
 
 
 def _sum_bytes(state: ShardedState) -> int:
@@ -199,7 +199,7 @@ def _sum_bytes(state: ShardedState) -> int:
 # here. Once the second comparison is made the state may change.
 
 
-class StateGuard:
+class StateGuard(SaveGuard):
     """The guard of one save.
 
     Args:
@@ -226,11 +226,14 @@ class StateGuard:
         self._note_torn = note_torn
         self._versions = versions
         self._digests = digests
-        self.throttle = throttle
-        self.compares_bytes = digests is not None
+        self.throttle = self._throttle = throttle
         self.compared = False
         self._torn: TornSnapshotError | None = None
         self._rechecking = Mutex()
+
+    @property
+    def compares_bytes(self) -> bool:
+        return self._digests is not None
 
     @property
     def needs_check(self) -> bool:
@@ -238,15 +241,15 @@ class StateGuard:
 
     @property
     def needs_all_slabs(self) -> bool:
-        return self.throttle is None or self.throttle.whole
+        return self._throttle is None or self._throttle.whole
 
     def begin(self, job: SaveJob) -> None:
         """Have each change of the state wait for the copy of *job*; a copy on the device needs no wait."""
-        throttle = self.throttle
+        throttle = self._throttle
         if throttle is not None:
             for point in (job.promise.snapshotted, job.copied, job.host_copied):
                 point.on_wait = throttle.end  # before another thread can find them
-        if job.snapshot == "device":
+        if job.capture.snapshot == "device":
             job.promise.snapshotted.resolve(None)
         else:
             copy = PendingCopy(job.promise, job.stop, job.host_copied, job.recheck)
@@ -281,8 +284,8 @@ class StateGuard:
         return self._torn
 
     def expedite(self) -> None:
-        if self.throttle is not None:
-            self.throttle.end()
+        if self._throttle is not None:
+            self._throttle.end()
 
     def stopped(self, error: BaseException) -> None:
         """Release the tensors, unless the second comparison can still find what else has changed.

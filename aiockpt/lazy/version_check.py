@@ -14,14 +14,13 @@ When the checks are made is in `aiockpt.lazy.snapshotter`.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, ne
-from typing import Any
 
 import torch
 
+from aiockpt.adapters.addresses import middle_of
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.lazy.guards import COMPARED, Guard, Where
@@ -29,7 +28,6 @@ from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.state.shards import TensorShard
 
-SAMPLE_BYTES = 16
 _version = attrgetter("_version")
 
 
@@ -121,9 +119,8 @@ class VersionSources:
         placed = self._with("place")
         self.placed = None if len(placed) == len(shards) else placed
         sampled = [number for number in self._with("sample") if shards[number].data.numel()]
-        is_dtensor = [shards[number].outer is not None for number in sampled]
-        self.uncounted_samples = _Samples(shards, list(compress(sampled, is_dtensor)))
-        self.counted_samples = _Samples(shards, list(compress(sampled, (not is_one for is_one in is_dtensor))))
+        self.uncounted_samples = _Samples(shards, [n for n in sampled if shards[n].outer is not None])
+        self.counted_samples = _Samples(shards, [n for n in sampled if shards[n].outer is None])
 
     def _with(self, guard: Guard) -> list[int]:
         return [number for number, where in enumerate(self._where) if guard in COMPARED[where]]
@@ -138,7 +135,7 @@ class _Samples:
 
     def __init__(self, shards: Sequence[TensorShard], numbers: Sequence[int]) -> None:
         self.numbers = numbers
-        self._windows = [_window(shards[number].data) for number in numbers]
+        self._windows = [middle_of(shards[number].data) for number in numbers]
 
     def read(self) -> bytes:
         return b"".join(self._windows)
@@ -162,12 +159,3 @@ def _where(shard: TensorShard, accelerator: Accelerator) -> Where:
     if shard.outer is None:
         return "host" if on_host else "device"
     return "dtensor_host" if on_host else "dtensor_device"
-
-
-def _window(tensor: torch.Tensor) -> Any:
-    """Return the memory of a sample: in the middle, for the first rows of a table are often zero, and stay so."""
-    size_bytes, offset = tensor.element_size(), 0
-    if tensor.is_contiguous():
-        offset = tensor.numel() // 2 * size_bytes
-        size_bytes = min(SAMPLE_BYTES, tensor.nbytes - offset)
-    return (ctypes.c_char * size_bytes).from_address(tensor.data_ptr() + offset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Literal
 
@@ -57,7 +57,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
-"""Least silence that is reported; the second one where the usual interval between saves is unknown."""
+"""Least time without a word, or without a durable step, that is told; the second one where no usual interval is known."""
 AT_ONCE_S = 5.0
 """Least overlap of two processes that is reported: clocks differ, so a shorter one is uncertain."""
 
@@ -74,9 +74,11 @@ def two_jobs(run: RunLog) -> Iterator[Finding]:
             found.append((min(before.last_s, log.last_s) - log.wall_s(log.opened.at_ns), before, log))
         if log.last_s > before.last_s:
             latest[log.opened.rank] = log
-    both_s, before, after = max(found, key=lambda one: one[0], default=(0.0, run.processes[0], run.processes[0]))
+    both_s, before, after = max(
+        found, key=lambda overlap: overlap[0], default=(0.0, run.processes[0], run.processes[0])
+    )
     if both_s > AT_ONCE_S:
-        both = " and ".join(f"process {one.opened.pid} on {one.opened.host}" for one in (before, after))
+        both = " and ".join(f"process {log.opened.pid} on {log.opened.host}" for log in (before, after))
         yield Finding(
             level="bad",
             what=f"Two jobs saved to one place at once for {duration(both_s)}: {both}, both as rank {after.opened.rank}.",
@@ -89,13 +91,11 @@ def two_jobs(run: RunLog) -> Iterator[Finding]:
 def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[Finding]:
     """Report ranks without any event, and those that stopped before the others, or all at once."""
     usual_s = usual_interval_s(points)
-    last_start = _last_start(run)
-    last: dict[int, float] = {}
-    hosts: dict[int, str] = {}
-    for process in last_start:
-        rank = process.opened.rank
-        last[rank], hosts[rank] = max(process.last_event_s, last.get(rank, 0.0)), process.opened.host
-    world_size = max(process.opened.world_size for process in last_start)
+    logs: dict[int, list[ProcessLog]] = defaultdict(list)
+    for log in _last_start(run):
+        logs[log.opened.rank].append(log)
+    last = {rank: max(log.last_event_s for log in some) for rank, some in logs.items()}
+    world_size = max(log.opened.world_size for some in logs.values() for log in some)
     missing = [rank for rank in range(world_size) if rank not in last]
     if missing:
         yield Finding(
@@ -109,26 +109,23 @@ def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[F
         at_s = min(last[rank] for rank in quiet)
         yield Finding(
             level="bad",
-            what=f"Nothing is heard of {name_ranks(quiet, MOST_NAMED)} ({hosts[quiet[0]]}) any more: "
+            what=f"Nothing is heard of {name_ranks(quiet, MOST_NAMED)} ({logs[quiet[0]][-1].opened.host}) any more: "
             f"the others told something up to {duration(usual_last_s - at_s)} longer.",
             advice="Look at its host, and at its own log.",
             since_s=at_s,
             rank=quiet[0],
         )
-    yield from _fell_silent(last_start, usual_s, now_s, quiet)
+    yield from _fell_silent(logs, usual_s, now_s, quiet)
 
 
 def _fell_silent(
-    last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, reported: Collection[int]
+    logs: Mapping[int, Sequence[ProcessLog]], usual_s: float | None, now_s: float, reported: Collection[int]
 ) -> Iterator[Finding]:
     """Report that ranks have emitted nothing for long, up to now, though their checkpointer was not closed.
 
     Args:
         reported: ranks for which this is already reported.
     """
-    logs: dict[int, list[ProcessLog]] = defaultdict(list)
-    for log in last_start:
-        logs[log.opened.rank].append(log)
     silent = {rank: max(log.last_s for log in some) for rank, some in logs.items() if not some[-1].closed}
     ranks = sorted(silent.keys() - set(reported))
     if not ranks:
@@ -149,20 +146,20 @@ def _fell_silent(
 
 def _last_start(run: RunLog) -> list[ProcessLog]:
     numbers = start_numbers(run)
-    return [one for one, number in zip(run.processes, numbers, strict=True) if number == max(numbers)]
+    return [log for log, number in zip(run.processes, numbers, strict=True) if number == max(numbers)]
 
 
 def slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report each host with stragglers once: a slow disk shows in several stages, and on all ranks of its host."""
-    begun = {one.step: one.begun_s for one in reversed(points)}
+    begun = {point.step: point.begun_s for point in reversed(points)}
     by_host: dict[tuple[str, str], list[Straggler]] = defaultdict(list)
     for slow in summary.stragglers:
         by_host[slow.host, slow.operation].append(slow)
     for (host, operation), some in by_host.items():
-        worst, ranks = some[0], sorted({one.rank for one in some})
+        worst, ranks = some[0], sorted({straggler.rank for straggler in some})
         whole = f"{len(ranks)} ranks of host {host} are" if len(ranks) > 1 else f"Rank {worst.rank} ({host}) is"
-        beside = sorted({one.stage for one in some} - {worst.stage})
-        since = min(one.since for one in some)
+        beside = sorted({straggler.stage for straggler in some} - {worst.stage})
+        since = min(straggler.since for straggler in some)
         advice = f"Likely: {worst.cause}."
         advice += (
             f" {' and '.join(beside).capitalize()} {'is' if len(beside) == 1 else 'are'} slow, too." if beside else ""
@@ -189,15 +186,15 @@ PAUSED = 0.02
 def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report that no step has become durable for long."""
     usual_s = usual_interval_s(points)
-    commits = [one for one in points if one.durable_s is not None]
+    commits = [point for point in points if point.durable_s is not None]
     if not points:
         yield Finding(level="note", what="No save was made.", since_s=summary.begun_s)
     elif not commits:
         yield Finding(level="bad", what="No step has become durable: a crash would lose all.", since_s=summary.begun_s)
     elif usual_s is not None:
-        last = max(commits, key=lambda one: one.ended_s)
+        last = max(commits, key=lambda commit: commit.ended_s)
         late_s = summary.ended_s - last.ended_s
-        if late_s > LATE * usual_s:
+        if late_s > max(LATE * usual_s, LEAST_SILENCE_S):
             yield Finding(
                 level="bad",
                 what=f"Nothing has become durable for {duration(late_s)}, since step {last.step}; "
@@ -210,14 +207,14 @@ def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report unfinished saves, and the ranks whose data they lack."""
-    last_start = max((one.start for one in points), default=0)
-    lasted = [one.durable_s for one in points if one.durable_s is not None]
+    last_start = max((point.start for point in points), default=0)
+    lasted = [point.durable_s for point in points if point.durable_s is not None]
     hosts = {process.opened.rank: process.opened.host for process in run.processes}
-    for one in points:
-        if one.start != last_start or not one.open:
+    for point in points:
+        if point.start != last_start or not point.open:
             continue
         usual = f"; usually it takes {duration(median(lasted))}" if lasted else ""
-        waits_for = one.unwritten if 2 * len(one.unwritten) <= one.ranks else ()
+        waits_for = point.unwritten if 2 * len(point.unwritten) <= point.ranks else ()
         where = (
             f", and {name_ranks(waits_for, MOST_NAMED)} ({hosts[waits_for[0]]}) has not written its data"
             if waits_for
@@ -225,11 +222,11 @@ def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
         )
         yield Finding(
             level="warning",
-            what=f"The save of step {one.step} has not ended on {len(one.open)} of {one.ranks} ranks{where}{usual}.",
+            what=f"The save of step {point.step} has not ended on {len(point.open)} of {point.ranks} ranks{where}{usual}.",
             advice="It is under way, or the job hangs or was killed in it.",
-            since_s=one.begun_s,
-            rank=waits_for[0] if waits_for else one.open[0],
-            step=one.step,
+            since_s=point.begun_s,
+            rank=waits_for[0] if waits_for else point.open[0],
+            step=point.step,
         )
 
 
@@ -237,13 +234,13 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
     """Report each error of failed saves once; its level is bad where no later step is durable."""
     if not summary.failures:
         return
-    last_commit_s = max((one.ended_s for one in points if one.durable_s is not None), default=0.0)
+    last_commit_s = max((point.ended_s for point in points if point.durable_s is not None), default=0.0)
     by_error: dict[str, list[FailedStep]] = defaultdict(list)
-    for one in summary.failures:
-        by_error[one.error].append(one)
+    for failure in summary.failures:
+        by_error[failure.error].append(failure)
     for error, some in by_error.items():
         last = some[-1]
-        steps = sorted({one.step for one in some})
+        steps = sorted({failure.step for failure in some})
         many = f"step {last.step} was not saved" if len(steps) == 1 else f"{len(steps)} steps were not saved"
         where = f"rank {last.rank}" if last.ranks == 1 else f"{last.ranks} ranks"
         yield Finding(
@@ -258,10 +255,10 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
 
 def failed_loads(run: RunLog) -> Iterator[Finding]:
     """Report each error of failed loads once; its level is bad where nothing was loaded or saved since."""
-    later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.events_of(kind)]
+    later = [log.wall_s(event.at_ns) for kind in (Loaded, Committed) for log, event in run.events_of(kind)]
     by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for one, event in run.events_of(LoadFailed):
-        by_error[event.which, event.error].append((one.wall_s(event.at_ns), one.opened.rank))
+    for log, event in run.events_of(LoadFailed):
+        by_error[event.which, event.error].append((log.wall_s(event.at_ns), log.opened.rank))
     for (which, error), times in by_error.items():
         since_s, rank = min(times)
         went_on = max(later, default=0.0) > max(times)[0]
@@ -279,19 +276,19 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
 
 def not_finite(points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report NaN and infinite numbers; the level is bad where the last durable step has them, else a note."""
-    durable = [one for one in points if one.durable_s is not None]
-    bad = [one for one in durable if one.not_finite]
+    durable = [point for point in points if point.durable_s is not None]
+    bad = [point for point in durable if point.not_finite]
     if not bad:
         return
     since = bad[0]
-    for one in reversed(durable):
-        if not one.not_finite:
+    for point in reversed(durable):
+        if not point.not_finite:
             break
-        since = one
+        since = point
     lasts = bool(durable[-1].not_finite)
     first = since if lasts else bad[0]
     rank, tensors = min(first.not_finite.items())
-    before = [one.step for one in durable if not one.not_finite and one.begun_s < first.begun_s]
+    before = [point.step for point in durable if not point.not_finite and point.begun_s < first.begun_s]
     yield Finding(
         level="bad" if lasts else "note",
         what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(tensors))}, "
@@ -304,17 +301,17 @@ def not_finite(points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def damaged(run: RunLog) -> Iterator[Finding]:
-    """Report the damaged steps that a scrub found in storage, and those that it repaired from a copy."""
-    reported = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepDamaged)]
-    mended = [(one.wall_s(event.at_ns), event) for one, event in run.events_of(StepRepaired)]
+    """Report the damaged steps that a repair found in storage, and those that it made whole from a copy."""
+    reported = [(log.wall_s(event.at_ns), event) for log, event in run.events_of(StepDamaged)]
+    mended = [(log.wall_s(event.at_ns), event) for log, event in run.events_of(StepRepaired)]
     mended_s = {(event.step, event.url): at_s for at_s, event in mended}
     bad: dict[tuple[int, str], tuple[float, StepDamaged]] = {}
     for at_s, event in reported:
         if at_s > mended_s.get((event.step, event.url), 0.0):
             bad.setdefault((event.step, event.url), (at_s, event))
     for url in sorted({url for _, url in bad}):
-        some = [one for (_, where), one in bad.items() if where == url]
-        since_s, first = min(some, key=lambda one: one[0])
+        some = [report for (_, where), report in bad.items() if where == url]
+        since_s, first = min(some, key=lambda report: report[0])
         yield Finding(
             level="bad",
             what=f"{_name_steps(event.step for _, event in some)} in {url}: damaged. {first.problem}.",
@@ -339,7 +336,7 @@ def _name_steps(steps: Iterable[int]) -> str:
 
 def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report that saves take longer than they did, where no straggler of that size explains it."""
-    durable = [(one.step, one.durable_s, one.begun_s) for one in points if one.durable_s is not None]
+    durable = [(point.step, point.durable_s, point.begun_s) for point in points if point.durable_s is not None]
     if not durable:
         return
     fastest = sorted(took for _, took, _ in durable)[: (len(durable) + 1) // 2]
@@ -349,7 +346,7 @@ def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
         return
     step, _, since_s = durable[slow.start]
     now_s = median(took for _, took, _ in durable[slow.start :])
-    explained_s = max((one.extra_s for one in summary.stragglers if one.operation == "save"), default=0.0)
+    explained_s = max((slow.extra_s for slow in summary.stragglers if slow.operation == "save"), default=0.0)
     if now_s < 1.5 * usual_s or explained_s > (now_s - usual_s) / 2:
         return
     yield Finding(
@@ -364,9 +361,9 @@ def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
 def held(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report where the calls of save held training for a large part of the time."""
     lasted_s = summary.ended_s - summary.begun_s
-    held_s = sum(one.most_pause_s for one in points)
+    held_s = sum(point.most_pause_s for point in points)
     if points and held_s > PAUSED * lasted_s:
-        worst = max(points, key=lambda one: one.most_pause_s)
+        worst = max(points, key=lambda point: point.most_pause_s)
         yield Finding(
             level="note",
             what=f"Training was held for {held_s / lasted_s:.1%} of the time, {duration(summary.pauses_s[0])} each save.",
@@ -401,26 +398,26 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         *held(summary, points),
         *_unread_traces(run),
     ]
-    return sorted(some, key=lambda one: _ORDER[one.level])
+    return sorted(some, key=lambda finding: _ORDER[finding.level])
 
 
 def _restarts(summary: Summary) -> Iterator[Finding]:
     if not summary.restarts:
         return
     last = summary.restarts[-1]
-    lost_s, down_s = (sum(getattr(one, name) for one in summary.restarts) for name in ("lost_s", "down_s"))
+    lost_s, down_s = (sum(getattr(restart, name) for restart in summary.restarts) for name in ("lost_s", "down_s"))
     often = "once" if len(summary.restarts) == 1 else f"{len(summary.restarts)} times"
     resumed = "from nothing" if last.resumed_from is None else f"from step {last.resumed_from}"
     yield Finding(
         level="warning",
-        what=f"The run was begun anew {often}: {duration(lost_s)} of work lost, {duration(down_s)} down.",
+        what=f"The run was started again {often}: {duration(lost_s)} of work lost, {duration(down_s)} down.",
         advice=f"The last time it went on {resumed}.",
         since_s=summary.restarts[0].at_s,
     )
 
 
 def _retries(run: RunLog) -> Iterator[Finding]:
-    calls = [(one.wall_s(event.at_ns), one.opened.rank, event) for one, event in run.events_of(StorageRetried)]
+    calls = [(log.wall_s(event.at_ns), log.opened.rank, event) for log, event in run.events_of(StorageRetried)]
     if calls:
         (verb, _), *_ = Counter(event.verb for _, _, event in calls).most_common(1)
         (rank, many), *_ = Counter(rank for _, rank, _ in calls).most_common(1)
@@ -438,7 +435,7 @@ def _retries(run: RunLog) -> Iterator[Finding]:
 def _unread_traces(run: RunLog) -> Iterator[Finding]:
     """Report traces that could not be read, in whole or in part: the events of these ranks are unknown."""
     if run.missing:
-        names = list_names(tuple(one.name for one in run.missing))
+        names = list_names(tuple(file.name for file in run.missing))
         yield Finding(
             level="warning",
             what=f"{count(len(run.missing), 'trace')} could not be read: {names}.",

@@ -125,7 +125,7 @@ class Heartbeat:
             case StorageRetried():
                 self._retried += 1
 
-    def tell_through(self, emit: Callable[[Event], object]) -> None:
+    def set_emitter(self, emit: Callable[[Event], object]) -> None:
         """Set the function that emits an event to all observers."""
         self._emit = emit
 

@@ -129,25 +129,25 @@ class JobWatch:
         if not found and not self._damaged:
             return None
         # Beats of an earlier start with more ranks stay in storage: the newest beat tells how many ranks there are now.
-        newest = max(found, key=lambda one: one.beat.time_s, default=None)
+        newest = max(found, key=lambda rank: rank.beat.time_s, default=None)
         world_size = 0 if newest is None else newest.beat.world_size
-        ranks = sorted((one for one in found if one.beat.rank < world_size), key=lambda one: one.beat.rank)
+        ranks = sorted((rank for rank in found if rank.beat.rank < world_size), key=lambda rank: rank.beat.rank)
         unreadable = {rank for rank in range(world_size) if beat_key(rank) in self._damaged}
-        durable = [one for one in ranks if one.beat.durable_step is not None]
-        last = max(durable, key=lambda one: one.beat.durable_step or 0, default=None)
+        durable = [rank for rank in ranks if rank.beat.durable_step is not None]
+        last = max(durable, key=lambda rank: rank.beat.durable_step or 0, default=None)
         return JobNow(
             ranks=ranks,
             world_size=world_size,
-            missing=sorted(set(range(world_size)) - {one.beat.rank for one in ranks} - unreadable),
-            silent=[one.beat.rank for one in ranks if one.silent],
+            missing=sorted(set(range(world_size)) - {rank.beat.rank for rank in ranks} - unreadable),
+            silent=[rank.beat.rank for rank in ranks if rank.silent],
             durable_step=None if last is None else last.beat.durable_step,
             durable_s=None if last is None else (last.beat.durable_s or 0.0) + last.heard_s,
-            in_flight=sorted({work.step for one in ranks for work in one.beat.pending if work.operation == "save"}),
-            slow=[slow for one in ranks[:1] for slow in one.beat.slow],
+            in_flight=sorted({work.step for rank in ranks for work in rank.beat.pending if work.operation == "save"}),
+            slow=[slow for rank in ranks[:1] for slow in rank.beat.slow],
             damaged=sorted(self._damaged),
             doubled=sorted(self._doubled),
-            bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent and not one.beat.ended),
-            failed=max((one.beat.failed for one in ranks), default=0),
-            retried=sum(one.beat.retried for one in ranks),
-            ended=bool(ranks) and all(one.beat.ended for one in ranks),
+            bytes_per_s=sum(rank.beat.bytes_per_s for rank in ranks if not rank.silent and not rank.beat.ended),
+            failed=max((rank.beat.failed for rank in ranks), default=0),
+            retried=sum(rank.beat.retried for rank in ranks),
+            ended=bool(ranks) and all(rank.beat.ended for rank in ranks),
         )

@@ -124,7 +124,7 @@ _METRICS: tuple[tuple[str, ...], ...] = (
     ("Gauge", "durable_step", "The last step that was committed."),
     ("Gauge", "durable_timestamp_seconds", "When that was, since 1970."),
     ("Counter", "saves_not_finite", "Saves with NaN or infinite numbers."),
-    ("Counter", "scrub_found", "Damaged steps, by what came of them.", "outcome"),
+    ("Counter", "repairs", "Damaged steps that a repair found, by what came of them.", "outcome"),
     ("Counter", "storage_retries", "Retried calls to storage.", "verb"),
     ("Counter", "copies", "Copies to farther places, by how they ended.", "url", "outcome"),
     ("Gauge", "copy_lag_seconds", "Of the last copy, from its commit on.", "url"),
@@ -150,9 +150,9 @@ _OF_STATISTICS: tuple[tuple[str, str, Callable[[Statistics], float]], ...] = (
     ("pool_bytes", "allocated", lambda now: now.pool.allocated_bytes),
     ("pool_bytes", "limit", lambda now: now.pool.ceiling_bytes),
     ("pool_waiting", "", lambda now: now.pool.waiting),
-    ("writes", "running", lambda now: sum(one.running for one in now.limiters)),
-    ("writes", "waiting", lambda now: sum(one.waiting for one in now.limiters)),
-    ("writes", "limit", lambda now: sum(one.limit for one in now.limiters)),
+    ("writes", "running", lambda now: sum(limiter.running for limiter in now.limiters)),
+    ("writes", "waiting", lambda now: sum(limiter.waiting for limiter in now.limiters)),
+    ("writes", "limit", lambda now: sum(limiter.limit for limiter in now.limiters)),
 )
 
 
@@ -231,8 +231,8 @@ class Metrics:
             Loaded: self._on_loaded,
             LoadFailed: lambda failed: metrics["loads"].labels("failed").inc(),
             NotFiniteFound: lambda found: metrics["saves_not_finite"].inc(),
-            StepRepaired: lambda repaired: metrics["scrub_found"].labels("repaired").inc(),
-            StepDamaged: lambda damaged: metrics["scrub_found"].labels("left").inc(),
+            StepRepaired: lambda repaired: metrics["repairs"].labels("repaired").inc(),
+            StepDamaged: lambda damaged: metrics["repairs"].labels("left").inc(),
             StorageRetried: lambda retried: metrics["storage_retries"].labels(retried.verb).inc(),
             Promoted: self._on_promoted,
             PromotionQueued: self._on_queued,

@@ -85,7 +85,7 @@ def _shift(first: _Seen, other: _Seen) -> int:
 
 
 _kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
-_times = {kind: tuple(one.name for one in msgspec.structs.fields(kind) if one.type is float) for kind in _kinds}
+_times = {kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type is float) for kind in _kinds}
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(described(reduce(or_, _kinds)))
 
 ENDING = ".jsonl"
@@ -120,16 +120,16 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
         unread += missed
     if not number:
         raise UsageError(
-            f"{redact(given)}: no trace of a run here. Have it written: "
+            f"{redact(given)}: no trace of a run here. Have the next start write one: "
             "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()]), which writes to folders, not into buckets"
         )
     if not processes:
-        why = "; ".join(f"{one.name}: {one.why}" for one in missing[:3])
+        why = "; ".join(f"{file.name}: {file.why}" for file in missing[:3])
         raise UsageError(
             f"{redact(given)}: nothing can be read from {count(number, 'trace')} here: "
             + (why or "no line says which process it is of")
         )
-    return align_clocks(RunLog(sorted(processes, key=lambda one: one.opened.time_ns), unread, tuple(missing)))
+    return align_clocks(RunLog(sorted(processes, key=lambda process: process.opened.time_ns), unread, tuple(missing)))
 
 
 def _files(path: Path) -> Iterator[Trace]:

@@ -112,18 +112,18 @@ def leading_logs(run: RunLog) -> list[list[ProcessLog]]:
 
 def start_numbers(run: RunLog) -> list[int]:
     """Return for each of the processes of *run* the number of its start, from 0."""
-    times = [one.wall_s(one.opened.at_ns) for one in first_starts(run)]
+    times = [log.wall_s(log.opened.at_ns) for log in first_starts(run)]
     began: dict[tuple[int, _Process], float] = {}
     numbers = []
-    for one in run.processes:
-        at_s = began.setdefault((one.opened.rank, process_of(one)), one.wall_s(one.opened.at_ns))
+    for process in run.processes:
+        at_s = began.setdefault((process.opened.rank, process_of(process)), process.wall_s(process.opened.at_ns))
         numbers.append(_nearest(times, at_s))
     return numbers
 
 
-def process_of(one: ProcessLog) -> _Process:
+def process_of(log: ProcessLog) -> _Process:
     """Return what distinguishes its process from all others."""
-    return one.opened.host, one.opened.pid, one.opened.process
+    return log.opened.host, log.opened.pid, log.opened.process
 
 
 def _nearest(times: list[float], at_s: float) -> int:

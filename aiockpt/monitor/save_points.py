@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -33,6 +33,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
         bytes: that all ranks wrote.
         ranks: that began it; *unwritten* those of them whose data were not durable, *open* those without an end.
         error: why it failed on the first rank that reported it; empty where it did not.
+        metrics: those of the call, on the lowest rank that began it.
         not_finite: tensors with numbers that are NaN or infinite, by the rank that wrote them.
     """
 
@@ -50,6 +51,7 @@ class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
     open: tuple[int, ...]
     error: str = ""
     not_finite: dict[int, list[str]] = {}
+    metrics: Mapping[str, float | None] = {}
 
     @property
     def bytes_per_s(self) -> float:
@@ -62,6 +64,7 @@ class _Gathered:
 
     def __init__(self) -> None:
         self.begun: dict[int, float] = {}
+        self.metrics: dict[int, Mapping[str, float | None]] = {}
         self.written: dict[int, int] = {}
         self.durable: dict[int, float] = {}
         self.pauses: dict[int, float] = {}
@@ -76,6 +79,7 @@ class _Gathered:
         match event:
             case SaveStarted():
                 self.begun[rank] = at_s
+                self.metrics[rank] = event.metrics
             case SnapshotTaken():
                 self.pauses[rank] = event.pause_s
             case DataWritten():
@@ -109,6 +113,7 @@ class _Gathered:
             open=tuple(sorted(self.begun.keys() - self.ended)),
             error=min(self.failed)[1] if self.failed else "",
             not_finite=self.not_finite,
+            metrics=self.metrics[min(self.metrics)],
         )
 
 
@@ -132,7 +137,7 @@ def save_points(run: RunLog) -> list[SavePoint]:
                     gathering = gathered[key] = _Gathered()
                 gathering.receive(event, rank, process)
     points = [gathering.point(step, start) for (start, step, _), gathering in gathered.items() if gathering.begun]
-    return sorted(points, key=lambda one: one.begun_s)
+    return sorted(points, key=lambda point: point.begun_s)
 
 
 def usual_interval_s(points: Sequence[SavePoint]) -> float | None:

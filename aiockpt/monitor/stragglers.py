@@ -145,17 +145,17 @@ def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
     own: dict[Operation, Steps] = {operation: times.together(operation, stages) for operation, stages in _OWN.items()}
     slow = [
-        one
+        straggler
         for key in times.stages()
         if key[1] not in _VICTIMS
-        for one in _compare(key, times.together(key[0], key[1:]), FACTOR, times)
-        if not _made_up_for(one, own)
+        for straggler in _compare(key, times.together(key[0], key[1:]), FACTOR, times)
+        if not _made_up_for(straggler, own)
     ]
-    known = {(one.rank, one.operation) for one in slow}
+    known = {(straggler.rank, straggler.operation) for straggler in slow}
     for operation, stages in _OWN.items():
         found = _compare((operation, ""), own[operation], FACTOR_OF_ALL, times)
-        slow += [_with_stage(one, stages, times) for one in found if (one.rank, operation) not in known]
-    return sorted(slow, key=lambda one: one.extra_s, reverse=True)
+        slow += [_with_stage(slower, stages, times) for slower in found if (slower.rank, operation) not in known]
+    return sorted(slow, key=lambda straggler: straggler.extra_s, reverse=True)
 
 
 def _compare(key: StageKey, compared: Steps, least: float, times: StageTimes) -> Iterable[Straggler]:
@@ -206,7 +206,7 @@ def _made_up_for(found: Straggler, own: Mapping[Operation, Steps]) -> bool:
 
 def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> Straggler:
     """Return a rank that is slow in the sum of its own work, with the stage that adds most to it."""
-    stage = max(stages, key=lambda one: sum(_extra_s(times.together(found.operation, [one]), found)))
+    stage = max(stages, key=lambda name: sum(_extra_s(times.together(found.operation, [name]), found)))
     starved = found.cause == STARVED
     cause = STARVED if starved or stage in _PROCESSOR else _storage(times)
     return msgspec.structs.replace(found, stage=stage, cause=cause)
@@ -326,11 +326,11 @@ class PeerTimes:
         for data in await get_many(backend, keys, MAX_BYTES):
             if data is not None:  # else gone meanwhile
                 _add_times(times, data, opened)
-        known = {_key_of(one) for one in self.slow}
+        known = {_key_of(straggler) for straggler in self.slow}
         self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s for a thousand ranks
-        new = [one for one in self.slow if _key_of(one) not in known]
-        for one in new:
-            logger.warning("%s", explain(one))
+        new = [straggler for straggler in self.slow if _key_of(straggler) not in known]
+        for straggler in new:
+            logger.warning("%s", explain(straggler))
         return new
 
 
@@ -353,10 +353,10 @@ def found_event(slow: Straggler, at_ns: int) -> StragglerFound:
 
 
 def explain(slow: Straggler) -> str:
-    """Return in one sentence which rank is slow, where, since when, by how much, and the likely cause."""
+    """Return in few words which rank is slow, where, since when, by how much, and the likely cause."""
     return (
-        f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} × as long as on the others, "
-        f"{slow.extra_s:.3g} s more each {slow.operation}, since step {slow.since}; likely: {slow.cause}"
+        f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} ×, {slow.extra_s:.3g} s more "
+        f"each {slow.operation} since step {slow.since}; likely: {slow.cause}"
     )
 
 

@@ -160,7 +160,7 @@ def _failures(run: RunLog) -> list[FailedStep]:
         FailedStep(at_s=min(where)[0], rank=min(where)[1], step=step, error=error, ranks=len({at[1] for at in where}))
         for (step, error), where in found.items()
     ]
-    return sorted(some, key=lambda one: one.at_s)
+    return sorted(some, key=lambda failure: failure.at_s)
 
 
 def _median_and_most(values: list[float]) -> tuple[float, float]:
@@ -189,7 +189,7 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
             )
         )
     order = {"save": 0, "load": 1, "copy": 2}
-    return sorted(figures, key=lambda one: (order[one.operation], one.stage != WHOLE, -one.median_s))
+    return sorted(figures, key=lambda figure: (order[figure.operation], figure.stage != WHOLE, -figure.median_s))
 
 
 def _restarts(

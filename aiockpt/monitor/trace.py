@@ -29,6 +29,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 
 from aiockpt.errors import UsageError
 from aiockpt.events import Alive, Event, Opened
+from aiockpt.options import refuse_value
 from aiockpt.storage.backend import local_path
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class TraceFile:
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, mesh: DeviceMesh | Mapping[str, int] | None = None
     ) -> None:
+        given: object = path
+        if not isinstance(given, str | os.PathLike | None):
+            refuse_value("TraceFile", "path", given, "a path, or None for the folder of the checkpoints")
         self._path = None if path is None else os.fspath(path)
         self._mesh = _coordinates(mesh)
         self._lines: list[bytes] = []

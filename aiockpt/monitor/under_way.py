@@ -109,10 +109,11 @@ class UnderWay:
 
     def grew_overdue(self, now_ns: int, overdue_s: float) -> bool:
         """Return whether some work has exceeded *overdue_s*, or twice its duration when it was last reported."""
-        late = [one for one in self._work.values() if one.lasts_ns(now_ns) > max(overdue_s * 1e9, 2 * one.logged_ns)]
-        for work in late:
-            work.logged_ns = work.lasts_ns(now_ns)
-        return bool(late)
+        late = False
+        for work in self._work.values():
+            if (lasts_ns := work.lasts_ns(now_ns)) > max(overdue_s * 1e9, 2 * work.logged_ns):
+                work.logged_ns, late = lasts_ns, True
+        return late
 
     def _enter(self, operation: Operation, event: Event, stage: str) -> None:
         if (work := self._work.get((operation, event.step))) is not None:

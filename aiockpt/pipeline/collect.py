@@ -6,7 +6,8 @@ Guarantees (docs/format.md#deletion):
 - Before a manifest goes, its attempt's decision is turned to *collect*: a step without a manifest whose votes are all
   there would else look like a commit to be finished, and come back.
 - An uncommitted attempt is removed only after this collector created its decision record, or replaced that of one whose
-  generation was taken meanwhile; and only when it is older than the grace by the storage's own clock.
+  generation was taken meanwhile; and only when it is older than the grace by the storage's own clock, or when the process
+  that wrote it is known to have ended.
 - A step with a live lease of a reader is skipped.
 """
 
@@ -20,6 +21,8 @@ import msgspec
 
 from aiockpt.errors import (
     CheckpointError,
+    CommitConflictError,
+    CorruptionError,
     ManifestError,
     ObjectNotFoundError,
     StepNotFoundError,
@@ -32,6 +35,7 @@ from aiockpt.format.names import (
     LATEST_KEY,
     LEASE_PREFIX,
     attempt_folder,
+    copied_folder,
     damaged_key,
     decision_key,
     list_names,
@@ -40,11 +44,12 @@ from aiockpt.format.names import (
     receipt_key,
     verified_key,
 )
-from aiockpt.pipeline.commit import check_sizes, claim, claim_name_of_record, publish
-from aiockpt.pipeline.discover import StepEntry, list_step, newest_manifest, scan, votes_to_finish
+from aiockpt.options import Best
+from aiockpt.pipeline.commit import check_sizes, claim, claim_name_of_record, publish, read_decision
+from aiockpt.pipeline.discover import StepAt, StepEntry, list_step, newest_manifest, scan, votes_to_finish
 from aiockpt.pipeline.receipts import any_receipt, ranks_that_voted, read_manifest
 from aiockpt.planning.weights import thin_manifest
-from aiockpt.policies.retention import StepFacts, lineage
+from aiockpt.policies.retention import StepFacts, choose_best, lineage
 from aiockpt.storage.backend import PROOF_KEY, Backend, UnfinishedUpload, keeps_uploads
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 
@@ -92,6 +97,10 @@ async def thin(backend: Backend, whole: Manifest, highest: int, write_id: str) -
     """
     new, gained = plan_thinning(whole, highest + 1, write_id)
     made = await publish(backend, new)
+    if await read_decision(backend, decision_key(whole.id, whole.attempt)) != "commit":
+        # Another process deletes the step: it has decided that first, and may have listed the folder before.
+        await backend.delete([manifest_key(made.id, made.generation)])
+        raise CommitConflictError(f"{whole.id} was deleted while it was thinned")
     await remove_overtaken(backend, whole, made)
     return gained
 
@@ -169,6 +178,42 @@ async def step_facts(
             )
         )
     return facts
+
+
+async def best_step(
+    listed: Sequence[StepAt],
+    rule: Best,
+    pass_over: Callable[[StepAt, CorruptionError], object],
+    doubted: Collection[str] = (),
+) -> int | None:
+    """Return the best of the committed steps *listed*, the newest first; None where there is no sound one.
+
+    Args:
+        pass_over: called with a step whose manifest is damaged.
+
+    Raises:
+        StepNotFoundError: no step has the metric; the message lists the metrics that there are.
+        StorageError: a manifest, which may be that of the best step, cannot be read now.
+    """
+    facts: dict[str, StepFacts] = {}
+    for one in listed:
+        if one.entry.id not in facts:
+            found = await step_facts(one.backend, [one.entry], True, doubted)
+            facts.update((fact.id, fact) for fact in found)
+    for one in listed:
+        if one.entry.id not in facts:
+            try:
+                await newest_manifest(one.backend, one.entry)
+            except CorruptionError as error:
+                pass_over(one, error)
+    best = choose_best(list(facts.values()), rule)
+    if best is None and facts:
+        known = ", ".join(sorted({name for fact in facts.values() for name in fact.metrics}))
+        there = f"the metrics there are: {known}" if known else "no step has any: give save(…, metrics={…})"
+        raise StepNotFoundError(
+            f"{listed[0].backend.url} has no sound step with a finite value of the metric {rule.metric!r}; {there}"
+        )
+    return None if best is None else best.step
 
 
 async def _age_s(backend: Backend, entry: StepEntry, now_ns: int) -> float | None:
@@ -254,10 +299,13 @@ async def find_garbage(
     nonce: str,
     busy: Collection[str],
     doubted: Collection[str] = (),
+    is_dead: Callable[[str], bool] = lambda _: False,
 ) -> list[Garbage]:
     """Return the garbage of a step: older generations, and attempts without a manifest that are older than the grace.
 
     Args:
+        is_dead: whether the writer of an attempt is known to have ended: then its age does not matter, unless others could
+            complete it.
         busy: attempts of this process that are under way.
         doubted: attempts that a load here has found damaged.
     """
@@ -287,10 +335,20 @@ async def find_garbage(
     if strays:
         now_ns = await storage_now_ns(backend, nonce)
         for attempt in strays:
+            if is_dead(attempt) and await _is_its_writers(backend, entry.id, attempt):
+                found.append(Garbage(entry.id, attempt))
+                continue
             changed_ns = [stat.modified_ns async for stat in walk(backend, attempt_folder(entry.id, attempt))]
             if changed_ns and now_ns - max(changed_ns) > grace_s * 1e9:  # an empty one may be about to begin
                 found.append(Garbage(entry.id, attempt))
     return found
+
+
+async def _is_its_writers(backend: Backend, step_id: str, attempt: str) -> bool:
+    """Return whether only the writer of an attempt could complete it: rank 0 has not voted, and no copy of it is made."""
+    if (await backend.list(copied_folder(step_id, attempt))).objects:
+        return False
+    return 0 not in await ranks_that_voted(backend, step_id, attempt)
 
 
 async def _read_sound(backend: Backend, entry: StepEntry, doubted: Collection[str]) -> Manifest | None:
@@ -330,7 +388,8 @@ async def _is_overtaken(backend: Backend, garbage: Garbage) -> bool:
     """Return whether an attempt that was decided to be committed has lost its generation to another one."""
     vote = await any_receipt(backend, garbage.step_id, garbage.attempt)
     generations = (await list_step(backend, garbage.step_id)).generations
-    if vote is None or vote.generation > max(generations, default=0):
+    # One without votes is a copy: its copier has died between the decision and the manifest.
+    if vote is not None and vote.generation > max(generations, default=0):
         return False
     # Listed anew, and read: another process may have committed this very attempt since it was found to be garbage.
     with suppress(CheckpointError):
@@ -374,7 +433,7 @@ async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
 # - Steps go one by one, the oldest first, each as retention removes it: an interrupted removal keeps the newest ones.
 
 
-_MARKS = re.compile(r"\.clock-[0-9a-f]+|\.aiockpt-probe-[0-9a-f]+|\.exclusive-[0-9a-f]+|\.seen-[0-9a-f]+")
+_MARKS = re.compile(r"\.clock-[0-9a-f]+|\.exclusive-[0-9a-f]+|\.seen-[0-9a-f]+")
 """What this program writes at the root for a moment; a crash may leave it."""
 
 
@@ -486,11 +545,19 @@ class DeadUploads(msgspec.Struct, frozen=True):
     problem: str | None = None
 
 
-async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> DeadUploads:
+async def find_leftovers(
+    backend: Backend,
+    *,
+    grace_s: float,
+    nonce: str,
+    busy: Collection[str],
+    is_dead: Callable[[str], bool] = lambda _: False,
+) -> DeadUploads:
     """Return the uploads below the root that no writer will finish.
 
     Args:
         busy: attempts of this process that are under way.
+        is_dead: whether the writer of an attempt is known to have ended.
     """
     if (store := keeps_uploads(backend)) is None:
         return DeadUploads()
@@ -499,7 +566,7 @@ async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: 
         if not ours:
             return DeadUploads()
         before_ns = await storage_now_ns(backend, nonce) - grace_s * 1e9
-        old = {upload: found for upload, found in ours.items() if upload.started_ns <= before_ns}
+        old = {upload: found for upload, found in ours.items() if upload.started_ns <= before_ns or is_dead(found[1])}
         attempts = {(step_id, attempt) for step_id, attempt, _ in old.values() if attempt not in busy}
         voted = {one: await ranks_that_voted(backend, *one) for one in sorted(attempts)}
     except StorageError as error:

@@ -48,7 +48,7 @@ from aiockpt.pipeline.receipts import ReceiptReader, read_manifest
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, works_when_full
-from aiockpt.storage.transfer import put_once, read_start, walk
+from aiockpt.storage.transfer import put_once, put_unflushed, read_start, walk
 
 logger = logging.getLogger("aiockpt")
 
@@ -59,6 +59,9 @@ RECORD_PAUSES_S = (0.05, 0.2, 1.0)
 """Before a decision record that cannot be read is read again, until it counts as damaged."""
 LAST_POLL_S = 30.0
 """The time limit of the last poll of all receipts, after the deadline for them has passed."""
+UNCHECKED_NS = 60 * 10**9
+"""So long after its vote a process that wrote all files of an attempt takes them to be there. If it was stopped for longer
+they may have been collected, and the decision with them (not before `aiockpt.engine.maintenance.IDLE_S`)."""
 POLL_PAUSE_S = 0.2
 """The pause after a poll that found no new vote."""
 
@@ -134,27 +137,40 @@ async def wait_votes(
     return [reader.votes[rank] for rank in range(attempt.world_size)]
 
 
-async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Manifest:
+async def commit(backend: Backend, votes: Sequence[Receipt], world: World, *, own: bool = False) -> Manifest:
     """Make the attempt of *votes* visible, durably; return its manifest.
+
+    Args:
+        own: whether this process has written, and finished, all files of the attempt.
 
     Raises:
         CommitConflictError: its generation was committed by another attempt, or it was collected as garbage.
         CommitError: the votes do not make a whole checkpoint.
     """
-    write_id = world.token(16).hex()
-    return await publish(
-        backend, merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
-    )
+    write_id, clock = world.token(16).hex(), world.clock
+    manifest = merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=clock.time_ns())
+
+    def are_there() -> bool:
+        return own and all(0 <= clock.time_ns() - vote.created_ns < UNCHECKED_NS for vote in votes)
+
+    return await publish(backend, manifest, are_there)
 
 
-async def publish(backend: Backend, manifest: Manifest) -> Manifest:
+async def publish(backend: Backend, manifest: Manifest, are_there: Callable[[], bool] = lambda: False) -> Manifest:
     """Create *manifest*, whose files are durable; return it, or the equal one of a faster process.
+
+    Args:
+        are_there: returns whether the files are known to be there, with their sizes.
 
     Raises:
         CommitConflictError, CommitError: as `commit`.
     """
-    await _decide(backend, manifest)
-    await check_sizes(backend, manifest)  # after the decision: a collector of the attempt removed the data first
+    if await claim(backend, manifest.id, manifest.attempt, "commit", manifest.write_id) != "commit":
+        raise CommitConflictError(
+            f"{manifest.id}: attempt {manifest.attempt} was collected as garbage before it was committed; save again"
+        )
+    if not are_there():  # after the decision: a collector of the attempt removed the data first
+        await check_sizes(backend, manifest)
     written = await _put_parts(backend, manifest) if REQUIRED in manifest.requires else manifest
     data = encode_manifest(written)
     key = manifest_key(manifest.id, manifest.generation)
@@ -191,14 +207,6 @@ async def check_sizes(backend: Backend, manifest: Manifest) -> None:
             raise CommitError(f"{key}: {found} bytes in storage, the receipt says {file.size}")
 
 
-async def _decide(backend: Backend, manifest: Manifest) -> None:
-    """Claim the attempt for committing; see `claim`."""
-    if await claim(backend, manifest.id, manifest.attempt, "commit", manifest.write_id) != "commit":
-        raise CommitConflictError(
-            f"{manifest.id}: attempt {manifest.attempt} was collected as garbage before it was committed; save again"
-        )
-
-
 async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, write_id: str) -> Verdict:
     """Create the attempt's one decision record; return the decision, made by us or by an earlier process.
 
@@ -206,15 +214,19 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
         StorageFullError: the record does not fit, and for *collect* no object of the attempt can be renamed to it either.
     """
     key = decision_key(step_id, attempt)
-    decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
+    data = msgspec.json.encode(Decision(decision=wish, attempt=attempt, write_id=write_id))
     try:
-        try:
-            await backend.put_new(key, msgspec.json.encode(decision))
-            return wish
-        except StorageFullError:
-            if wish == "commit" or not await claim_name_of_record(backend, step_id, attempt, new=True):
-                raise
-            return wish
+        # A commit is decided among processes that live. After a power cut there is the manifest, or nothing is decided
+        # yet. What is to be removed stays decided: the removal may survive the cut.
+        if wish == "commit":
+            await put_unflushed(backend, key, data, new=True)
+        else:
+            try:
+                await backend.put_new(key, data)
+            except StorageFullError:
+                if not await claim_name_of_record(backend, step_id, attempt, new=True):
+                    raise
+        return wish
     except ObjectExistsError:
         return await _decided(backend, key)
 
@@ -255,12 +267,13 @@ async def _decided(backend: Backend, key: str) -> Verdict:
     """Return the decision that is in the record; where hard links are missing, its creator may still be writing it."""
     for pause_s in RECORD_PAUSES_S:
         with suppress(CommitError):
-            return await _read_decision(backend, key)
+            return await read_decision(backend, key)
         await anyio.sleep(pause_s)
-    return await _read_decision(backend, key)
+    return await read_decision(backend, key)
 
 
-async def _read_decision(backend: Backend, key: str) -> Verdict:
+async def read_decision(backend: Backend, key: str) -> Verdict:
+    """Return the decision in a record; one that is gone was *collect*."""
     try:
         data = await read_start(backend, key, DECISION_LIMIT_BYTES + 1)
         if _is_of_attempt(data):
@@ -284,8 +297,9 @@ async def _resolve_conflict(backend: Backend, ours: Manifest) -> Manifest:
     if theirs.attempt == ours.attempt:
         return theirs
     raise CommitConflictError(
-        f"{ours.id}: generation {ours.generation} was committed by attempt {theirs.attempt} while this save "
-        f"(attempt {ours.attempt}) was running; the winner stands. Save again to add generation {ours.generation + 1}."
+        f"{ours.id}: generation {ours.generation} was committed by another job, run {theirs.run}, while this save (attempt "
+        f"{ours.attempt}, run {ours.run}) was running, and stands. Two jobs in {backend.url} replace each other's steps: "
+        "end one of them (it may be an earlier start of this one that still runs), or give it a place of its own"
     )
 
 

@@ -23,7 +23,7 @@ import msgspec
 from aiockpt.errors import CheckpointError, ObjectExistsError, UsageError
 from aiockpt.format.document import SUM_BYTES, block_count, described, digest128
 from aiockpt.format.manifest import FileEntry, Manifest
-from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
+from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, copying_key, parse_copied
 from aiockpt.options import MIB, Content
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.discover import StepCopy, find_copy, find_copy_in, list_step
@@ -130,6 +130,8 @@ async def copy_files(
         Every file that is durable at *target*, by its number.
     """
     files = await copied_files(target, source)
+    if len(files) < len(source.files):  # the attempt is not its writer's alone from here on
+        await target.put(copying_key(source.id, source.attempt), b"")
     async with open_tasks() as tasks:
 
         async def move(index: int) -> None:

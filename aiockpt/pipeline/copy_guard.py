@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Throttle(Protocol):
+class CopyThrottle(Protocol):
     """Limits how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
 
     @property
@@ -29,7 +29,7 @@ class CopyGuard(Protocol):
     """Guards a state while it is copied."""
 
     @property
-    def throttle(self) -> Throttle | None:
+    def throttle(self) -> CopyThrottle | None:
         """The throttle of the copy; None lets it fill every slab that it gets."""
         ...
 

@@ -1,28 +1,24 @@
 """Discovery of steps: `scan` lists them and judges the heads of their manifests, `newest_first` reads them in order.
 
-After that: votes that are not committed yet, the facts of a step for people, unfinished newer steps, and places that were
-named by mistake. Guarantees:
+Guarantees:
 
 - "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
   a load of an earlier step and further saves, the new branch is the newest.
 - Only proven manifests count (`aiockpt.pipeline.receipts`). A bad generation is passed over, with the reason, and the one
   before it has *its own* place in the order: a bad manifest makes no step newer than it is.
 - An outage is not damage: a step whose age cannot be read now may be the newest, and is marked as such.
-- ``LATEST`` is never read. A name that is no step id of ours is ignored. No torch is imported.
+- ``LATEST`` is not read here (`aiockpt.pipeline.latest` asks it). A name that is no step id of ours is ignored. No torch is
+  imported.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from bisect import insort
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import lru_cache
-from typing import TYPE_CHECKING, Self, TypeVar
 
-import anyio
 import msgspec
 
 from aiockpt.errors import (
@@ -32,31 +28,23 @@ from aiockpt.errors import (
     NewerFormatError,
     ObjectNotFoundError,
     StorageError,
-    UsageError,
 )
-from aiockpt.format.manifest import ForkedFrom, Head, Manifest, Receipt, decode_receipt
+from aiockpt.format.manifest import Head, Manifest, Receipt
 from aiockpt.format.names import (
-    LATEST_KEY,
     attempt_folder,
     check_step_id,
     manifest_key,
     parse_attempt,
     parse_damaged,
-    parse_failure,
     parse_manifest,
-    parse_receipt,
     parse_step,
     parse_verified,
 )
 from aiockpt.pipeline.receipts import any_receipt, do_all, read_head, read_manifest
 from aiockpt.pipeline.receipts import read_receipts as read_receipts
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.runtime.world import Clock
-from aiockpt.storage.backend import Backend, Listing, Stat, local_path, works_when_full
-from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
-
-if TYPE_CHECKING:
-    from aiockpt.runtime.world import Files
+from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
+from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, walk
 
 logger = logging.getLogger("aiockpt")
 
@@ -107,6 +95,11 @@ class StepEntry(msgspec.Struct, frozen=True):
         return bool(self.generations or self.passed or self.trouble)
 
     @property
+    def has_other_attempts(self) -> bool:
+        """Whether it has attempts beside that of its current generation; the usual step has none."""
+        return bool(self.attempts) and (self.head is None or self.attempts != (self.head.attempt,))
+
+    @property
     def is_refused(self) -> bool:
         """Whether it cannot be read until access is granted, or until it is restored from an archive."""
         return isinstance(self.trouble, StorageError) and self.trouble.lasting
@@ -136,6 +129,20 @@ class StepEntry(msgspec.Struct, frozen=True):
         return self.head is not None and self.head.generation in self.damaged
 
 
+class StepAt(msgspec.Struct, frozen=True):
+    """A step in one place.
+
+    Attributes:
+        backend: where it lies.
+        entry: what a listing shows of it there.
+        number: of the place among those of a checkpointer; 0 is the nearest.
+    """
+
+    backend: Backend
+    entry: StepEntry
+    number: int = 0
+
+
 class StepCopy(msgspec.Struct, frozen=True):
     """One copy of a step: the place, and the step's manifest there. All copies of one save have its attempt."""
 
@@ -144,9 +151,10 @@ class StepCopy(msgspec.Struct, frozen=True):
 
 
 class Heads:
-    """The heads of the manifests of one place, for readers that list them after every save.
+    """The heads of the manifests of one place, for readers that list them after every save, and for every load.
 
     A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
+    A fault is not remembered: what a device did not give, or a copy has replaced within the same second, may be whole now.
 
     Attributes:
         doubted: attempts that a load has passed over: retention does not count them.
@@ -154,18 +162,19 @@ class Heads:
 
     def __init__(self) -> None:
         self.doubted: set[str] = set()
-        self._known: dict[str, tuple[Stat, Head | PassedOver]] = {}
+        self._known: dict[str, tuple[Stat, Head]] = {}
 
-    def recall(self, entry: StepEntry, found: Stat | None) -> Head | PassedOver | None:
-        """Return the head, or the fault, of the manifest that is *found* now; None unless it is the one that was read."""
-        stat, said = (None, None) if found is None else self._known.get(found.key, (None, None))
-        known = stat is not None and stat == found
-        return None if not known or (isinstance(said, Head) and said.attempt not in entry.attempts) else said
+    def recall(self, entry: StepEntry, found: Stat | None) -> Head | None:
+        """Return the head of the manifest that is *found* now; None unless it is the one that was read."""
+        known = None if found is None else self._known.get(found.key)
+        if known is None or known[0] != found or known[1].attempt not in entry.attempts:
+            return None
+        return known[1]
 
-    def learn(self, found: Stat | None, said: Head | PassedOver) -> None:
-        """Store the head, or the fault, of the manifest that was *found*."""
+    def learn(self, found: Stat | None, head: Head) -> None:
+        """Store the head of the manifest that was *found*."""
         if found is not None:
-            self._known[found.key] = (found, said)
+            self._known[found.key] = (found, head)
 
     def retain(self, step_ids: Container[str]) -> None:
         """Drop all steps but these."""
@@ -278,7 +287,7 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
     for generation in entry.generations:
         found = stats.get(manifest_key(entry.id, generation))
         try:
-            said = heads.recall(entry, found) or await _read_head(backend, entry, generation, found)
+            head = heads.recall(entry, found) or await _read_head(backend, entry, generation, found)
         except ObjectNotFoundError:  # deleted since it was listed
             there.remove(generation)
             continue
@@ -287,12 +296,11 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
             trouble = error
             break
         except ManifestError as error:
-            said = PassedOver(generation, str(error), unread=isinstance(error.__cause__, StorageError))
-        heads.learn(found, said)
-        if isinstance(said, Head):
-            head, dated_ns = said, 0 if found is None else found.modified_ns
-            break
-        passed.append(said)
+            passed.append(PassedOver(generation, str(error), unread=isinstance(error.__cause__, StorageError)))
+            continue
+        heads.learn(found, head)
+        dated_ns = 0 if found is None else found.modified_ns
+        break
     return msgspec.structs.replace(
         entry, generations=tuple(there), head=head, passed=tuple(passed), trouble=trouble, dated_ns=dated_ns
     )
@@ -303,9 +311,20 @@ async def _read_head(backend: Backend, entry: StepEntry, generation: int, found:
     if found is not None and found.size > RECORD_LIMIT_BYTES:
         raise ManifestError(f"{key} has {found.size:,} bytes, too many for a document of aiockpt: not read", key=key)
     head = await read_head(backend, entry.id, generation)
-    if head.attempt not in entry.attempts:  # its data are gone, or it was put back from before
+    if head.attempt not in entry.attempts and not await _is_there(backend, attempt_folder(entry.id, head.attempt)):
+        # Its data are gone, or it was put back from before.
         raise ManifestError(f"{key} names the attempt {head.attempt}, whose folder is not there", key=key)
     return head
+
+
+async def _is_there(backend: Backend, folder: str) -> bool:
+    """Return whether a folder that the listing above it lacks exists: a listing may be short."""
+    try:
+        return await backend.list(folder) != Listing((), ())
+    except StorageError as error:
+        if not error.damaged:
+            raise
+        return False
 
 
 # The order in which steps are read, and which are passed over: one rule for loads and listings.
@@ -320,52 +339,41 @@ DAY_NS = 86_400 * 10**9
 """The difference of two dates that proves which step is older: far more than clocks differ, or a save takes."""
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """A step of a listing, and its place."""
-
-    backend: Backend
-    entry: StepEntry
-
-    def without(self, entry: StepEntry) -> Self:
-        """Return the same step with *entry* in place of the one that proved bad."""
-        return msgspec.structs.replace(self, entry=entry)
-
-
-L = TypeVar("L", bound=Listed)
-
-
-def newness(listed: Listed) -> tuple[int, int]:
+def newness(listed: StepAt) -> tuple[int, int]:
     """Return the sort key from the newest to the oldest."""
     sequence, step = listed.entry.age_order
     return (-sequence, -step)
 
 
 async def newest_first(
-    listed: Sequence[L], pass_over: Callable[[L, CorruptionError], object]
-) -> AsyncGenerator[tuple[L, Manifest], None]:
+    listed: Sequence[StepAt],
+    pass_over: Callable[[StepAt, CorruptionError], object],
+    doubt: Callable[[StepAt], object] = lambda _: None,
+) -> AsyncGenerator[tuple[StepAt, Manifest], None]:
     """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
 
     Args:
         listed: sorted by `newness`.
         pass_over: called with each one that is bad.
+        doubt: called with each one whose manifest, or data, turned out bad when it was read.
 
     Raises:
         NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
     """
-    left: list[L] = []
+    queue: list[StepAt] = []
 
-    def enter(one: L) -> None:
+    def enter(one: StepAt) -> None:
         for passed in one.entry.passed:
             pass_over(one, ManifestError(passed.reason, key=one.entry.id))
         if one.entry.head is not None or one.entry.trouble is not None:
-            insort(left, one, key=newness)
+            insort(queue, one, key=newness)
 
     for one in listed:
         enter(one)
     reported: set[str] = set()
-    while left:
-        one = left.pop(0)
-        if await _put_behind_newer(one, left):
+    while queue:
+        one = queue.pop(0)
+        if one.entry.is_refused and await _defer_unreadable(one, queue):
             if one.entry.id not in reported:
                 pass_over(one, ManifestError(str(one.entry.trouble), key=one.entry.id))
             reported.add(one.entry.id)
@@ -381,12 +389,14 @@ async def newest_first(
             if has_weights_only(manifest):
                 continue
         # A caller that wants more has found the data damaged.
-        enter(one.without(await fall_back(one.backend, one.entry)))
+        older = msgspec.structs.replace(one, entry=await fall_back(one.backend, one.entry))
+        doubt(one)
+        enter(older)
 
 
-async def first_in_full(found: AsyncIterator[tuple[L, Manifest]]) -> tuple[L, Manifest] | None:
+async def first_in_full(found: AsyncIterator[tuple[StepAt, Manifest]]) -> tuple[StepAt, Manifest] | None:
     """Return the first manifest of a full step; where all are weights alone, the first of these."""
-    weights: tuple[L, Manifest] | None = None
+    weights: tuple[StepAt, Manifest] | None = None
     async for one, manifest in found:
         if not has_weights_only(manifest):
             return one, manifest
@@ -402,13 +412,13 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
         NewerFormatError, StorageError: of the highest that is not bad.
     """
     bad: list[CorruptionError] = []
-    async with aclosing(newest_first([Listed(backend, entry)], lambda _, error: bad.append(error))) as valid:
+    async with aclosing(newest_first([StepAt(backend, entry)], lambda _, error: bad.append(error))) as valid:
         async for _, manifest in valid:
             return manifest
     raise bad[0] if bad else ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
 
 
-async def _read(listed: Listed) -> Manifest:
+async def _read(listed: StepAt) -> Manifest:
     """Return the manifest of a step that is listed."""
     entry = listed.entry
     if entry.head is None:
@@ -425,22 +435,20 @@ async def read_generation(backend: Backend, step_id: str, generation: int) -> Ma
         raise ManifestError(f"{step_id}: generation {generation} was deleted meanwhile", key=error.key) from error
 
 
-async def _put_behind_newer(one: L, left: list[L]) -> bool:
+async def _defer_unreadable(step: StepAt, queue: list[StepAt]) -> bool:
     """Move a step that is refused for good behind the next readable one, if that proves to be newer; return whether.
 
     It is then next in line: if that newer one proves damaged, this one may be the newest.
     """
-    if not one.entry.is_refused:
-        return False
-    for at, other in enumerate(left):
+    for at, other in enumerate(queue):
         if other.entry.head is not None:
-            proven = await _is_older(one, other)
-            left[at + 1 : at + 1] = [one] * proven
+            proven = await _is_older(step, other)
+            queue[at + 1 : at + 1] = [step] * proven
             return proven
     return False
 
 
-async def _is_older(refused: Listed, newer: Listed) -> bool:
+async def _is_older(refused: StepAt, newer: StepAt) -> bool:
     """Return whether *newer* proves the *refused* step to be older: its manifest names that, or their dates show it.
 
     A name alone is no proof: a step may be deleted, and saved anew as the same generation. So the manifest must be
@@ -520,303 +528,3 @@ async def newest_vote(backend: Backend, entry: StepEntry) -> int:
                 vote = await any_receipt(backend, entry.id, attempt)
                 clock = max(clock, 0 if vote is None else vote.sequence)
     return clock
-
-
-# Newer steps that were begun and not committed, which a load logs.
-#
-# A writer process outlives its trainer, and the next trainer may load before the writer is done. From the storage alone
-# that cannot be distinguished from a save whose job died, so the known facts are logged: the votes, and the date of the
-# last write. Nothing is decided here, no writer is waited for, and no load fails because of it. An incomplete upload to
-# an object store is not visible.
-
-
-LISTING_S = 3.0
-"""The longest delay of a load by that."""
-LIVELY_S = 60.0
-"""A writer whose last write is more recent may still run: that is logged as a warning."""
-
-
-class Unfinished(msgspec.Struct, frozen=True):
-    """A step that was begun and not committed, and its place; *busy* are the attempts under way in this process."""
-
-    backend: Backend
-    entry: StepEntry
-    busy: Collection[str]
-
-
-async def log_newer(unfinished: Sequence[Unfinished], newest: int | None, clock: Clock) -> None:
-    """Log the attempts at the newest step above *newest* that was begun and not committed.
-
-    Args:
-        newest: the number of the newest committed step; None where there is none, and a program begins from scratch.
-    """
-    newer = [one for one in unfinished if newest is None or one.entry.step > newest]
-    if not newer:
-        return
-    top = max(newer, key=lambda one: one.entry.step)
-    step_id, url = top.entry.id, top.backend.url
-    with anyio.move_on_after(LISTING_S):
-        for attempt in top.entry.attempts:
-            if attempt in top.busy:
-                continue
-            try:
-                level, said = await _describe_attempt(top.backend, step_id, attempt, clock, alone=newest is None)
-            except CheckpointError as error:
-                level, said = logging.INFO, f"was begun and not committed: {error}"
-            if said:
-                logger.log(level, "%s in %s %s", step_id, url, said)
-
-
-async def _describe_attempt(
-    backend: Backend, step_id: str, attempt: str, clock: Clock, *, alone: bool
-) -> tuple[int, str]:
-    """Return the level and the text to log of an attempt; "" logs nothing.
-
-    It is a warning where the writer may be alive, or where the attempt is the only trace of a run (*alone*).
-    """
-    folder = attempt_folder(step_id, attempt)
-    left = [stat async for stat in walk(backend, folder)]
-    if any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
-        return logging.INFO, ""  # aborted: it can no longer be committed
-    if not left:  # any other object under the name of a record is damage
-        listing = await backend.list(folder)
-        names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
-        remains = ", ".join(name for name in names if name not in ("d", "r"))
-        said = f"was begun and cannot be loaded: of attempt {attempt} there is no file, but {remains}"
-        return logging.WARNING, said if remains else ""
-    said = "it was not written completely"
-    votes = [
-        stat.key
-        for stat in left
-        if parse_receipt(stat.key.rpartition("/")[2]) is not None and stat.size <= RECORD_LIMIT_BYTES
-    ]
-    if votes:  # each of them states the world size
-        vote = decode_receipt(await read_record(backend, votes[0]), votes[0])
-        if vote.world_size > 1:
-            said = f"{len(votes)} of {vote.world_size} ranks have voted"
-    ago_s = max(0.0, (clock.time_ns() - max(stat.modified_ns for stat in left)) / 1e9)
-    return (
-        logging.WARNING if alone or ago_s < LIVELY_S else logging.INFO,
-        f"was begun and is not committed, so it is not loaded: {said}, last written {ago_s:.0f} s ago (attempt {attempt}). "
-        "Its job has died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and "
-        "load again",
-    )
-
-
-# The facts of a committed step: those of its newest valid manifest, or why it cannot be used.
-
-
-FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
-
-
-class StepInfo(msgspec.Struct, frozen=True):
-    """One committed step, as a listing shows it.
-
-    Attributes:
-        step, id, generation: which one, and its newest valid generation (of a damaged step: the newest).
-        created_ns: when its manifest was written, by the writer's clock; for people.
-        parent: the id of the step that its run had loaded, or None.
-        bytes, tensor_count: the size of its data files, and the tensors in them.
-        verified: whether that generation was verified in full after it was written.
-        problem: why it must not be used, or cannot be read now; None for a valid one.
-        run: which checkpointer saved it.
-        weights_only: whether it holds weights alone: thinned, or copied so.
-        finite: whether no number in its tensors is NaN or infinite; None where it was not checked (``screen="finite"``).
-        forked_from: place, step id and run of the step of another place that it descends from (``load(…, fork=…)``); of a
-            foreign checkpoint its address alone.
-        newest_generation: above *generation* where newer ones are damaged, and readers fall back.
-    """
-
-    step: int
-    id: str
-    generation: int
-    created_ns: int = 0
-    parent: str | None = None
-    bytes: int = 0
-    tensor_count: int = 0
-    world_size: int = 1
-    verified: bool = False
-    metrics: Mapping[str, float | None] = {}
-    problem: str | None = None
-    run: str = ""
-    newest_generation: int = 0
-    weights_only: bool = False
-    finite: bool | None = None
-    forked_from: tuple[str, str, str] | None = None
-
-    def describe_origin(self) -> str:
-        """Return in words the origin of the run, where that was a step of another place; else ""."""
-        return "" if self.forked_from is None else f"forked from {origin_in_words(self.forked_from)}"
-
-
-def origin_in_words(fork: ForkedFrom) -> str:
-    """Return the origin of a line of saves as one line for a terminal, whatever characters the address has."""
-    said = " ".join(fork[:2]).rstrip()
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in said)
-
-
-async def read_info(backend: Backend, entry: StepEntry) -> StepInfo:
-    """Return the facts of a committed step; one that is damaged, or cannot be read now, has a *problem*."""
-    try:
-        return info_of(await newest_manifest(backend, entry), entry)
-    except (CorruptionError, StorageError) as error:
-        newest = max(entry.generations, default=0)
-        return StepInfo(
-            step=entry.step,
-            id=entry.id,
-            generation=newest,
-            parent=entry.head.parent if entry.head else None,
-            problem=str(error),
-            run=entry.head.run if entry.head else "",
-            newest_generation=newest,
-        )
-
-
-def info_of(manifest: Manifest, entry: StepEntry) -> StepInfo:
-    """Return the facts of a step from its *manifest* and its listing, *entry*."""
-    return StepInfo(
-        step=manifest.step,
-        id=manifest.id,
-        generation=manifest.generation,
-        created_ns=manifest.created_ns,
-        parent=manifest.parent,
-        bytes=sum(file.size for file in manifest.files),
-        tensor_count=len(manifest.tensors),
-        world_size=manifest.world_size,
-        verified=manifest.generation in entry.verified,
-        metrics=dict(manifest.metrics),
-        problem=FOUND_DAMAGED if manifest.generation in entry.damaged else None,
-        run=manifest.run,
-        newest_generation=max((manifest.generation, *entry.generations)),
-        weights_only=has_weights_only(manifest),
-        finite=None if manifest.finite is msgspec.UNSET else manifest.finite,
-        forked_from=None if manifest.forked_from is msgspec.UNSET else manifest.forked_from,
-    )
-
-
-# Places that are named by mistake: the folder of one step, a folder above runs, weights of another program.
-#
-# Training would begin from scratch there. The folder of a step is refused, by its name alone where that is unambiguous.
-
-
-FOLDERS_LISTED, RUNS_SHOWN = 20, 5
-WEIGHTS = ".safetensors"
-
-
-class _StepFolder(msgspec.Struct, frozen=True):
-    """The last folder of a step in a URL, the part of the URL below it, and why that is refused."""
-
-    path: str
-    inside: list[str]
-    refusal: str
-
-
-@lru_cache
-def _find_step_folder(url: str, given: str = "") -> _StepFolder | None:
-    url = str(local_path(url) or url)
-    parts = url.split("/")
-    for at in range(len(parts) - 1, -1, -1):
-        if (step := parse_step(parts[at])) is not None:
-            inside, above = parts[at + 1 :], "/".join(parts[:at]) or "/"
-            what = "is in the folder of one step" if inside else "is one step"
-            refusal = f"{given}{url} {what}; give the folder above it, and the step: {above} {step}"
-            return _StepFolder("/".join(parts[: at + 1]), inside, refusal)
-    return None
-
-
-def refuse_step_folder(url: str, files: Files | None) -> None:
-    """Raise UsageError where *url* is the folder of a step, lies in it, leads there by links, or is a checkpoint of DCP.
-
-    That is decided by its name and, for ``file://``, by the file system.
-
-    Args:
-        files: the file system of ``file://``; None decides by the name alone.
-    """
-    found = _find_step_folder(url)
-    if (path := local_path(url)) is None:
-        files = None
-    elif files is not None:
-        _refuse_dcp(str(path), files)
-        if found is None and (real := os.path.realpath(path)) != str(path):
-            found = _find_step_folder(real, f"{path} leads to ")
-    if found is None:
-        return
-    names = found.inside[:1] + _names_in(found.path, files)
-    if any(parse_attempt(name) is not None or parse_manifest(name) is not None for name in names):
-        raise UsageError(found.refusal)
-
-
-def _names_in(path: str, files: Files | None) -> list[str]:
-    with suppress(OSError):
-        return [] if files is None else files.listdir(path)
-    return []
-
-
-def _refuse_dcp(path: str, files: Files) -> None:
-    with suppress(OSError):
-        files.lstat(f"{path.rstrip('/')}/.metadata")  # long before a long listing
-        if any(parse_step(name) is not None for name in files.listdir(path)):
-            return
-        raise UsageError(
-            f"{path} is a checkpoint of torch.distributed.checkpoint, and no place for steps: give another folder. A run "
-            f"begins from it by resume(state, fork='dcp://{path}'); aiockpt convert dcp://{path} RUN makes a step of it"
-        )
-
-
-async def refuse_step(backend: Backend) -> None:
-    """Raise UsageError where the place of *backend* is the folder of a step. No request is made unless its name is one's.
-
-    Raises:
-        StorageError: it cannot be listed.
-    """
-    found = _find_step_folder(backend.url)
-    if found is None or found.inside:
-        return
-    listing = await backend.list("")
-    if any(parse_manifest(stat.key) is not None for stat in listing.objects):
-        raise UsageError(found.refusal)
-
-
-class Hints(msgspec.Struct, frozen=True):
-    """The contents of a place without a step.
-
-    Attributes:
-        runs: some folders in it that hold steps.
-        weights: a file of weights; empty where there is none.
-        hint: the newest step by its ``LATEST`` hint, which is missing now; empty where there is none.
-    """
-
-    runs: tuple[str, ...] = ()
-    weights: str = ""
-    hint: str = ""
-
-    def hints(self, place: str) -> list[str]:
-        """Return what may have been meant instead of *place*, a path or a URL."""
-        place = place.rstrip("/")
-        hints = [f"{place}/{run} holds steps" for run in self.runs]
-        if self.hint:
-            hints.append(f"{place} has held steps, the last of them {self.hint}: they were moved away or deleted")
-        if self.weights:
-            hints.append(f"{place} holds weights, {self.weights}: `aiockpt convert {place} PLACE` makes a step of them")
-        return hints
-
-
-async def find_hints(backend: Backend) -> Hints:
-    """Return what *backend* holds beside steps, as far as reads within `LISTING_S` show; a failed read is no error."""
-    runs: list[str] = []
-    weights = hint = ""
-    with anyio.move_on_after(LISTING_S), suppress(CheckpointError):
-        listing = await backend.list("")
-        names = [stat.key for stat in listing.objects]
-        weights = next((name for name in names if name.endswith(WEIGHTS)), "")
-        if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
-            with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and no hint
-                hint = check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
-        for folder in listing.folders[:FOLDERS_LISTED]:
-            with suppress(CheckpointError):  # one that may not be read was not meant
-                inside = await backend.list(folder)
-                if any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders):
-                    runs.append(folder)
-            if len(runs) == RUNS_SHOWN:
-                break
-    return Hints(tuple(runs), weights, hint)

@@ -4,7 +4,8 @@ Guarantees:
 
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
-- Nothing of a file is used before its size and its safetensors header agree with the manifest.
+- No fetch of a file ends well unless its size and its safetensors header agree with the manifest. The header is compared
+  as it comes with its blocks; where blocks are not compared, it is read and compared before anything else of the file.
 - A mismatch may be damage in transit: that block or header alone is read once more before it counts as corruption.
 - A block, or a file, that cannot be read here is then read from another copy of the same save, where there is one.
 - Memory beyond the targets: the gaps of the reads under way.
@@ -19,7 +20,6 @@ from contextlib import suppress
 from functools import cached_property
 
 import anyio
-import msgspec
 import numpy as np
 
 from aiockpt.errors import (
@@ -30,22 +30,26 @@ from aiockpt.errors import (
     StorageTransferError,
 )
 from aiockpt.format.document import MEMO_BYTES, MEMO_PIECES, BlockHasher, Memo, block_range
-from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.manifest import FileEntry, Manifest, TensorEntry, has_table
 from aiockpt.format.names import list_names
-from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
+from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header, header_size
 from aiockpt.format.validate import Placed, check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.planning.read_plan import GAP, Landing, plan_reads
+from aiockpt.planning.read_plan import GAP, Landing, Segment, plan_reads
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
-from aiockpt.runtime.stages import UNTOLD, Stages, StageTally
+from aiockpt.runtime.stages import UNREPORTED, Stages, StageTally
 from aiockpt.storage.backend import Backend, Reader
 from aiockpt.storage.transfer import cut_views
 
 logger = logging.getLogger("aiockpt")
 
 
+HEADER = -2
+"""The target of a landing that is the header."""
 LIKELY_HEADER_BYTES = 64 << 10
-"""Read of each file at first: most headers are shorter, so that no second round trip to the storage is needed."""
+"""Read at first of a file whose blocks are not compared: most headers are shorter, and need no second round trip."""
+HEADERS_KEPT = 4
+"""Headers that a process remembers: a state has weights and the rest in two files at least."""
 TIMED_BYTES = 1 << 15
 """Shorter runs of bytes are hashed in the time that two reads of the clock take."""
 
@@ -64,7 +68,7 @@ class BlockCheck:
         hash_ns: the time of hashing; runs of less than `TIMED_BYTES` are not counted.
     """
 
-    def __init__(self, file: FileEntry, offset: int, now_ns: Callable[[], int] = UNTOLD.now_ns) -> None:
+    def __init__(self, file: FileEntry, offset: int, now_ns: Callable[[], int] = UNREPORTED.now_ns) -> None:
         self._file = file
         self._now_ns = now_ns
         self._block = offset // file.block
@@ -111,8 +115,8 @@ class BlockCheck:
             self._left -= len(view)
 
 
-_agreed: Memo[tuple[bytes, int, Sequence[Placed], list[str]], bool] = Memo()
-"""The last header that agreed with its manifest: the header, the file's size, its pieces, and the dtype of each."""
+_agreed: Memo[tuple[bytes, int, int, Mapping[str, TensorEntry]], bool] = Memo(HEADERS_KEPT)
+"""The last headers that agreed with their manifest: the header, the file's size and number, and all tensors."""
 
 Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
 """Finds the other copies of a save."""
@@ -120,13 +124,6 @@ Elsewhere = Callable[[], Awaitable[Sequence[StepCopy]]]
 
 async def _nowhere() -> Sequence[StepCopy]:
     return ()
-
-
-class _OpenFile(msgspec.Struct, frozen=True, eq=False):
-    """An open file, and the bytes of its header; 0 where that was not read."""
-
-    reader: Reader
-    header_bytes: int
 
 
 async def _is_bad_again(reader: Reader, file: FileEntry, block: int, offset: int, into: Sequence[memoryview]) -> bool:
@@ -147,8 +144,7 @@ class StepFiles:
     Args:
         here: the copy that is read.
         elsewhere: finds other copies of the same save, the nearest first; called once, at the first failed read here.
-        verify: whether blocks are compared.
-        check_headers: whether the header of each file is compared with the manifest before anything of it is read.
+        verify: whether blocks are compared; if not, the header of each file is, before anything of it is read.
         now_ns: the monotonic time, from any thread.
     """
 
@@ -158,21 +154,29 @@ class StepFiles:
         elsewhere: Elsewhere = _nowhere,
         *,
         verify: bool = True,
-        check_headers: bool = True,
-        now_ns: Callable[[], int] = UNTOLD.now_ns,
+        now_ns: Callable[[], int] = UNREPORTED.now_ns,
     ) -> None:
         self._copies = [here]
         self._manifest = here.manifest
         self._elsewhere: Elsewhere | None = elsewhere
         self._verify = verify
-        self._check_headers = check_headers
         self._now_ns = now_ns
         # msgspec decodes with the GIL held: more threads would only take turns with each other and the loop.
         self._decoding = Limiter("header", 1)
         self._searching = anyio.Lock()
-        self._opened: dict[tuple[int, int], _OpenFile | CheckpointError] = {}
+        self._opened: dict[tuple[int, int], Reader | CheckpointError] = {}
         self._opening: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         self._logged: set[tuple[int, int]] = set()
+
+    @cached_property
+    def _starts(self) -> Mapping[int, int]:
+        """Where the first piece of each file begins; nothing where pieces are in a table, too long to be walked."""
+        starts: dict[int, int] = {}
+        for entry in () if has_table(self._manifest.tensors) else self._manifest.tensors.values():
+            for piece in entry.pieces:
+                if piece.start < starts.get(piece.file, piece.start + 1):
+                    starts[piece.file] = piece.start
+        return starts
 
     @cached_property
     def _placed(self) -> Sequence[Sequence[Placed]]:
@@ -185,23 +189,14 @@ class StepFiles:
         async def others() -> Sequence[StepCopy]:
             return copies[1:]
 
-        return cls(copies[0], others, check_headers=False)
+        return cls(copies[0], others)
 
-    async def header_bytes(self, index: int) -> int:
-        """Open file number *index*, and return the bytes of its header.
-
-        Raises:
-            CorruptionError, StorageError: as `read`.
-        """
-        try:
-            return (await self._open(0, index)).header_bytes
-        except (CorruptionError, StorageError) as error:
-            for number in await self._others():
-                with suppress(CorruptionError, StorageError):
-                    opened = await self._open(number, index)
-                    self._log_other(number, index, 0, error)
-                    return opened.header_bytes
-            raise
+    def header_span(self, index: int) -> int:
+        """Return how many bytes of file number *index* hold its header: those before its first piece, at most."""
+        size, start = self._manifest.files[index].size, self._starts.get(index)
+        if start is None:
+            start = self._placed[index][0][1].start if self._placed[index] else size
+        return min(start, size, MAX_HEADER_BYTES)
 
     async def read(self, index: int, offset: int, into: Sequence[memoryview]) -> int:
         """Fill *into* with consecutive whole blocks of file number *index*; return the time of hashing, in ns.
@@ -230,15 +225,9 @@ class StepFiles:
         The rest of their blocks is read too, to compare the checksums.
         """
         file = self._manifest.files[index]
-        unit_bytes = max(read_bytes // file.block, 1) * file.block
+        unit_bytes = _unit_bytes(file, read_bytes)
         for read in plan_reads(landings, file.size, block_bytes=file.block, read_bytes=unit_bytes, whole_blocks=True):
-            into = [
-                np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
-                if segment.target == GAP
-                else memories[segment.target][segment.target_offset : segment.target_offset + segment.size]
-                for segment in read.segments
-            ]
-            await self.read(index, read.offset, into)
+            await self.read(index, read.offset, _targets(read.segments, memories, memoryview(b"")))
 
     async def _read_each_block(
         self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
@@ -265,7 +254,7 @@ class StepFiles:
 
     async def _read_from(self, number: int, index: int, offset: int, into: Sequence[memoryview]) -> int:
         """Fill *into* from one copy; a damaged block is read once more."""
-        file, reader = self._manifest.files[index], (await self._open(number, index)).reader
+        file, reader = self._manifest.files[index], await self._open(number, index)
         check = BlockCheck(file, offset, self._now_ns) if self._verify else None
         key = self._key(number, index)
         try:
@@ -289,8 +278,8 @@ class StepFiles:
                 self._elsewhere = None
         return range(1, len(self._copies))
 
-    async def _open(self, number: int, index: int) -> _OpenFile:
-        """Open a file of one copy, whose size and header agree with the manifest."""
+    async def _open(self, number: int, index: int) -> Reader:
+        """Open a file of one copy, whose size agrees with the manifest, and its header where blocks are not compared."""
         if (number, index) not in self._opened:
             async with self._opening[index]:
                 if (number, index) not in self._opened:
@@ -303,7 +292,7 @@ class StepFiles:
             raise opened
         return opened
 
-    async def _open_checked(self, number: int, index: int) -> _OpenFile:
+    async def _open_checked(self, number: int, index: int) -> Reader:
         file, key = self._manifest.files[index], self._key(number, index)
         try:
             reader = await self._copies[number].backend.open(key)
@@ -314,43 +303,48 @@ class StepFiles:
         try:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
-            if not self._check_headers:
-                return _OpenFile(reader, 0)
-            try:
-                return _OpenFile(reader, await self._check_header(reader, key, index))
-            except CorruptionError as error:
-                logger.warning("%s; it is read once more", error)
-                return _OpenFile(reader, await self._check_header(reader, key, index))
+            if not self._verify:
+                await self._check_header_alone(reader, key, index)
         except BaseException:
             # The reader is not in `_opened` yet, so `release` would not close it.
             with anyio.CancelScope(shield=True):
                 await reader.close()
             raise
+        return reader
 
-    async def _check_header(self, reader: Reader, key: str, index: int) -> int:
+    async def _check_header_alone(self, reader: Reader, key: str, index: int) -> None:
+        """Read the header of a file, and compare it with the manifest; once more where it differs."""
         size = self._manifest.files[index].size
-        if size < 8:
-            raise CorruptionError(f"{key}: {size} bytes are too few for a header", key=key)
-        prefix = await _read_start(reader, key, min(size, LIKELY_HEADER_BYTES))
-        header_bytes = 8 + int.from_bytes(prefix[:8], "little")
-        if header_bytes > min(size, MAX_HEADER_BYTES):
-            raise CorruptionError(f"{key}: its header says {header_bytes} bytes, which it cannot have", key=key)
-        if header_bytes > len(prefix):
-            prefix = await _read_start(reader, key, header_bytes)
+        for tries_left in (1, 0):
+            prefix = await _read_start(reader, key, min(size, LIKELY_HEADER_BYTES))
+            header_bytes = min(header_size(prefix), size, MAX_HEADER_BYTES)
+            if header_bytes > len(prefix):
+                prefix = await _read_start(reader, key, header_bytes)
+            try:
+                await self.check_header(index, prefix)
+                break
+            except CorruptionError as error:
+                if not tries_left:
+                    raise
+                logger.warning("%s; it is read once more", error)
+
+    async def check_header(self, index: int, start: bytearray) -> None:
+        """Raise `CorruptionError` unless the header at the *start* of file number *index* agrees with the manifest."""
+        key, header = self._key(0, index), bytes(memoryview(start)[: header_size(start)])
         try:
-            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix[:header_bytes]))
+            await run_blocking(self._decoding, self._compare_header, index, header)
         except CorruptionError as error:
             raise CorruptionError(f"{key}: {error}", key=key, offset=0) from error
-        return header_bytes
 
     def _compare_header(self, index: int, prefix: bytes) -> None:
         """Runs on a worker thread: a header that is padded to a block takes 20 ms; the loop starts reads meanwhile."""
-        size, placed, tensors = self._manifest.files[index].size, self._placed[index], self._manifest.tensors
-        question = (prefix, size, placed, [tensors[name].dtype for name, _ in placed])
-        if _agreed.recall(question):
+        size, tensors = self._manifest.files[index].size, self._manifest.tensors
+        question = (prefix, size, index, tensors)
+        if not has_table(tensors) and _agreed.recall(question):
             return
+        placed = self._placed[index]
         check_header(index, self._manifest, decode_header(prefix, size), placed)
-        if len(prefix) <= MEMO_BYTES and len(placed) <= MEMO_PIECES:
+        if not has_table(tensors) and len(prefix) <= MEMO_BYTES and len(placed) <= MEMO_PIECES:
             _agreed.remember(question, True)
 
     def _corruption(self, key: str, index: int, block: int) -> CorruptionError:
@@ -380,8 +374,8 @@ class StepFiles:
         with anyio.CancelScope(shield=True):
             for number, other in [place for place in self._opened if place[1] == index]:
                 opened = self._opened.pop((number, other))
-                if isinstance(opened, _OpenFile):
-                    await opened.reader.close()
+                if not isinstance(opened, CheckpointError):
+                    await opened.close()
 
     async def close(self) -> None:
         """Close all files."""
@@ -404,71 +398,84 @@ class Fetcher:
     Args:
         backend: where from.
         manifest: already checked.
-        memories: byte views of the landing targets, by number.
         read_bytes: bytes of one read.
         verify: whether blocks are compared.
         on_read: called with the bytes of each read.
         elsewhere: finds other copies of the same save; called when a block or a file cannot be read here.
         stages: of the load, if it is traced: it has a stage "read" for each file.
+        keep_open: files stay open until `close`, for many fetches from each.
     """
 
     def __init__(
         self,
         backend: Backend,
         manifest: Manifest,
-        memories: Sequence[memoryview],
         *,
         read_bytes: int,
         verify: bool = True,
         on_read: Callable[[int], object] = lambda _: None,
         elsewhere: Elsewhere = _nowhere,
-        stages: Stages = UNTOLD,
+        stages: Stages = UNREPORTED,
+        keep_open: bool = False,
     ) -> None:
         self._manifest = manifest
         self._files = StepFiles(StepCopy(backend, manifest), elsewhere, verify=verify, now_ns=stages.now_ns)
-        self._memories = memories
         self._read_bytes = read_bytes
         self._verify = verify
         self._on_read = on_read
         self._reading = Limiter("read", backend.traits.block_reads)
         self._stages = stages
+        self._keep_open = keep_open
+        self._headers_seen: set[int] = set()
 
-    async def fetch(self, landings: Mapping[int, Sequence[Landing]]) -> None:
+    async def fetch(self, landings: Mapping[int, Sequence[Landing]], memories: Sequence[memoryview]) -> None:
         """Fill the targets of one pass, all files at once; raises as `fetch_file`."""
         async with open_tasks() as tasks:
             for index, some in landings.items():
-                tasks.start_soon(self.fetch_file, index, some)
+                tasks.start_soon(self.fetch_file, index, some, memories)
 
-    async def fetch_file(self, index: int, landings: Sequence[Landing]) -> None:
+    async def fetch_file(self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview]) -> None:
         """Fill the targets of *landings* (sorted, not overlapping) from file number *index*.
+
+        Args:
+            memories: byte views of the targets, by number.
 
         Raises:
             CorruptionError: the file is missing, has another size or header, or a block whose checksum differs.
         """
         with self._stages.time("read", self._manifest.files[index].p) as tally:
             try:
-                await self._fetch_file(index, landings, tally)
+                await self._fetch_file(index, landings, memories, tally)
             finally:
-                await self._files.release(index)
+                if not self._keep_open:
+                    await self._files.release(index)
 
-    async def _fetch_file(self, index: int, landings: Sequence[Landing], tally: StageTally) -> None:
-        file, header_bytes = self._manifest.files[index], await self._files.header_bytes(index)
-        if self._verify and not (landings and landings[0].start < header_bytes):
-            landings = [Landing(0, header_bytes, GAP, 0), *landings]  # its blocks are verified like all others
+    async def _fetch_file(
+        self, index: int, landings: Sequence[Landing], memories: Sequence[memoryview], tally: StageTally
+    ) -> None:
+        file, header = self._manifest.files[index], self._unseen_header(index)
+        if header:
+            landings = [Landing(0, len(header), HEADER, 0), *landings]  # its blocks are verified like all others
+        unit_bytes = _unit_bytes(file, self._read_bytes)
         reads = plan_reads(
-            landings,
-            file.size,
-            block_bytes=file.block,
-            read_bytes=self._unit_bytes(index),
-            whole_blocks=self._verify,
+            landings, file.size, block_bytes=file.block, read_bytes=unit_bytes, whole_blocks=self._verify
         )
         async with open_tasks() as tasks:
             for read in reads:
                 # Before the gaps are allocated, so that their memory is limited. `_read` always releases it: anyio
                 # cancels no task before its first step.
                 await self._reading.__aenter__()
-                into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
+                into = _targets(read.segments, memories, memoryview(header))
                 tasks.start_soon(self._read, index, read.offset, into, tally)
+        if header:
+            await self._files.check_header(index, header)
+
+    def _unseen_header(self, index: int) -> bytearray:
+        """Return memory for the header of a file, which comes with the first bytes of it; empty where it needs not."""
+        if not self._verify or index in self._headers_seen:
+            return bytearray()
+        self._headers_seen.add(index)
+        return bytearray(self._files.header_span(index))
 
     async def fetch_span(self, index: int, offset: int, into: memoryview, *, header: bool = False) -> None:
         """Fill *into* with consecutive whole blocks of file number *index*, which stays open until `close`.
@@ -480,29 +487,32 @@ class Fetcher:
         Raises:
             CorruptionError: as `fetch_file`.
         """
-        block, unit = self._manifest.files[index].block, self._unit_bytes(index)
-        header_bytes = await self._files.header_bytes(index)
+        file = self._manifest.files[index]
+        unit = _unit_bytes(file, self._read_bytes)
+        start = self._unseen_header(index) if header else bytearray()
+        # The header's blocks before *offset*; all of them, where the rest of it does not lie within *into*.
+        before = len(start) if offset + len(into) < len(start) else min(len(start), offset)
+        blocks = memoryview(bytearray(min(-(-before // file.block) * file.block, file.size)))
         reads = [(offset + at, into[at : at + unit]) for at in range(0, len(into), unit)]
-        # At offset 0 the span has the header's block itself; elsewhere its first block may be the header's last one.
-        if header and self._verify and offset:
-            reads.insert(0, (0, memoryview(bytearray(min(-(-header_bytes // block) * block, offset)))))
+        reads += [(at, blocks[at : at + unit]) for at in range(0, len(blocks), unit)]
         async with open_tasks() as tasks:
-            for start, memory in reads:
+            for first, memory in reads:
                 await self._reading.__aenter__()
-                tasks.start_soon(self._read, index, start, [memory], StageTally())
+                tasks.start_soon(self._read, index, first, [memory], StageTally())
+        if start:
+            start[:before] = blocks[:before]
+            if before < len(start):
+                start[before:] = into[before - offset : len(start) - offset]
+            await self._files.check_header(index, start)
 
     async def close(self) -> None:
-        """Close the files that `fetch_span` keeps open."""
+        """Close the files that are kept open."""
         await self._files.close()
 
     async def verify_file(self, index: int) -> None:
         """Read and compare every block of file number *index*."""
-        await self.fetch_file(index, [Landing(0, self._manifest.files[index].size, GAP, 0)])
-
-    def _unit_bytes(self, index: int) -> int:
-        """Return the bytes of one read: whole blocks."""
-        block = self._manifest.files[index].block
-        return max(self._read_bytes // block, 1) * block
+        start, size = self._files.header_span(index) if self._verify else 0, self._manifest.files[index].size
+        await self.fetch_file(index, [Landing(start, size, GAP, 0)] if size > start else [], ())
 
     async def _read(self, index: int, offset: int, into: Sequence[memoryview], tally: StageTally) -> None:
         try:
@@ -513,11 +523,25 @@ class Fetcher:
         tally.bytes += size
         self._on_read(size)
 
-    def _memory(self, target: int, offset: int, size: int) -> memoryview:
-        if target == GAP:
-            return memoryview(bytearray(size))
-        memory = self._memories[target]
-        return memory if size == len(memory) else memory[offset : offset + size]
+
+def _unit_bytes(file: FileEntry, read_bytes: int) -> int:
+    """Return the bytes of one read: whole blocks."""
+    return max(read_bytes // file.block, 1) * file.block
+
+
+def _targets(segments: Sequence[Segment], memories: Sequence[memoryview], header: memoryview) -> list[memoryview]:
+    """Return the memory for one read: parts of the targets and of *header*, and new memory for the gaps between them."""
+    return [
+        np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
+        if segment.target == GAP
+        else _part(header if segment.target == HEADER else memories[segment.target], segment)
+        for segment in segments
+    ]
+
+
+def _part(memory: memoryview, segment: Segment) -> memoryview:
+    start, size = segment.target_offset, segment.size
+    return memory if size == len(memory) else memory[start : start + size]
 
 
 def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:

@@ -4,7 +4,8 @@ Guarantees:
 
 - A new save is newer than every step that was visible at the first one: nothing unproven moves the clock, and a step whose
   clock cannot be read delays no save. Room is left above the others for the clock that it may prove to have.
-- The first save beside newer steps of another run, which were not loaded, logs a warning.
+- The first save beside newer steps of another run, which were not loaded, logs a warning. So does the first one that finds
+  that another run has saved since.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import anyio
 import msgspec
 
 from aiockpt.errors import StorageError
-from aiockpt.format.manifest import MAX_ANCESTORS, MAX_OLDER, Ancestors, ForkedFrom, Manifest, Older
+from aiockpt.format.manifest import MAX_ANCESTORS, MAX_OLDER, Ancestors, ForkedFrom, Head, Manifest, Older
 from aiockpt.pipeline.commit import Attempt
-from aiockpt.pipeline.discover import StepEntry, newest_vote, origin_in_words, scan
+from aiockpt.pipeline.discover import StepEntry, newest_vote
+from aiockpt.pipeline.latest import find_steps
+from aiockpt.pipeline.step_info import origin_in_words
 from aiockpt.redaction import redact
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend
@@ -99,6 +102,7 @@ class Lineage:
         async with self._beginning:
             if self._clock is None:
                 self._clock = self._first_clock = max(await self._newest(entry.step), self._seen)
+            self.log_other_job(entry.head, self.places[0].url)
             parent = self._parent or Parent()
             return Attempt(
                 id=entry.id,
@@ -139,7 +143,7 @@ class Lineage:
         present: list[StepEntry] = []
 
         async def list_place(place: Backend) -> None:
-            entries = await scan(place)
+            entries = await find_steps(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
             present.extend(entry for entry in entries if entry.generations or entry.is_refused)
@@ -187,13 +191,24 @@ class Lineage:
         newest = max(others, key=lambda entry: entry.age_order)
         logger.warning(
             "%s holds %d step(s) of another run that were not loaded, the newest of them %d. Step %d is the newest from now"
-            " on, and begins a new line; the others stay, except those that are saved again by number. If this was"
+            " on, and begins a new branch; the others stay, except those that are saved again by number. If this was"
             " not intended: load before the first save, or give each job a place of its own",
             place.url,
             len(others),
             newest.step,
             step,
         )
+
+    def knows(self, id: str, generation: int) -> bool:
+        """Return whether that save of a step is the last one that was committed here, or an earlier one."""
+        return generation <= self._committed.get(id, (0, 0))[0]
+
+    def log_other_job(self, head: Head | None, url: str) -> None:
+        """Warn, once, if *head* is of a save that another run has made since the first one of this run."""
+        if head is None or head.run in self.runs or self.is_earlier(head.sequence) or self._logged_others or self._rank:
+            return
+        self._logged_others = True
+        _warn_of_other_job(head, url)
 
     def _family(self, entries: Sequence[StepEntry]) -> set[str]:
         """Return the runs of this process; and, when a step was loaded by its number, those that descend from its run.
@@ -266,6 +281,35 @@ class Lineage:
             self._clock = max(self._clock, clock)
 
 
+def _warn_of_other_job(head: Head, url: str) -> None:
+    logger.warning(
+        "another job saves to %s, too: its step %d (run %s) was committed since this one began. They replace each "
+        "other's steps, and the next start takes the newest of either. End one of them (it may be an earlier start of "
+        "this one that still runs), or give it a place of its own",
+        *(url, head.step, head.run),
+    )
+
+
+def log_other_line(url: str, heads: Sequence[Head]) -> None:
+    """Warn if the newest of *heads*, the first one, is of one of two jobs that have saved to one place at the same time."""
+    newest = heads[0]
+    began = min(head.sequence for head in heads if head.run == newest.run)
+    others = [head for head in heads if head.sequence > began and not _are_one_line(head, newest)]
+    if others:
+        logger.warning(
+            "%s holds the saves of two jobs that ran at the same time: step %d is the newest, of run %s, and step %d is the "
+            "newest of run %s, which knows nothing of it. Step %d is taken; if the other is meant, name it: "
+            "load(state, %d). Then give each job a place of its own",
+            *(url, newest.step, newest.run, others[0].step, others[0].run, newest.step, others[0].step),
+        )
+
+
+def _are_one_line(one: Head, other: Head) -> bool:
+    """Return whether two saves are of one run, or one descends from the other's."""
+    runs = [{head.run, *(run for run, _ in head.ancestors or ())} for head in (one, other)]
+    return one.run in runs[1] or other.run in runs[0]
+
+
 def _older(present: Sequence[StepEntry]) -> Older:
     """Return the *present* steps as a manifest names them; where places have different generations, the lowest.
 
@@ -275,4 +319,4 @@ def _older(present: Sequence[StepEntry]) -> Older:
     for entry in sorted(present, key=lambda entry: entry.age_order, reverse=True):
         generation = max(entry.generations, default=1)
         highest[entry.id] = min(highest.get(entry.id, generation), generation)
-    return tuple(highest.items())[:MAX_OLDER]
+    return tuple(highest.items())

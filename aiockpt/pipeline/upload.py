@@ -217,7 +217,7 @@ class Uploader:
     ) -> None:
         """Write the data file *path* below *folder* from the windows that arrive in *slabs*.
 
-        The file and its name are durable when this returns; *written* then has its manifest entry, by path.
+        Its bytes are durable when this returns, its name before the receipt is seen; *written* has its entry by then.
         """
         sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
         with stages.time("write", path, file.size) as tally:

@@ -1,1 +1,1 @@
-"""More than one place and one reader: tiers, scrubbing and repair, and readers beside the run."""
+"""More than one place and one reader: tiers, repair, and readers beside the run."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from operator import attrgetter
 
 import msgspec
@@ -62,11 +63,11 @@ class Exchange(msgspec.Struct, frozen=True):
 
     Attributes:
         alone: for each rank, the blocks that only it wants.
-        rounds: the parcels of each round, one round after the other; a rank reads one parcel of a round at most.
+        parcels: one of each reader in turn; in this order they are read and taken, so that no two ranks wait for each other.
     """
 
     alone: tuple[tuple[FileSpan, ...], ...]
-    rounds: tuple[tuple[SharedRange, ...], ...]
+    parcels: tuple[SharedRange, ...]
 
 
 def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Sequence[tuple[int, int]]) -> list[FileSpan]:
@@ -107,7 +108,7 @@ def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *
             parcel = SharedRange(reader, takers, bundle)
             loads[reader] += parcel.size_bytes
             reads[reader].append(parcel)
-    return Exchange(tuple(map(tuple, alone)), tuple(_rounds(reads)))
+    return Exchange(tuple(map(tuple, alone)), tuple(_in_turn(reads)))
 
 
 def _intersect(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int, ...], FileSpan]]:
@@ -165,17 +166,13 @@ def _bundles(spans: Iterable[FileSpan], blocks: Sequence[int], most: int) -> Ite
         yield tuple(bundle)
 
 
-def _rounds(reads: Sequence[Sequence[SharedRange]]) -> Iterator[tuple[SharedRange, ...]]:
-    """Group parcels of about one size into a round: a round takes as long as its largest parcel."""
-    queues = [sorted(parcels, key=attrgetter("size_bytes"), reverse=True) for parcels in reads]
+def _in_turn(reads: Sequence[Sequence[SharedRange]]) -> Iterator[SharedRange]:
+    """Yield one parcel of each reader in turn; the first of a file opens it."""
     seen: set[int] = set()
-    for number in range(max(map(len, queues), default=0)):
-        this_round = []
-        for parcel in (queue[number] for queue in queues if number < len(queue)):
-            opens = frozenset(span.file for span in parcel.spans) - seen
-            seen |= opens
-            this_round.append(msgspec.structs.replace(parcel, opens=opens))
-        yield tuple(this_round)
+    for parcel in filter(None, chain.from_iterable(zip_longest(*reads))):
+        opens = frozenset(span.file for span in parcel.spans) - seen
+        seen |= opens
+        yield msgspec.structs.replace(parcel, opens=opens)
 
 
 def landings_within(landings: Sequence[Landing], span: FileSpan) -> list[Landing]:

@@ -159,7 +159,7 @@ def _overlaps(entry: TensorEntry, wanted: Box) -> list[_Overlap]:
     assumption: pieces are disjoint, so when as many elements are found as are wanted, none is missing.
     """
     if len(entry.pieces) > _FEW_PIECES:
-        likely = _intersect(_likely(entry.pieces, wanted), wanted)
+        likely = _intersect(_candidates(entry.pieces, wanted), wanted)
         if sum(overlap.volume for _, _, overlap in likely) == wanted.volume:
             return likely
     return _intersect(entry.pieces, wanted)
@@ -175,7 +175,7 @@ def _intersect(pieces: Iterable[Piece], wanted: Box) -> list[_Overlap]:
     return overlaps
 
 
-def _likely(pieces: Sequence[Piece], wanted: Box) -> Sequence[Piece]:
+def _candidates(pieces: Sequence[Piece], wanted: Box) -> Sequence[Piece]:
     """Return the pieces between the first and the last that overlap *wanted* on the first axis that is cut."""
     first, last = pieces[0].offsets, pieces[-1].offsets
     axis = next((axis for axis, (one, other) in enumerate(zip(first, last, strict=True)) if one != other), None)

@@ -5,6 +5,7 @@ Guarantees:
 - The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract),
   and so is the newest one in which nothing was found that is NaN or infinite.
 - "Newest" and ``last`` follow the lineage of the current run (docs/decisions.md#lineage); a branch that was left is kept.
+- Where steps are kept by a metric that none of them has, all are kept.
 - No clock is read: ages are arguments, and a step of unknown age is young. A longer ``newer_than`` never keeps fewer steps.
 """
 
@@ -170,8 +171,12 @@ def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]
         if rules.newer_than and (fact.age_s is None or fact.age_s < parse_seconds(rules.newer_than)):
             why[fact.id].append("of unknown age" if fact.age_s is None else f"newer than {_shown(rules.newer_than)}")
     if rules.best:
-        for step_id in _best(counting, rules.best):
+        best = _rank(counting, rules.best)[: rules.best.count]
+        for step_id in best:
             why[step_id].append(f"among the best {rules.best.count} by {rules.best.metric}")
+        if not best:  # its name may be misspelt, and the best step may be any of them
+            for fact in line:
+                why[fact.id].append(f"no step has the metric {rules.best.metric}")
     newest_verified = next((fact.id for fact in line if fact.verified), None)
     if newest_verified is not None:
         why[newest_verified].append("the newest verified")
@@ -182,9 +187,15 @@ def _shown(age: float | str) -> str:
     return age if isinstance(age, str) else duration(age)
 
 
-def _best(line: Sequence[StepFacts], rule: Best | None) -> set[str]:
-    if rule is None:
-        return set()
+def choose_best(facts: Sequence[StepFacts], rule: Best) -> StepFacts | None:
+    """Return the step of the current lineage that `Retention.best` would keep first; None where no step has the metric."""
+    line = _that_count([fact for fact in lineage(facts) if not fact.damaged])
+    ranked = _rank(line, rule)
+    return next((fact for fact in line if fact.id in ranked[:1]), None)
+
+
+def _rank(line: Sequence[StepFacts], rule: Best) -> list[str]:
+    """Return the ids of the steps that have the metric, the best first, of equal ones the oldest."""
     sign = 1 if rule.mode == "min" else -1
     measured = [(sign * value, fact.id) for fact in line if (value := fact.metrics.get(rule.metric)) is not None]
-    return {step_id for _, step_id in sorted(measured)[: rule.count]}
+    return [step_id for _, step_id in sorted(measured)]

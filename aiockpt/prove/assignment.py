@@ -12,12 +12,11 @@ from typing import Literal
 import msgspec
 
 from aiockpt.format.document import described
+from aiockpt.units import count
 
 VARIABLE = "AIOCKPT_PROVE"
 KILLED = "killed"
 """A file of this name in a run's folder: one process has killed itself, and the others are to be killed."""
-
-How = Literal["straight", "killed", "resumed", "control"]
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "call":
             return f"when save({self.label}) had returned{on}"
         after = "the start" if self.label is None else f"step {self.label}"
-        return f"{self.count} optimizer step{'' if self.count == 1 else 's'} after {after}{on}"
+        return f"{count(self.count, 'optimizer step')} after {after}{on}"
 
 
 class ProofJob(msgspec.Struct, frozen=True, kw_only=True):

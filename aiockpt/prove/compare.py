@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from aiockpt.format.names import prefixes, split_name
-from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View, sum_text
+from aiockpt.prove.records import AnyRecord, Ended, Labelled, LoadDone, Place, Recorded, Stepped, View, sum_text
 from aiockpt.prove.starts import Calendar, Key, Start, keyed
 
 RESUME = "resume"
@@ -47,7 +47,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         at: where in the training, in words ("at step 21"); *order* sorts such places.
         expected, found: the values of the straight run and of the resumed run.
         start: the start of the script in which it was found.
-        note: a possible explanation.
+        note: a possible explanation, or what to do.
     """
 
     row: str
@@ -161,7 +161,7 @@ class Comparison:
         keys = {id(record): key for key, record in keyed(records)}
         last = None
         for record in records:
-            if isinstance(record, Loaded) and record.step is not None:
+            if isinstance(record, LoadDone) and record.step is not None:
                 self._resumed = self._loaded = True
                 self._compare_load(record, saved.get((record.url, record.step)))
             elif id(record) in keys:
@@ -191,7 +191,7 @@ class Comparison:
                 self._compare_states(twin.state, record.state, 1)
                 self._compare_random(twin.state.random, record.state.random, 3)
                 self._compare_texts("metric ", twin.metrics, record.metrics, 4)
-            case Told(), Told():
+            case Recorded(), Recorded():
                 self._at = f"after {self._reference.calendar.describe(record.place)}"
                 self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, near=True)
             case Ended(), Ended() if record.weights:  # a start that made no step has seen no weights
@@ -207,7 +207,7 @@ class Comparison:
 
     # ------------------------------------------------------------------ what
 
-    def _compare_load(self, record: Loaded, saved: View | None) -> None:
+    def _compare_load(self, record: LoadDone, saved: View | None) -> None:
         """Compare the loaded state with the saved one."""
         key = next((key for key, twin in self._reference.by_key.items() if _is_label(twin, record.step)), None)
         self._order = self._reference.order.get(key, -1)
@@ -260,10 +260,10 @@ class Comparison:
             self._judge(f"{TRAINING}{LOSS}", "the loss", _joined(expected), _joined(found), 7, near=True)
 
     def _compare_random(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
+        note = 'put "rng": aiockpt.RNG() into the state that is saved and loaded, and draw nothing after the load'
         for name in expected:
-            self._judge(
-                f"{TRAINING}random {name}", f"generator of {name}", expected[name], found.get(name, "none"), part
-            )
+            row, pair = f"{TRAINING}random {name}", (expected[name], found.get(name, "none"))
+            self._judge(row, f"generator of {name}", *pair, part, note=note if pair[0] != pair[1] else "")
 
     def _compare_slots(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
         for slot in dict.fromkeys(key.partition(" ")[0] for key in _keys(expected, found)):
@@ -308,7 +308,7 @@ class Comparison:
             pairs = list(zip(map(float, expected.split(", ")), map(float, found.split(", ")), strict=True))
         except ValueError:
             return False
-        return all(_near(one, other, self._closeness) for one, other in pairs)
+        return all(_near(own, other, self._closeness) for own, other in pairs)
 
     def _judge(
         self, row: str, what: str, expected: str, found: str, part: int, *, near: bool = False, **how: Any
@@ -339,10 +339,10 @@ def _and_more(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _near(one: float, other: float, closeness: float) -> bool:
-    if not (isfinite(one) and isfinite(other)):
-        return one == other or (isnan(one) and isnan(other))
-    return one == other or abs(one - other) <= closeness * max(abs(one), abs(other))
+def _near(own: float, other: float, closeness: float) -> bool:
+    if not (isfinite(own) and isfinite(other)):
+        return own == other or (isnan(own) and isnan(other))
+    return own == other or abs(own - other) <= closeness * max(abs(own), abs(other))
 
 
 def row_of(name: str, parts: Mapping[str, str]) -> str:
@@ -440,8 +440,8 @@ def compare_reshaped(
     """Compare *start*, whose ranks may differ from those of *straight* and of the starts *before* it in its line."""
     step, judge = start.loaded, partial(findings.judge, start=start.name)
     if step is not None:
-        loads = [record for rank in start.ranks for record in start.of(Loaded, rank) if record.step == step]
-        saved = next(filter(None, (_saved(one, loads[0].url, step) for one in reversed(before))), None)
+        loads = [record for rank in start.ranks for record in start.of(LoadDone, rank) if record.step == step]
+        saved = next(filter(None, (_saved(earlier, loads[0].url, step) for earlier in reversed(before))), None)
         loaded = [record.state for record in loads if record.url == loads[0].url]
         if saved and loaded:
             _compare_states(saved, loaded, f"right after the load of step {step}", judge)
@@ -452,8 +452,8 @@ def _saved(start: Start, url: str, step: int) -> list[View]:
     """Return the state of *step* on each rank, where this start saved it."""
     views = []
     for rank in start.ranks:
-        saved = [one for one in start.of(Labelled, rank) if one.saved and (one.url, one.step) == (url, step)]
-        views += [one.state for one in saved[-1:]]
+        saved = [seen for seen in start.of(Labelled, rank) if seen.saved and (seen.url, seen.step) == (url, step)]
+        views += [seen.state for seen in saved[-1:]]
     return views
 
 
@@ -500,12 +500,12 @@ def _compare_training(straight: Start, start: Start, judge: _Judge, closeness: f
         if twins is None:
             judge(STEPS, "a step", "no such step", "a step", at=at, order=(number, 0))
             continue
-        if sum(one.rows for one in twins) == sum(one.rows for one in records) > 0:
+        if sum(twin.rows for twin in twins) == sum(record.rows for record in records) > 0:
             judge(TRAINING + DATA, "the samples", _samples(twins), _samples(records), at=at, order=(number, 1))
-        one, other = _loss(twins), _loss(records)
-        if one is not None and other is not None:
-            near = _near(one, other, closeness)
-            judge(TRAINING + LOSS, "mean loss", repr(one), repr(other), at=at, order=(number, 2), equal=near)
+        expected_loss, other = _loss(twins), _loss(records)
+        if expected_loss is not None and other is not None:
+            near = _near(expected_loss, other, closeness)
+            judge(TRAINING + LOSS, "mean loss", repr(expected_loss), repr(other), at=at, order=(number, 2), equal=near)
     if to_the_end and list(found)[-1:] != list(expected)[-1:]:
         ends = (calendar.describe(list(steps)[-1]) if steps else "without a step" for steps in (expected, found))
         judge(STEPS, "where it ends", *ends, at="at the end", order=(1 << 30, 0), equal=False)

@@ -16,7 +16,8 @@ import xxhash
 
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import RNG
-from aiockpt.adapters.tensors import is_lazy, is_spread, local_tensors
+from aiockpt.adapters.tensor_kinds import tensor_kind
+from aiockpt.adapters.tensors import is_lazy
 from aiockpt.format.names import join_name
 from aiockpt.prove.records import View, sum_text
 from aiockpt.state.shards import TensorShard
@@ -41,20 +42,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 def _feed(hasher: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
     with torch.no_grad():
-        if is_spread(tensor):
+        kind = tensor_kind(tensor)
+        if kind.is_spread:
             hasher.update(f"spread {tuple(tensor.shape)}".encode())
-            for local in local_tensors(tensor):
+            for local in kind.local_tensors(tensor):
                 _feed(hasher, local)
         elif hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
             hasher.update(f"{type(tensor).__name__} {context!r}".encode())
             for name in names:
                 _feed(hasher, getattr(tensor, name))
-        elif tensor.layout == torch.sparse_coo:
-            whole = tensor.coalesce()
-            hasher.update(f"sparse {tuple(whole.shape)}".encode())
-            _feed(hasher, whole.indices())
-            _feed(hasher, whole.values())
         else:
             hasher.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode())
             hasher.update(_bytes(tensor))
@@ -85,7 +82,7 @@ def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def text_of(value: object) -> str:
     """Return a value as text: a tensor, or an object that has ``item()`` and one element, by its element's bits."""
     if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 and not is_spread(value) else digest(value)
+        return repr(value.item()) if value.numel() == 1 and not tensor_kind(value).is_spread else digest(value)
     return shorten(_spell(value))
 
 
@@ -128,7 +125,7 @@ def digest_value(value: object) -> str:
 
 def sum_of_rows(tensor: torch.Tensor) -> int:
     """Return the sum of the digests of the rows of a batch: equal for any order of the rows and any split over ranks."""
-    if not tensor.dim() or is_spread(tensor):
+    if not tensor.dim() or tensor_kind(tensor).is_spread:
         return 0
     data = _bytes(tensor)
     width = len(data) // len(tensor) if len(tensor) else 0

@@ -32,7 +32,7 @@ from aiockpt.prove.compare import (
     saved_views,
 )
 from aiockpt.prove.inline import InlineRunner, ProcessRunner, Tick
-from aiockpt.prove.records import Begun, Committed, Ended, Labelled, Loaded, Stepped
+from aiockpt.prove.records import Begun, Ended, Labelled, LoadDone, SaveDone, Stepped
 from aiockpt.prove.starts import Proof, Runner, Start
 from aiockpt.prove.watched_calls import url_of
 
@@ -60,7 +60,7 @@ def draw_kills(straight: Start, count: int, seed: int) -> list[Kill]:
 
 def _places(straight: Start, dice: random.Random) -> list[Kill]:
     """Return every place after the first save: each later save, and each optimizer step."""
-    calls = {rank: {done.step: done.calls for done in straight.of(Committed, rank)} for rank in straight.ranks}
+    calls = {rank: {done.step: done.calls for done in straight.of(SaveDone, rank)} for rank in straight.ranks}
     ranks: Sequence[int] = sorted(straight.ranks)
     places: list[Kill] = []
     first: int | None = None
@@ -211,7 +211,7 @@ class _Proof:
             compare_reshaped(straight, start, before, findings, self._how.close, to_the_end=to_the_end)
         else:
             for rank in straight.ranks:
-                saved = saved_views([one.ranks.get(rank, ()) for one in before])
+                saved = saved_views([earlier.ranks.get(rank, ()) for earlier in before])
                 comparison = Comparison(Reference(straight.ranks[rank]), findings, start.name, rank, self._how.close)
                 seen = start.ranks.get(rank, ())
                 if start.died is not None:  # ranks ended by the death of another one closed in the middle
@@ -220,7 +220,7 @@ class _Proof:
         if start.died is None and start.status:
             _judge_resume(start, findings, "it ends well", f"it fails with status {start.status}", start.tail)
         elif before and start.loaded is None:
-            steps = sorted({step for one in before for step in one.committed})
+            steps = sorted({step for earlier in before for step in earlier.committed})
             expected = f"it goes on from step {steps[-1] if steps else '?'}"
             _judge_resume(start, findings, expected, "it began anew", _why_not_loaded(start, before))
         elif before:
@@ -229,7 +229,7 @@ class _Proof:
 
     def _idle(self, straight: Start, findings: Findings) -> set[str]:
         """Return the rows of random generators that no rank draws from."""
-        return set.intersection(set(findings.rows), *(Reference(one).idle() for one in straight.ranks.values()))
+        return set.intersection(set(findings.rows), *(Reference(records).idle() for records in straight.ranks.values()))
 
     def _ignored(self, findings: Findings) -> set[str]:
         return {row for row in findings.rows if any(fnmatch(row, pattern) for pattern in self._how.ignore)}
@@ -256,10 +256,10 @@ def _check_killed(killed: Start) -> None:
 
 def _why_not_loaded(start: Start, before: Sequence[Start]) -> str:
     """Return why a start did not resume from the steps that were there."""
-    urls = [{url for begun in one.of(Begun) for url in begun.urls} for one in (before[0], start)]
+    urls = [{url for begun in other.of(Begun) for url in begun.urls} for other in (before[0], start)]
     if urls[0] != urls[1]:
         return f"its load used another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
-    if start.of(Loaded):
+    if start.of(LoadDone):
         return "its load found nothing"
     return "it never called load() or resume() and waited for the result"
 
@@ -279,7 +279,7 @@ def _compare_printed(straight: Start, start: Start, findings: Findings) -> None:
     else:
         twins = list(zip(reversed(straight.printed), reversed(start.printed), strict=False))
         pairs = [
-            (one, other, f"in line {number} from the end") for number, ((_, one), (_, other)) in enumerate(twins, 1)
+            (text, other, f"in line {number} from the end") for number, ((_, text), (_, other)) in enumerate(twins, 1)
         ]
     for expected, text, at in pairs:
         what, shown, equal = "what the script prints", expected or "no such line", expected == text

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from aiockpt.errors import StorageError
-from aiockpt.events import Committed as CommittedEvent
-from aiockpt.events import Event
+from aiockpt.events import Committed, Event
 from aiockpt.prove import records
 from aiockpt.prove.assignment import KILLED, ProofJob
 from aiockpt.prove.records import AnyRecord, encode
@@ -132,9 +131,9 @@ class Recorder:
 
     def on_event(self, event: Event) -> None:
         """Receive the outcome of a save. On the loop thread."""
-        if isinstance(event, CommittedEvent) and not self.dead:
+        if isinstance(event, Committed) and not self.dead:
             self._resumable = True
-            self.write(records.Committed, step=event.step, calls=self._calls[event.step])
+            self.write(records.SaveDone, step=event.step, calls=self._calls[event.step])
 
     # ------------------------------------------------------------------ the end
 

@@ -101,7 +101,7 @@ class Labelled(Record, frozen=True, kw_only=True, tag=True):
     metrics: dict[str, str]
 
 
-class Loaded(Record, frozen=True, kw_only=True, tag=True):
+class LoadDone(Record, frozen=True, kw_only=True, tag="LoadDone"):
     """A load from *url* is complete.
 
     Attributes:
@@ -116,14 +116,14 @@ class Loaded(Record, frozen=True, kw_only=True, tag=True):
     state: View
 
 
-class Told(Record, frozen=True, kw_only=True, tag=True):
+class Recorded(Record, frozen=True, kw_only=True, tag=True):
     """`aiockpt.prove.record` was called."""
 
     name: str
     value: str
 
 
-class Committed(Record, frozen=True, kw_only=True, tag=True):
+class SaveDone(Record, frozen=True, kw_only=True, tag="SaveDone"):
     """A save of *step* is durable, after *calls* that changed something in its folder."""
 
     step: int
@@ -143,7 +143,7 @@ class Ended(Record, frozen=True, kw_only=True, tag=True):
     slots: dict[str, str]
 
 
-AnyRecord = Begun | Stepped | Labelled | Loaded | Told | Committed | Died | Ended
+AnyRecord = Begun | Stepped | Labelled | LoadDone | Recorded | SaveDone | Died | Ended
 _DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(described(AnyRecord))
 
 

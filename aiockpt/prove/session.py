@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from aiockpt.engine.alone import CallProbe
 from aiockpt.prove.assignment import VARIABLE
-from aiockpt.prove.call_probe import CallProbe
 
 if TYPE_CHECKING:
     from aiockpt.options import Tier
@@ -70,7 +70,7 @@ def record(name: str, value: object) -> None:
         from aiockpt.prove.digests import text_of
 
         _session.recorder.check()
-        _session.recorder.write(records.Told, name=name, value=text_of(value))
+        _session.recorder.write(records.Recorded, name=name, value=text_of(value))
 
 
 def find_probe(checkpointer: Closes, ranks: Ranks, tiers: Sequence[Tier]) -> CallProbe | None:

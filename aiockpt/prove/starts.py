@@ -13,14 +13,14 @@ from aiockpt.prove.assignment import Kill, ProofJob
 from aiockpt.prove.records import (
     AnyRecord,
     Begun,
-    Committed,
     Died,
     Ended,
     Labelled,
-    Loaded,
+    LoadDone,
     Place,
+    Recorded,
+    SaveDone,
     Stepped,
-    Told,
     read_records,
 )
 
@@ -67,12 +67,12 @@ class Start(msgspec.Struct, frozen=True):
     @property
     def loaded(self) -> int | None:
         """The step that it went on from; None for a start from nothing."""
-        return next((record.step for record in self.of(Loaded) if record.step is not None), None)
+        return next((record.step for record in self.of(LoadDone) if record.step is not None), None)
 
     @property
     def committed(self) -> list[int]:
         """The steps that were durable before it ended, as far as it knew."""
-        return [record.step for record in self.of(Committed)]
+        return [record.step for record in self.of(SaveDone)]
 
 
 def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
@@ -96,10 +96,10 @@ def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
     for record in records:
         if isinstance(record, Ended) and record is not ends[-1]:
             continue
-        if isinstance(record, Loaded) and record.step is not None:
+        if isinstance(record, LoadDone) and record.step is not None:
             counts.clear()
-        if isinstance(record, Stepped | Labelled | Told | Ended):
-            name = record.name if isinstance(record, Told) else ""
+        if isinstance(record, Stepped | Labelled | Recorded | Ended):
+            name = record.name if isinstance(record, Recorded) else ""
             key = (type(record).__name__, record.place, name)
             yield (*key, counts[key]), record
             counts[key] += 1

@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from aiockpt.backends.local import LocalBackend
+from aiockpt.engine.alone import CallProbe
 from aiockpt.engine.load import Filled, LoadRequest
 from aiockpt.format.names import parse_step
 from aiockpt.futures import LoadResult
@@ -78,20 +79,16 @@ _CHANGES = frozenset({"put", "put_new", "create", "delete", "upload.write", "upl
 State = Mapping[str, Any]
 
 
-class WatchedCalls:
+class WatchedCalls(CallProbe):
     """Records the calls of one checkpointer, and replaces its places by scratch places."""
 
     def __init__(self, recorder: Recorder, training: Training, ranks: Ranks, urls: Sequence[str]) -> None:
         self._recorder, self._training = recorder, training
+        self.observers = [recorder]
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._urls = list(urls)
         self._url = redact(urls[0])
         self._closed = False
-
-    @property
-    def observers(self) -> Sequence[Recorder]:
-        """The observers of events."""
-        return [self._recorder]
 
     def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
         """Return *tiers*, and a scratch backend for each; ``memory://`` (of this process alone) and ``as_is`` places stay.
@@ -142,7 +139,7 @@ class WatchedCalls:
         self._recorder.loaded(step)
         view = view_of(state, self._rank, spread=self._recorder.job.spread)
         withheld = self._recorder.job.withhold
-        self._recorder.write(records.Loaded, url=self._url, step=step, fits=fits, withheld=withheld, state=view)
+        self._recorder.write(records.LoadDone, url=self._url, step=step, fits=fits, withheld=withheld, state=view)
 
     def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
         """Called when the script has reached *step*; *saved* says whether it saves it."""

@@ -1,12 +1,14 @@
-"""Agreement of all ranks on each step of a load: done by all, or by none.
+"""Agreement of all ranks on each step of a load: done by all, or not at all.
 
 Each rank reports, rank 0 judges, all follow its verdict. Guarantees: a step is done on every rank when `Agreement.on`
 returns on any; when it raises on one it raises on all, each with the worst of what any found, and a difference names the
-ranks that found it.
+ranks that found it. If the store is lost when a rank has filled all that it wants, its load succeeds: the process that
+hosted the store had every report, and may have ended.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -27,13 +29,15 @@ from aiockpt.ranks.block_exchange import UnservedError
 from aiockpt.ranks.membership import Waiting
 from aiockpt.ranks.rounds import Rounds
 from aiockpt.runtime.notes import NoteBoard, StoreLostError, name_ranks
-from aiockpt.runtime.stages import UNTOLD, Stages
+from aiockpt.runtime.stages import UNREPORTED, Stages
 
 # The notes of loads, and their removal.
 #
 # A rank removes its own notes of a load once every rank has left that load: the last rank at once, the others when they
 # leave a later load. So a store holds the notes of at most one load, however many there were.
 
+
+logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
@@ -109,6 +113,7 @@ class LoadNotes:
         prefix = "/".join(filter(None, (load_prefix(number), part)))
         waiting = Waiting(rounds.members, prefix, call, self.deadline_s)
         notes = Notes(self._board, prefix, waiting)
+        await rounds.enter(f"{call} (every rank must call it)", self.deadline_s, waiting)
         try:
             with rounds.loading(prefix):
                 await rounds.report(call)
@@ -132,6 +137,8 @@ class LoadNotes:
 
 STEPS = ("read", "fit", "fill", "apply")
 """The steps of a trial, in order, on all ranks; "apply" runs separately, when the caller waits for the load."""
+FILLED = STEPS[2:]
+"""The steps after which a rank has all its bytes: a store that is lost then fails no load."""
 Outcome = Literal["fits", "misfits", "damaged", "unserved", "failed"]
 _WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
 
@@ -170,7 +177,7 @@ class Verdict(msgspec.Struct, frozen=True):
 class Agreement:
     """Steps that all ranks take in the same order; each step is done on every rank, or fails on every rank."""
 
-    def __init__(self, notes: Notes, key: str, deadline_s: float, stages: Stages = UNTOLD) -> None:
+    def __init__(self, notes: Notes, key: str, deadline_s: float, stages: Stages = UNREPORTED) -> None:
         self._notes = notes
         self._key = key
         self._deadline_s = deadline_s
@@ -201,11 +208,20 @@ class Agreement:
         try:
             result = await work()
         except Exception as error:
-            shared = _error(await self._exchange(key, what, _report(error)), error)
+            shared: Exception = error
+            with suppress(StoreLostError):
+                shared = _error(await self._exchange(key, what, _report(error)), error)
             if shared is error:
                 raise
             raise shared from error
-        verdict = await self._exchange(key, what, report(result))
+        try:
+            verdict = await self._exchange(key, what, report(result))
+        except StoreLostError as lost:
+            if what not in FILLED:
+                raise
+            # Rank 0, which may host the store, waits for the report of each rank; then it may end.
+            logger.info("all that this rank wants is loaded, and what the other ranks report is not known: %s", lost)
+            return result
         self.may_refuse = self.may_refuse or verdict.may_refuse
         if verdict.outcome != "fits":
             raise _error(verdict, None)

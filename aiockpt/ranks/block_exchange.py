@@ -1,188 +1,131 @@
-"""Exchange of blocks that several ranks want: each rank reads its parcels once, sends them, and receives the rest.
+"""Exchange of blocks that several ranks want: each rank reads its parcels once, offers them, and takes the others'.
 
-Reading, sending and placing overlap: while one round travels, the parcels of the next are read and those of the one
-before are compared and put in place. Guarantees:
+Reading, taking and placing overlap. Guarantees:
 
-- A rank verifies each block that it reads before it sends it, and each block that it receives before it uses it. Blocks
-  that were damaged in transit, or lost when the group broke, it reads from storage itself.
-- A rank that cannot read still sends its messages, marked as invalid. So no receiver times out, the group survives a
-  damaged step, and a receiver raises `UnservedError` while the reader raises its own error.
-- Memory beyond the targets: `BUFFER_BYTES`, whatever the size of the group, and of blocks up to 1 MiB.
+- A rank verifies each block that it reads before it offers it, and each block that it takes before it uses it. Blocks
+  that were damaged in transit, or lost with the rank that reads them, it reads from storage itself.
+- Where a rank cannot read, those that want what it reads raise `UnservedError`, while it raises its own error.
+- Memory beyond the targets: `PARCELS_AHEAD` and `TAKEN_AT_ONCE` parcels, whatever the size of the group, and as many more as
+  ranks are lost; a parcel has `PARCEL_BYTES`, or one block where that is more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import anyio
-import msgspec
 import numpy as np
 
-from aiockpt.errors import CheckpointError, CorruptionError
+from aiockpt.engine.load import LoadMemory
+from aiockpt.errors import CorruptionError
 from aiockpt.format.manifest import Manifest
+from aiockpt.options import Options
 from aiockpt.pipeline.fetch import BlockCheck, Fetcher
 from aiockpt.planning.exchange import Exchange, FileSpan, SharedRange, landings_of, landings_within
-from aiockpt.planning.read_plan import Landing
-from aiockpt.ranks.peers import Peers, PeersLostError
+from aiockpt.ranks.peers import Shelf
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 
-BUFFER_BYTES = 128 << 20
-MOST_PARCEL_BYTES = 4 << 20
-"""Small, so that buffers are reused soon: the first use of new memory costs more than the hop to a thread."""
-ROUNDS_AHEAD = 4
-"""Own parcels that are being read or wait to be sent: object stores need several requests in flight."""
-ROUNDS_RECEIVED = 2
-"""One that is arriving, and one that is being placed."""
-_VOUCHED, _WORTHLESS = 1, 0
-"""Values of the byte after a parcel: its data are valid, or invalid."""
+logger = logging.getLogger("aiockpt")
+
+PARCEL_BYTES = 4 << 20
+"""Small, so that buffers are used again soon: the first use of new memory costs more than the hop to a thread."""
+PARCELS_AHEAD = 4
+"""Own parcels that are being read or taken: object stores need several requests in flight."""
+TAKEN_AT_ONCE = 4
+"""Each waits on a worker thread, of which there are few."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Parcels = Iterator[tuple[int, SharedRange]]
 
 
 class UnservedError(CorruptionError):
     """Another rank could not read what this one was to receive; that rank's error gives the cause."""
 
 
-def parcel_bytes(group_size: int) -> int:
-    """Return the size of a parcel with which all buffers of one rank stay within BUFFER_BYTES."""
-    return min(MOST_PARCEL_BYTES, BUFFER_BYTES // (ROUNDS_AHEAD + ROUNDS_RECEIVED * (group_size - 1)))
-
-
-class Delivered(msgspec.Struct, frozen=True):
-    """The outcome of an exchange.
-
-    Attributes:
-        received_bytes: of parcels that other ranks read.
-        lost: why the group broke; None when it did not.
-    """
-
-    received_bytes: int
-    lost: PeersLostError | None
-
-
 class Exchanger:
     """One rank's part in one exchange. Use once, on one event loop.
 
     Args:
-        peers: the group.
-        fetcher: reads this rank's parcels; *memories* are its landing targets.
-        passes: where bytes land here, all passes (`aiockpt.planning.read_plan.LoadPlan`).
-        deadline_s: for one round, with the reading before it.
+        shelf: of this trial.
+        fetcher: reads this rank's parcels.
+        memory: where bytes land here.
     """
 
     def __init__(
         self,
-        peers: Peers,
+        shelf: Shelf,
         manifest: Manifest,
         fetcher: Fetcher,
-        memories: Sequence[memoryview],
-        passes: Sequence[Mapping[int, Sequence[Landing]]],
+        memory: LoadMemory,
         exchange: Exchange,
-        *,
-        verify: bool,
-        deadline_s: float,
+        options: Options,
     ) -> None:
-        self._peers = peers
-        self._me = peers.ranks.index(peers.rank)
+        self._shelf = shelf
+        self._me = shelf.ranks.index(shelf.rank)
         self._manifest = manifest
         self._fetcher = fetcher
-        self._targets = [np.frombuffer(memory, np.uint8) for memory in memories]
-        self._passes = passes
-        self._rounds = exchange.rounds
-        self._alone = exchange.alone[self._me]
-        self._verify = verify
-        self._deadline_s = deadline_s
-        self._ahead = anyio.Semaphore(ROUNDS_AHEAD)
-        self._receiving = anyio.Semaphore(ROUNDS_RECEIVED)
-        self._placing = Limiter("place", ROUNDS_RECEIVED)
-        self._may_trade = [anyio.Event() for _ in range(len(exchange.rounds) + 1)]
-        self._buffer_bytes = 1 + max((parcel.size_bytes for some in exchange.rounds for parcel in some), default=0)
-        self._free: list[Bytes] = []
-        self._error: CheckpointError | None = None
-        self._unserved_by: int | None = None
-        self._due = {
-            (number, parcel.reader): parcel
-            for number, some in enumerate(exchange.rounds)
-            for parcel in some
-            if self._me in parcel.takers
-        }
-        self._damaged: list[FileSpan] = []
+        self._memory = memory
+        self._targets = [np.frombuffer(view, np.uint8) for view in memory.views]
+        self._exchange = exchange
+        self._verify = options.io.verify != "none"
+        self._deadline_s = options.deadlines.ranks_s
+        self._placing = Limiter("place", 2)
+        self._buffer_bytes = max((parcel.size_bytes for parcel in exchange.parcels), default=0)
+        self._left: list[FileSpan] = []
         self._received_bytes = 0
+        self._lost: dict[int, OSError] = {}
 
-    async def run(self) -> Delivered:
-        """Take part in all rounds, read what only this rank wants, then read what was damaged or did not arrive.
+    async def run(self) -> int:
+        """Read and take, then read what was damaged or did not arrive; return the bytes taken when all others are served.
 
         Raises:
             CheckpointError: this rank could not read its part.
             UnservedError: another one could not.
         """
-        lost = await self._exchange()
-        if self._error is not None:
-            raise self._error
-        if self._unserved_by is not None:
-            raise UnservedError(f"{self._manifest.id}: rank {self._unserved_by} could not read its part")
-        undelivered = [span for parcel in self._due.values() for span in parcel.spans]
-        await self._fetch_into_place(sorted((*self._alone, *self._damaged, *undelivered)))
-        return Delivered(self._received_bytes, lost)
-
-    async def _exchange(self) -> PeersLostError | None:
-        self._may_trade[0].set()
-        try:
+        parcels = list(enumerate(self._exchange.parcels))
+        mine = [(number, parcel) for number, parcel in parcels if parcel.reader == self._me]
+        theirs = (
+            (number, parcel) for number, parcel in parcels if self._me in parcel.takers and parcel.reader != self._me
+        )
+        to_read = iter(mine)
+        async with open_tasks() as watches:
+            for taker in {taker for _, parcel in mine for taker in self._takers(parcel)}:
+                watches.start_soon(self._shelf.watch, taker)
             async with open_tasks() as tasks:
-                tasks.start_soon(self._read_alone)
-                for number, parcels in enumerate(self._rounds):
-                    await self._ahead.acquire()
-                    tasks.start_soon(self._round, number, parcels)
-        except PeersLostError as error:
-            return error
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await self._peers.hang_up(f"{type(error).__name__}: {error}")
-            raise
-        return None
+                tasks.start_soon(self._fetch_into_place, self._exchange.alone[self._me])
+                for _ in range(PARCELS_AHEAD):
+                    tasks.start_soon(self._read, to_read)
+                async with open_tasks() as takes:
+                    for _ in range(TAKEN_AT_ONCE):
+                        takes.start_soon(self._take, theirs)
+                self._shelf.done.resolve(None)
+            watches.cancel_scope.cancel()
+        if self._lost:
+            lost = ", ".join(f"rank {rank} ({error})" for rank, error in sorted(self._lost.items()))
+            logger.warning("the load_group lost %s; this rank read for itself what they were to send", lost)
+        await self._fetch_into_place(sorted(self._left))
+        return self._received_bytes
 
-    async def _read_alone(self) -> None:
-        try:
-            await self._fetch_into_place(self._alone)
-        except CheckpointError as error:
-            self._error = self._error or error
-        self._alone = ()
+    def _takers(self, parcel: SharedRange) -> list[int]:
+        """Return the other ranks that want an own parcel."""
+        return [self._shelf.ranks[taker] for taker in parcel.takers if taker != self._me]
 
     async def _fetch_into_place(self, spans: Sequence[FileSpan]) -> None:
-        for landings in landings_of(self._passes, spans):
-            await self._fetcher.fetch(landings)
+        for landings in landings_of(self._memory.plan.passes, spans):
+            await self._fetcher.fetch(landings, self._memory.views)
 
-    async def _round(self, number: int, parcels: Sequence[SharedRange]) -> None:
-        mine = [parcel for parcel in parcels if parcel.reader == self._me]
-        theirs = [parcel for parcel in parcels if parcel.reader != self._me and self._me in parcel.takers]
-        try:
-            read = [(parcel, await self._read(parcel)) for parcel in mine]
-            # The same order on all ranks, as the group does one trade at a time: two ranks in different rounds would
-            # wait for each other's messages.
-            await self._may_trade[number].wait()
-            # Only in its turn: later rounds in these places would keep the one before them from trading.
-            async with self._receiving:
-                received = [(parcel, self._borrow(parcel)) for parcel in theirs]
-                await self._trade(number, read, received)
-                self._may_trade[number + 1].set()
-                for parcel, message in (*read, *received):
-                    await self._resolve(number, parcel, message)
-        finally:
-            self._ahead.release()
-
-    async def _read(self, parcel: SharedRange) -> Bytes:
-        """Read an own parcel, and return its message. An error is kept until the end: receivers still get a message."""
-        message = self._borrow(parcel)
-        if self._error is None:
-            try:
-                await self._fetch(parcel, message.data)
-            except CheckpointError as error:
-                self._error = self._error or error
-        message[-1] = _VOUCHED if self._error is None else _WORTHLESS
-        return message
+    async def _read(self, parcels: Parcels) -> None:
+        """Read own parcels, one after the other, each when the one before has been taken."""
+        buffer = self._new_buffer()
+        for number, parcel in parcels:
+            data = buffer[: parcel.size_bytes]
+            await self._fetch(parcel, data.data)
+            await run_blocking(self._placing, self._place, parcel, data)
+            if not await self._shelf.offer(number, data.data, self._takers(parcel), self._deadline_s):
+                buffer = self._new_buffer()
 
     async def _fetch(self, parcel: SharedRange, into: memoryview) -> None:
         begin, unopened = 0, set(parcel.opens)
@@ -195,26 +138,34 @@ class Exchanger:
                 tasks.start_soon(fetch, span.file, span.start, into[begin:end])
                 begin = end
 
-    async def _trade(
-        self, number: int, read: Sequence[tuple[SharedRange, Bytes]], received: Sequence[tuple[SharedRange, Bytes]]
-    ) -> None:
-        ranks = self._peers.ranks
-        sends = [(ranks[to], message) for parcel, message in read for to in parcel.takers if to != self._me]
-        receives = [(ranks[parcel.reader], message) for parcel, message in received]
-        if sends or receives:
-            await self._peers.trade(sends, receives, number, self._deadline_s)
-
-    async def _resolve(self, number: int, parcel: SharedRange, message: Bytes) -> None:
-        """Place an arrived parcel, or note what is wrong with it; then free its buffer."""
-        if message[-1] != _VOUCHED:
-            self._unserved_by = self._peers.ranks[parcel.reader]
-        else:
-            self._damaged += await run_blocking(self._placing, self._place, parcel, message)
-            if parcel.reader != self._me:
+    async def _take(self, parcels: Parcels) -> None:
+        """Take parcels from their readers, one after the other; note what is to be read here after all."""
+        buffer = self._new_buffer()
+        for number, parcel in parcels:
+            data = buffer[: parcel.size_bytes]
+            if await self._receive(number, self._shelf.ranks[parcel.reader], data.data):
+                self._left.extend(await run_blocking(self._placing, self._place, parcel, data))
                 self._received_bytes += parcel.size_bytes
-        del self._due[number, parcel.reader]
-        assert message.base is not None
-        self._free.append(message.base)
+            else:
+                self._left += parcel.spans
+
+    async def _receive(self, number: int, reader: int, into: memoryview) -> bool:
+        """Fill *into* with a parcel; return False if its *reader* is lost.
+
+        Raises:
+            UnservedError: it could not read it.
+        """
+        if reader in self._lost:
+            return False
+        try:
+            is_served = await self._shelf.take(reader, number, into, self._deadline_s)
+        except OSError as error:
+            self._lost[reader] = error
+            self._shelf.leave(reader)
+            return False
+        if not is_served:
+            raise UnservedError(f"{self._manifest.id}: rank {reader} could not read its part")
+        return True
 
     def _place(self, parcel: SharedRange, message: Bytes) -> list[FileSpan]:
         """Compare and copy the spans of a parcel; return those that are damaged. On a worker thread."""
@@ -225,7 +176,7 @@ class Exchanger:
             if parcel.reader != self._me and self._is_damaged(span, data):
                 damaged.append(span)
                 continue
-            for landings in self._passes:
+            for landings in self._memory.plan.passes:
                 for landing in landings_within(landings.get(span.file, ()), span):
                     target = self._targets[landing.target][landing.target_offset :][: landing.end - landing.start]
                     np.copyto(target, data[landing.start - span.start : landing.end - span.start])
@@ -238,7 +189,5 @@ class Exchanger:
         check(data.data)
         return bool(check.bad_blocks)
 
-    def _borrow(self, parcel: SharedRange) -> Bytes:
-        """Return a buffer for a parcel and the byte after it. Buffers are reused: new pages cost more than a copy."""
-        whole = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
-        return whole[: parcel.size_bytes + 1]
+    def _new_buffer(self) -> Bytes:
+        return np.empty(self._buffer_bytes, np.uint8)

@@ -18,9 +18,10 @@ from aiockpt.options import Options
 from aiockpt.ranks.rounds import TELL_DEADLINE_S, RoundNotes, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
 from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, receive_or_find
+from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
 from aiockpt.runtime.relay import RelayedStore
-from aiockpt.runtime.world import Loop, Ranks
+from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
@@ -38,7 +39,7 @@ class RankCoordinator:
     """One rank among those that save and load one state together; see `aiockpt.engine.coordinator.Coordinator`.
 
     Args:
-        place: what they save to, the same on all of them.
+        incarnation: of these ranks.
         loop: runs its coroutines.
         secret: random hex; the names of all attempts follow from that of rank 0.
         terms: options that all ranks must share, by name, in words.
@@ -49,8 +50,7 @@ class RankCoordinator:
 
     def __init__(
         self,
-        ranks: Ranks,
-        place: str,
+        incarnation: Incarnation,
         loop: Loop,
         options: Options,
         secret: str,
@@ -60,9 +60,8 @@ class RankCoordinator:
         seen: Collection[int] = (),
         on_seen: Callable[[int], object] = lambda number: None,
     ) -> None:
-        self.rank, self.world_size = ranks.rank, ranks.world_size
-        relayed = isinstance(ranks.store, RelayedStore)
-        self.board = NoteBoard(ranks.store, place, ranks.rank, ranks.world_size, relayed=relayed)
+        self.rank, self.world_size = incarnation.rank, incarnation.world_size
+        self.board = NoteBoard(incarnation, relayed=isinstance(incarnation.store, RelayedStore))
         self.rounds = Rounds(
             self.board,
             options.deadlines.ranks_s,
@@ -76,6 +75,7 @@ class RankCoordinator:
         self._peers = peers
         self._seen = seen
         self._visible: dict[int, Visibility] = {}
+        self._cancels: list[Callable[[], object]] = []
 
     @property
     def board_name(self) -> str:
@@ -84,7 +84,9 @@ class RankCoordinator:
 
     def register(self) -> None:
         """Post the process of this rank, in the background: ranks on the same host can then detect its end."""
-        self.loop.submit(self.rounds.register)
+        self._cancels.append(self.loop.submit(self.rounds.register).cancel)
+        if self.rank == 0:
+            self._cancels.append(self.loop.submit(self.rounds.admit).cancel)
 
     def begin(self, step: int) -> RankRound:
         """Return the round of a save that begins now: the same on all ranks that make the same calls."""
@@ -107,6 +109,8 @@ class RankCoordinator:
 
     def depart(self, reason: str, *, failed: bool) -> None:
         """Notify the other ranks that this one makes no more calls; wait until that is posted, unless it has *failed*."""
+        for cancel in self._cancels:  # they may wait for ranks that never come
+            cancel()
         if self.loop.usable:
             telling = self.loop.submit(partial(self.rounds.depart, reason, failed=failed))
             if not failed:

@@ -31,13 +31,12 @@ _PATIENCE_S = 1.0
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The note of a rank that begins a save: the world it assumes, and whether it must receive a plan.
+    """The note of a rank that begins a save: whether it must receive a plan.
 
     Attributes:
         terms: options that all ranks must share, by name; only where it must receive a plan.
     """
 
-    world_size: int
     lost: bool
     terms: dict[str, str] = {}
 
@@ -92,19 +91,19 @@ class JointPlan:
 
     async def announce(self, name: RoundName) -> None:
         """Post that this rank knows what to write."""
-        await self._board.post(name.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
+        await self._board.post(name.key("intent", self._board.rank), Intent(lost=False))
 
     async def make(self, name: RoundName, state: ShardedState, waiting: Waiting) -> ShardedState:
         """Plan *state* with the other ranks that have no plan for it; return this rank's share.
 
         Raises:
-            RanksDisagreeError: the ranks differ in world size or options, or the tensors do not fit together.
+            RanksDisagreeError: the ranks differ in options, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not call this save.
         """
         board, rank = self._board, self._board.rank
         holdings = local_boxes_of(state)
         await board.post(name.key("holdings", rank), holdings)
-        await board.post(name.key("intent", rank), Intent(board.world_size, lost=True, terms=dict(self._terms)))
+        await board.post(name.key("intent", rank), Intent(lost=True, terms=dict(self._terms)))
         lost = await self._lost_ranks(name, waiting)
         kept = self._kept_parts(holdings) if len(lost) < board.world_size else {}
         if len(lost) < board.world_size:
@@ -125,13 +124,6 @@ class JointPlan:
     async def _lost_ranks(self, name: RoundName, waiting: Waiting) -> list[int]:
         """Wait for the notes of all ranks; return the ranks that must receive a plan."""
         intents = await self._survey(name, waiting)
-        for rank, intent in sorted(intents.items()):
-            if intent.world_size != self._board.world_size:
-                raise RanksDisagreeError(
-                    f"rank {self._board.rank} is one of {self._board.world_size} ranks and rank {rank} one of "
-                    f"{intent.world_size}: start all ranks of a job with the same WORLD_SIZE",
-                    [rank],
-                )
         lost = sorted(rank for rank, intent in intents.items() if intent.lost)
         self._check_terms({rank: intents[rank].terms for rank in lost})
         return lost
@@ -155,12 +147,11 @@ class JointPlan:
         """
         board, what = self._board, f"{name.call} (every rank must call it)"
         keys = {rank: name.key("intent", rank) for rank in range(board.world_size)}
-        # By world size: the survey of a rank that assumes another one lacks notes, or has too many.
-        if await board.arrive(name.key("surveyors", board.world_size)) > 1:
+        if await board.arrive(name.key("surveyors")) > 1:
             small = board.world_size <= _SMALL_WORLD
             with suppress(RankTimeoutError):
                 found = await board.wait(
-                    name.key("survey", board.world_size),
+                    name.key("survey"),
                     list[tuple[Intent, int]],
                     min(_PATIENCE_S, self._deadline_s) if small else self._deadline_s,
                     what,
@@ -173,7 +164,7 @@ class JointPlan:
             return await board.gather(keys, Intent, left_s, what, waiting)
         intents = await board.gather(keys, Intent, self._deadline_s, what, waiting)
         runs = groupby(intents[rank] for rank in range(board.world_size))
-        await board.post(name.key("survey", board.world_size), [(intent, len(list(some))) for intent, some in runs])
+        await board.post(name.key("survey"), [(intent, len(list(some))) for intent, some in runs])
         return intents
 
     def _kept_parts(self, holdings: Sequence[LocalBoxes]) -> dict[int, list[Part]]:
@@ -230,8 +221,5 @@ class JointPlan:
 
 PLAN_NOTES = ("intent", "holdings", "kept", "share")
 """The notes that each rank posts under a key of its own while it plans."""
-
-
-def shared_plan_notes(world_size: int) -> list[str]:
-    """Return the keys, below the prefix of a round, of the notes that all ranks share while they plan."""
-    return [f"{name}/{world_size}" for name in ("surveyors", "survey")]
+SHARED_PLAN_NOTES = ("surveyors", "survey")
+"""The notes that all ranks share while they plan."""

@@ -15,6 +15,7 @@ Rank 0 chooses the step; every rank matches and fills its own part and reports; 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -27,14 +28,10 @@ from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.find import Found, Skipped, StepPlaces, candidates
 from aiockpt.engine.load import (
     Filled,
-    Lacking,
     LoadRequest,
     Traffic,
-    check_rewritten,
+    Trials,
     fill,
-    finish,
-    match_state,
-    skip_or_raise,
 )
 from aiockpt.errors import (
     CorruptionError,
@@ -46,6 +43,7 @@ from aiockpt.errors import (
     StateMismatchError,
 )
 from aiockpt.format.manifest import Manifest
+from aiockpt.options import Best
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.ranks.agreement import TELL_DEADLINE_S, Agreement, LoadNotes, Notes, Report
 from aiockpt.ranks.peers import Peers
@@ -57,12 +55,13 @@ from aiockpt.runtime.notes import name_ranks
 class LoadCall(msgspec.Struct, frozen=True, array_like=True):
     """A rank's note: the arguments of its load that must be the same on all ranks."""
 
-    step: int | None
+    step: int | Best | None
     strict: bool | dict[str, bool]
 
     def in_words(self) -> str:
         """Return the call as a user writes it."""
-        return f"load(state, {self.step}{'' if self.strict is True else f', strict={self.strict}'})"
+        step = f"best={self.step}" if isinstance(self.step, Best) else self.step
+        return f"load(state, {step}{'' if self.strict is True else f', strict={self.strict}'})"
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -77,6 +76,7 @@ class Choice(msgspec.Struct, frozen=True):
     id: str = ""
     step: int = -1
     generation: int = 0
+    attempt: str = ""
     tier: int = 0
     failure: str | None = None
     ranks: tuple[int, ...] = ()
@@ -108,16 +108,13 @@ class RankLoad:
 
     async def _load(self, places: StepPlaces, request: LoadRequest, notes: Notes) -> Filled | None:
         engine = places.engine
-        begun_ns = engine.now_ns()
-        skipped: Skipped = []
-        touched: frozenset[str] = frozenset()
-        lacking = Lacking(request, skipped)
-        chooser = _Chooser(engine, notes, candidates(places, request.step, skipped), skipped)
+        trials = Trials(engine, request)
+        chooser = _Chooser(engine, notes, candidates(places, request.step, trials.skipped), trials.skipped)
         strict = request.strict if isinstance(request.strict, bool) else dict(request.strict)
         await notes.post(f"call/{notes.rank}", LoadCall(request.step, strict))
         for trial in count():
             sought_ns = engine.now_ns()
-            with lacking.explaining():
+            with trials.explaining():
                 choice = await chooser.choose(trial)
             if choice is None:
                 return None
@@ -128,19 +125,19 @@ class RankLoad:
             place = places.places[choice.tier]
             try:
                 manifest = await agree.on("read", partial(_read, place, choice))
-                fit = partial(_fit, place, request, manifest, touched, skipped)
                 try:
-                    target = await agree.on("fit", fit, _report)
+                    target = await agree.on("fit", partial(trials.match, place, manifest), _report)
                 except StateMismatchError as error:
-                    lacking.pass_over(place, manifest, error)
+                    trials.pass_over(place, manifest, error)
                     continue
-                traffic = await agree.on("fill", partial(self._fill, place, manifest, target, notes, trial))
+                # Others may ask this rank for what it offers until all have reported.
+                async with nullcontext() if self._peers is None else self._peers.connected() as shelf:
+                    read_once = None if shelf is None else ReadOnce(shelf, notes, str(trial))
+                    traffic = await agree.on("fill", partial(_fill, place, manifest, target, read_once))
             except CorruptionError as error:
-                if target is not None:
-                    touched |= target.written
-                skip_or_raise(engine, request, choice.id, choice.step, error, skipped)
+                trials.skip_damaged(choice.id, choice.step, target, error)
             else:
-                filled = finish(place, manifest, target, traffic, begun_ns, skipped)
+                filled = trials.finish(place, manifest, target, traffic)
                 return msgspec.structs.replace(filled, agree=agree.may_refuse)
         raise AssertionError("there is always another trial")
 
@@ -161,31 +158,25 @@ class RankLoad:
             except StateMismatchError as shared:
                 raise StateMismatchError("the checkpoint", shared.problems, PARTLY_OVERWRITTEN) from error
 
-    async def _fill(self, place: Place, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
-        if self._peers is None:
-            return await fill(place, manifest, target)
-        read_once = ReadOnce(self._peers, notes, str(trial))
-        try:
-            return await fill(place, manifest, target, read_once)
-        except BaseException as error:
+
+async def _fill(place: Place, manifest: Manifest, target: LoadTarget, read_once: ReadOnce | None) -> Traffic:
+    try:
+        return await fill(place, manifest, target, read_once)
+    except BaseException as error:
+        if read_once is not None:
             await read_once.abandon(error)
-            raise
+        raise
 
 
 async def _read(place: Place, choice: Choice) -> Manifest:
     try:
-        return await read_manifest(place.backend, choice.id, choice.generation)
+        manifest = await read_manifest(place.backend, choice.id, choice.generation)
     except ObjectNotFoundError as error:
         message = f"{choice.id}: generation {choice.generation} was deleted meanwhile"
         raise ManifestError(message, key=error.key) from error
-
-
-async def _fit(
-    place: Place, request: LoadRequest, manifest: Manifest, touched: frozenset[str], skipped: Skipped
-) -> LoadTarget:
-    target = await match_state(place, request, manifest)
-    check_rewritten(manifest, target, touched, skipped)
-    return target
+    if manifest.attempt != choice.attempt:
+        raise ManifestError(f"{choice.id}: this rank finds another save there than rank 0 does")
+    return manifest
 
 
 def _report(target: LoadTarget) -> Report:
@@ -239,7 +230,8 @@ class _Chooser:
         choice = Choice(skipped=tuple(self._skipped[len(self._reasons) :]))
         if chosen is not None:
             manifest, tier = chosen.manifest, chosen.place.number
-            choice = Choice(manifest.id, manifest.step, manifest.generation, tier, skipped=choice.skipped)
+            names = manifest.id, manifest.step, manifest.generation, manifest.attempt
+            choice = Choice(*names, tier, skipped=choice.skipped)
         await self._notes.post(key, choice)
         return choice
 

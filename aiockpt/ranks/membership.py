@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, RankError, RankFailedError, RanksDisagreeError
-from aiockpt.runtime.notes import NoteBoard, StoreLostError, name_ranks
+from aiockpt.runtime.notes import EVERYWHERE, NoteBoard, StoreLostError, name_ranks
 from aiockpt.runtime.processes import Process, has_ended, this_process
 
 NEXT_RANKS = 16
@@ -37,18 +37,20 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         process: where it runs.
+        world_size: that it assumes.
         writes: whether that process writes what it saves; else another one does, which may outlive it.
         place: where it saves to, or meant to when it left; empty before its first call.
         left: why it left that place before it had called anything; empty if it did not.
     """
 
     process: Process
+    world_size: int
     writes: bool
     place: str = ""
     left: str = ""
 
 
-class Calls(msgspec.Struct, frozen=True, array_like=True):
+class CallNote(msgspec.Struct, frozen=True, array_like=True):
     """A rank's note about its calls of one checkpointer: the last one in words, and the counts of loads and warm-ups.
 
     Attributes:
@@ -98,11 +100,17 @@ class Membership:
         self._placed = False
 
     async def register(self, place: str = "") -> None:
-        """Post the process of this rank, and where it saves to."""
-        here = await self._locate()
-        await self._board.post(_member_key(self._board.rank), Member(here, self._writes, place))
+        """Post the process of this rank, and where it saves to; wait for rank 0 in between."""
+        note = await self.introduce(place)
+        await self._board.post(_member_key(self._board.rank), note)
 
-    async def report(self, calls: Calls) -> None:
+    async def introduce(self, place: str) -> Member:
+        """Post the same where ranks read it that wait for this one, and are of no incarnation with it."""
+        note = Member(await self._locate(), self._board.world_size, self._writes, place)
+        await self._board.post(_everywhere(self._board.rank), note)
+        return note
+
+    async def report(self, calls: CallNote) -> None:
         """Post what this rank has called; the first time also where it saves to."""
         if not self._placed:
             self._placed = True
@@ -121,7 +129,7 @@ class Membership:
     async def leave_group_early(self, reason: str) -> None:
         """Post that this rank leaves before its board has a name. The note of its next checkpointer replaces this one."""
         here = await self._locate()
-        note = Member(here, self._writes, self._board.place, left=reason)
+        note = Member(here, self._board.world_size, self._writes, self._board.place, left=reason)
         await self._board.post(_member_key(self._board.rank), note)
 
     async def find_early(self, ranks: Iterable[int]) -> None:
@@ -157,12 +165,22 @@ class Membership:
             return None
         return found
 
-    async def find_passed(self, ranks: Iterable[int], operation: str, step: int) -> dict[int, Calls]:
+    async def find_passed(self, ranks: Iterable[int], operation: str, step: int) -> dict[int, CallNote]:
         """Return those of *ranks* that have called a save of a later step, and not *operation*, the save of *step*."""
         board, some = self._board, list(ranks)[:DESCRIBED]
-        calls = await board.find_all(list(map(_calls_key, some)), Calls)
+        calls = await board.find_all(list(map(_calls_key, some)), CallNote)
         ahead = {rank: made for rank, made in zip(some, calls, strict=True) if made is not None and made.step > step}
         return {rank: made for rank, made in ahead.items() if not await board.is_there(f"{operation}/intent/{rank}")}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._board.world_size
+
+    @property
+    def entered(self) -> bool:
+        """Whether the incarnation is known: until then nothing is known of other ranks."""
+        return self._board.entered
 
     @property
     def anyone_gone(self) -> bool:
@@ -172,20 +190,40 @@ class Membership:
     async def describe(self, ranks: Collection[int], call: str) -> str:
         """Return in words what is known of *ranks*, for which *call* waits."""
         some = sorted(ranks)[:DESCRIBED]
-        calls = await self._board.find_all([_calls_key(rank) for rank in some], Calls)
-        silent = [rank for rank, made in zip(some, calls, strict=True) if made is None]
-        members = dict(
-            zip(silent, await self._board.find_all([_member_key(rank) for rank in silent], Member), strict=True)
+        board = self._board
+        calls = (
+            await board.find_all([_calls_key(rank) for rank in some], CallNote) if self.entered else [None] * len(some)
         )
+        members = await self._find_running(some)
         words: dict[str, list[int]] = {}
         for rank, made in zip(some, calls, strict=True):
             said = self._in_words(members.get(rank)) if made is None else _what_it_does(made, call)
             words.setdefault(said, []).append(rank)
         return "; ".join(f"{name_ranks(those)} {said}" for said, those in words.items())
 
+    async def find_other_worlds(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the world size that those of *ranks* assume that run on this host, where it is another than here."""
+        here, members = await self._locate(), await self._find_running(list(ranks)[:DESCRIBED])
+        return {
+            rank: member.world_size
+            for rank, member in members.items()
+            if member.world_size != self._board.world_size and member.process.host == here.host
+        }
+
+    async def _find_running(self, ranks: Sequence[int]) -> dict[int, Member]:
+        """Return what *ranks* posted everywhere, as far as they may run: it may be of an earlier start on another host."""
+        here = await self._locate()
+        found = await self._board.find_all(list(map(_everywhere, ranks)), Member)
+        members = {rank: member for rank, member in zip(ranks, found, strict=True) if member is not None}
+        return await self._board.run(
+            lambda: {rank: member for rank, member in members.items() if not self._ended(member.process, here)}
+        )
+
     def _in_words(self, member: Member | None) -> str:
         if member is None:
             return "made no Checkpointer that knows of this rank"
+        if member.world_size != self._board.world_size:
+            return f"is one of {member.world_size} ranks, not of {self._board.world_size}"
         if member.place and member.place != self._board.place:
             return f"saved to {member.place}, not to {self._board.place}"
         return "called neither save, load nor warm_up so far"
@@ -210,9 +248,11 @@ class Membership:
             for other, member in self._others.items()
             if member.process.host == here.host and other not in self._departures
         ]
-        return await self._board.run(
-            lambda: [(other, member) for other, member in near if self._ended(member.process, here)]
-        )
+        ended = await self._board.run(lambda: [each for each in near if self._ended(each[1].process, here)])
+        # Another process may have come in its place before this rank had read anything of it.
+        newest = await self._board.find_all([_member_key(other) for other, _ in ended], Member) if ended else []
+        self._others |= {other: member for (other, _), member in zip(ended, newest, strict=True) if member is not None}
+        return [(other, member) for other, member in ended if self._others[other] == member]
 
 
 def lost(what: str, departures: Sequence[Departure]) -> RankFailedError:
@@ -225,7 +265,7 @@ def lost(what: str, departures: Sequence[Departure]) -> RankFailedError:
     return RankFailedError(f"{what} is given up. {reasons}", ranks, seen_here=True)
 
 
-def _what_it_does(calls: Calls, call: str) -> str:
+def _what_it_does(calls: CallNote, call: str) -> str:
     if calls.last == call:
         return f"called {call}, and is not done"
     return f"called {calls.last} last, load() {calls.loads} times, warm_up() {calls.warm_ups} times"
@@ -233,6 +273,10 @@ def _what_it_does(calls: Calls, call: str) -> str:
 
 def _member_key(rank: int) -> str:
     return f"/members/{rank}"  # not of one board
+
+
+def _everywhere(rank: int) -> str:
+    return f"{EVERYWHERE}members/{rank}"
 
 
 def _left_key(number: int) -> str:
@@ -307,7 +351,8 @@ class Waiting:
         with suppress(CheckpointError):
             if await self._is_time():
                 needed = list(ranks)
-                await self._members.find_early(needed)
+                if self._members.entered:
+                    await self._members.find_early(needed)
                 return await self._judge(needed, voting=voting)
         return None
 
@@ -323,7 +368,7 @@ class Waiting:
             return self.lost(needed)
         if self._warns_now:
             await self._warn(needed if self._for_whom is None else sorted(await self._for_whom()))
-        return self.lost(needed, voting=voting) or await self._passed_over(needed)
+        return self.lost(needed, voting=voting) or await self._passed_over(needed) or await self._miscounted(needed)
 
     async def explain(self, ranks: Sequence[int]) -> str:
         """Return what is known of *ranks*, which missed the deadline."""
@@ -348,7 +393,7 @@ class Waiting:
         return anyio.current_time() >= self._warn_at_s
 
     async def _passed_over(self, ranks: Sequence[int]) -> RanksDisagreeError | None:
-        if self._step < 0 or not self._is_late:
+        if self._step < 0 or not self._is_late or not self._members.entered:
             return None
         passed = await self._members.find_passed(ranks, self._operation, self._step)
         if not passed:
@@ -359,12 +404,23 @@ class Waiting:
             list(passed),
         )
 
+    async def _miscounted(self, ranks: Sequence[int]) -> RanksDisagreeError | None:
+        if not self._is_late or not (found := await self._members.find_other_worlds(ranks)):
+            return None
+        words = "; ".join(f"rank {rank} is one of {world_size} ranks" for rank, world_size in found.items())
+        return RanksDisagreeError(
+            f"{self._call} is given up: this rank is one of {self._members.world_size} ranks, and {words}. Start all ranks "
+            "of a job with the same WORLD_SIZE",
+            list(found),
+        )
+
     async def _is_time(self) -> bool:
         now_s = anyio.current_time()
         if now_s < self._poll_at_s:
             return False
         self._poll_at_s = now_s + POLL_S
-        await self._members.refresh()
+        if self._members.entered:
+            await self._members.refresh()
         return True
 
     async def _warn(self, ranks: list[int]) -> None:

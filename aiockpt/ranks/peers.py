@@ -1,182 +1,204 @@
-"""Point-to-point messages between ranks, over a process group that the user provides for this purpose alone.
+"""The ranks that read each block once together: each offers what it has read, and takes from the others what they offer.
 
-The one file that uses a process group. Collectives, and all that must happen in one order on all ranks, stay away from
-training's groups: those belong to the training thread. A group of its own may be used from our threads; sends and receives
-are matched by tag. Guarantees:
+The process group that the user gives names the ranks; bytes go over plain TCP (`aiockpt.runtime.peer_link`), connected anew
+for each trial of a load. Guarantees:
 
-- Nothing waits longer than the deadline. A rank that dies, fails or is cancelled breaks the group, and every other rank
-  detects that at once: the rank closes all connections, and gloo notifies the other end of a closed connection.
-- A group that broke is never used again. Its loss is an error of the exchange, not of the load: what did not arrive can be
-  read from storage.
-- The memory of a message is no longer touched once `trade` has returned or raised.
-
-gloo only: bytes to load lie in host memory, and only gloo moves that. Make the group with
-``torch.distributed.new_group(backend="gloo")`` beside the ``nccl`` ones of training.
+- A rank that dies, fails or is done keeps no other waiting: those that watch it learn it at once. One that is silent is
+  lost after `aiockpt.runtime.peer_link.SILENCE_S`, or at the deadline.
+- A rank that cannot read says so to those that ask it; a rank that is lost costs the others its parcels alone.
+- A question waits at most `HELD_S`: a load that is cancelled ends soon, and a slow storage is not taken for a lost rank.
+- Memory is used again only when each taker has taken all of it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Protocol
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import anyio
-import numpy as np
-import torch
-from anyio.lowlevel import checkpoint_if_cancelled
+import msgspec
 from torch import distributed
 
-from aiockpt.errors import RankFailedError, UsageError
-from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.errors import UsageError
+from aiockpt.format.document import described
+from aiockpt.runtime.peer_link import Network, RangeReply, TcpNetwork, find_address
+from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Ranks
 
-Message = tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]
-"""A rank of the job, and the contiguous memory to send to it or to receive from it."""
-_NEVER_SENT_TAG = (1 << 31) - 1
-_AT_ONCE = timedelta(milliseconds=1)
+HELD_S = 2.0
+"""How long a question for a parcel that is not read yet waits for it, before the asker asks again."""
+_THE_END = -1
+_HERE, _NOT_YET, _NEVER = b"here", b"not yet", b"never"
 
 
-class PeersLostError(RankFailedError):
-    """The process group broke: a rank died, closed its connections, or was silent for too long."""
+class RangeCall(msgspec.Struct, frozen=True, array_like=True):
+    """A question of *rank*: for a parcel, by number; or `_THE_END`, for when the asked rank takes no more."""
+
+    rank: int
+    parcel: int
 
 
-class PeerConnection(Protocol):
-    """The verbs of ``torch.distributed.ProcessGroup`` that are used here; ranks are numbers within the group."""
-
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> Any: ...  # noqa: N803
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> Any: ...  # noqa: N803
-
-
-class Peers:
-    """The ranks of one process group, as one of them sees them. Use on one event loop.
-
-    Args:
-        group: of gloo; nothing else may use it.
-        ranks: of the job, in the group's order; *rank* is this one.
+class Offer:
+    """A parcel that other ranks take.
 
     Attributes:
-        broken: why it cannot be used any more; None while it can.
+        data: its bytes, once they are read.
+        takers: the ranks that have not taken it; *released* when all have.
+        is_missed: whether one of them is gone: the bytes may still be on their way to it.
     """
 
-    def __init__(self, group: PeerConnection, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.broken: str | None = None
-        self._group = group
-        self._number = {other: number for number, other in enumerate(ranks)}
-        self._trading = Limiter("load group", 1)
-        self._closing = Limiter("load group, closing", 1)
+    def __init__(self) -> None:
+        self.data: Promise[memoryview] = Promise("a parcel that this rank reads")
+        self.released: Promise[None] = Promise("a parcel that other ranks take")
+        self.takers: set[int] = set()
+        self.is_missed = False
 
-    async def trade(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, deadline_s: float) -> None:
-        """Send and receive; return when all of it is done.
+    def drop(self, rank: int) -> None:
+        """Expect *rank* no more. Any thread."""
+        self.takers.discard(rank)
+        if not self.takers:
+            self.released.resolve(None)
 
-        Args:
-            tag: the same at both ends, and of no other trade under way.
+    def miss(self, rank: int) -> None:
+        """Expect *rank* no more, which is gone, if it was to take it."""
+        if rank in self.takers:
+            self.is_missed = True
+            self.drop(rank)
+
+
+class Shelf:
+    """What this rank offers to its peers in one trial of a load, and its way to what they offer. On one event loop.
+
+    Attributes:
+        ranks: of the job, in the group's order; *rank* is this one.
+        address: where this rank answers; *addresses* are those of all, once they are known.
+        done: this rank takes no more.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, network: Network) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.done: Promise[None] = Promise("all that this rank takes from others")
+        self._network = network
+        self._offers: dict[int, Offer] = {}
+        self._gone: set[int] = set()
+        self._has_failed = False
+        self.addresses: Sequence[str] = ()
+        self.address = network.announce(lambda: nullcontext(self._answer))
+
+    async def offer(self, parcel: int, data: memoryview, takers: Iterable[int], deadline_s: float) -> bool:
+        """Offer a parcel until all *takers* have taken it, or are gone; at the deadline, the rest are.
+
+        Returns:
+            Whether all have taken it, so that its memory may be used again.
+        """
+        offer = self._find(parcel)
+        offer.takers.update(takers)
+        for rank in self._gone:
+            offer.miss(rank)
+        offer.data.resolve(data)
+        with anyio.move_on_after(deadline_s):
+            await offer.released.settled()
+        for late in offer.takers.copy():
+            self.leave(late)
+        del self._offers[parcel]
+        return not offer.is_missed
+
+    def leave(self, rank: int) -> None:
+        """Expect *rank* no more."""
+        self._gone.add(rank)
+        for offer in list(self._offers.values()):
+            offer.miss(rank)
+
+    def fail(self) -> None:
+        """Offer no more: the load has failed here."""
+        self._has_failed = True
+        self.done.resolve(None)
+        for offer in list(self._offers.values()):
+            offer.data.fail(ConnectionAbortedError("the load has failed here"))
+
+    async def take(self, reader: int, parcel: int, into: memoryview, deadline_s: float) -> bool:
+        """Fill *into* with a parcel, once its *reader* has read it; return False where it never will.
 
         Raises:
-            PeersLostError: the group broke, now or earlier; names the rank whose connection failed first.
+            OSError: the reader is lost, or late.
         """
-        done = False
+        answer = _NOT_YET
+        with anyio.fail_after(deadline_s):
+            while answer == _NOT_YET:
+                answer = await self._network.ask(*self._call(reader, parcel), [into])
+        return answer == _HERE
 
-        async def hang_up_when_cancelled() -> None:
-            try:
-                await anyio.sleep_forever()
-            finally:
-                if not done:
-                    with anyio.CancelScope(shield=True):
-                        await self.hang_up("the load was given up here")
+    async def watch(self, rank: int) -> None:
+        """Expect *rank* no more as soon as it takes no more, or is lost; return then."""
+        await self._network.watch(*self._call(rank, _THE_END))
+        self.leave(rank)
 
-        async with open_tasks() as tasks:
-            # The thread below cannot be cancelled: this task is, and closes the connections on which the thread waits.
-            tasks.start_soon(hang_up_when_cancelled)
-            try:
-                await run_blocking(self._trading, self._trade, sends, receives, tag, deadline_s)
-            except PeersLostError:
-                await checkpoint_if_cancelled()  # then this rank broke the group itself; no peer was lost
-                raise
-            finally:
-                done = True
-            tasks.cancel_scope.cancel()
+    def _call(self, rank: int, parcel: int) -> tuple[str, bytes]:
+        return self.addresses[self.ranks.index(rank)], msgspec.msgpack.encode(RangeCall(self.rank, parcel))
 
-    async def hang_up(self, why: str) -> None:
-        """Break the group, so that no rank waits for this one. Idempotent."""
-        if self.broken is None:
-            self.broken = why
-            await run_blocking(self._closing, self._close_connections)
+    def _answer(self, question: bytes) -> RangeReply:
+        """Answer another rank, when there is an answer; on a thread of its own."""
+        call = msgspec.msgpack.decode(question, type=described(RangeCall))
+        if call.parcel == _THE_END:
+            self.done.wait_anyway(None)
+        if call.rank in self._gone:
+            raise ConnectionAbortedError(f"rank {call.rank} was given up")
+        if self._has_failed or call.parcel == _THE_END:
+            return RangeReply(_NEVER)
+        offer = self._find(call.parcel)
+        if not offer.data.wait_anyway(HELD_S):
+            return RangeReply(_NOT_YET)
+        if offer.data.has_failed:
+            return RangeReply(_NEVER)
+        return RangeReply(_HERE, memory=offer.data.value, on_sent=partial(offer.drop, call.rank))
 
-    def _trade(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, deadline_s: float) -> None:
-        """Blocking; on a worker thread."""
-        self._check()
-        ends = time.monotonic() + deadline_s
-        works: list[tuple[int, Any]] = []
-        peer = self.rank
+    def _find(self, parcel: int) -> Offer:
+        """Return an offer, made by what comes first, its data or a question for it."""
+        return self._offers.setdefault(parcel, Offer())
+
+
+class Peers(NamedTuple):
+    """The ranks of the job that read each block once together, in the group's order; *rank* is this one."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    make_network: Callable[[], Network]
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Shelf]:
+        """Yield this rank's shelf for one trial of a load; its connections end with the block."""
+        network = self.make_network()
         try:
-            for peer, memory in receives:
-                works.append((peer, self._group.recv([torch.from_numpy(memory)], self._number[peer], tag)))
-            for peer, memory in sends:
-                works.append((peer, self._group.send([torch.from_numpy(memory)], self._number[peer], tag)))
-            for waited_for, work in works:
-                peer = waited_for
-                # Never 0, which means no timeout to c10d.
-                work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
-        except (RuntimeError, ValueError) as error:  # what c10d raises
-            if self.broken is None:
-                self.broken = f"rank {peer}: {error}"
-                self._close_connections()
-            works.clear()  # each releases gloo's reference to its memory
-            raise PeersLostError(f"the load_group lost rank {peer}: {error}", [peer]) from error
-
-    def _check(self) -> None:
-        if self.broken is not None:
-            raise PeersLostError(f"the load_group is broken ({self.broken}): make a new one")
-
-    def _close_connections(self) -> None:
-        """Close the connection to every peer. Blocking.
-
-        gloo has no call for it. But it closes a connection on which a wait times out: wait, with a tiny timeout, for a
-        message that is never sent.
-        """
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in self.ranks:
-            if peer != self.rank:
-                with suppress(RuntimeError, ValueError):
-                    self._group.recv([nothing], self._number[peer], _NEVER_SENT_TAG).wait(_AT_ONCE)
-
-    def __repr__(self) -> str:
-        return f"<Peers {len(self.ranks)} ranks, {self.broken or 'connected'}>"
+            yield Shelf(self.ranks, self.rank, network)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await network.close()
 
 
-def find_peers(group: Any, ranks: Ranks) -> Peers | None:
-    """Return the peers of *group*, which the user provides; None without a group, or if it has this rank only.
+def find_peers(ranks: Ranks) -> Peers | None:
+    """Return the peers in the ``load_group`` of *ranks*; None if it has this rank only.
 
     Raises:
-        UsageError: *group* is not a group of this process, cannot move host memory, or is training's own; or *ranks*
-            number this process differently.
+        UsageError: it is not a group of this process; or *ranks* number this process differently.
     """
-    if group is None:
-        return None
-    members = _members(group)
-    rank = distributed.get_rank()
+    group = ranks.load_group
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError("load_group: call torch.distributed.init_process_group() first")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise UsageError(
+            f"load_group={group!r} is not a process group with this rank in it: give one that "
+            "torch.distributed.new_group() returns, or torch.distributed.group.WORLD"
+        )
+    members, rank = distributed.get_process_group_ranks(group), distributed.get_rank()
     if rank != ranks.rank or max(members) >= ranks.world_size:
         raise UsageError(
             f"load_group has rank {rank} of ranks {members}, and this is rank {ranks.rank} of {ranks.world_size}: "
             "give ranks as torch.distributed counts them, or none"
         )
-    return Peers(group, members, rank) if len(members) > 1 else None
-
-
-def _members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a group, as the job numbers them, if the group can be used; else raise UsageError."""
-    advice = 'give one of its own, made with torch.distributed.new_group(backend="gloo")'
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise UsageError("load_group: call torch.distributed.init_process_group() first")
-    if not isinstance(group, distributed.ProcessGroup):
-        raise UsageError(f"load_group={group!r} is not a process group with this rank in it: {advice}")
-    if group is distributed.group.WORLD:
-        raise UsageError(f"load_group is the group that training uses: {advice}")
-    backends = distributed.get_backend_config(group)
-    if "cpu:gloo" not in backends.split(","):
-        raise UsageError(f"load_group has {backends}, which does not move host memory: {advice}")
-    return tuple(distributed.get_process_group_ranks(group))
+    if len(members) == 1:
+        return None
+    network = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]  # as what is sent over gloo
+    return Peers(tuple(members), rank, partial(TcpNetwork, find_address(network or None, ranks.store)))

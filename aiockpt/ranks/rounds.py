@@ -26,8 +26,8 @@ import xxhash
 from aiockpt.engine.job import WARM_UP, RoundName
 from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
-from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, shared_plan_notes
-from aiockpt.ranks.membership import Calls, Membership, Missing, Waiting
+from aiockpt.ranks.joint_plan import PLAN_NOTES, SHARED_PLAN_NOTES, JointPlan
+from aiockpt.ranks.membership import CallNote, Membership, Missing, Waiting
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
 from aiockpt.state.shards import ShardedState
@@ -93,7 +93,7 @@ class Rounds:
         self._loading: set[str] = set()
         self._undecided: dict[RoundNotes, None] = {}
         self._decided = anyio.Event()
-        self._departed = False
+        self._departed = self._has_ended_one = False
         self._left: deque[RoundName] = deque()
 
     def begin(self, step: int) -> RoundNotes:
@@ -124,10 +124,21 @@ class Rounds:
         with suppress(StoreLostError):
             await self.members.register()
 
+    async def admit(self) -> None:
+        """On rank 0, admit the others to the incarnation until all are there and the first call of all is over."""
+        with suppress(StoreLostError):
+            await self.board.admit(lambda: self._has_ended_one)
+
+    async def enter(self, what: str, deadline_s: float, waiting: Waiting) -> None:
+        """Wait until the incarnation of the ranks is known, for *what*; see `NoteBoard.enter`."""
+        if not self.board.entered:
+            await self.members.introduce(self.board.place)
+            await self.board.enter(deadline_s, what, waiting)
+
     async def report(self, call: str, step: int = WARM_UP) -> None:
         """Post the last call of this rank, and the *step* of a save. A lost store is ignored: the note only informs."""
         with suppress(StoreLostError):
-            await self.members.report(Calls(call, step, self._loads, self._saves[WARM_UP]))
+            await self.members.report(CallNote(call, step, self._loads, self._saves[WARM_UP]))
 
     # ------------------------------------------------------------------ the order of the plans
 
@@ -165,12 +176,13 @@ class Rounds:
         if save_round not in self._open:
             return
         del self._open[save_round]
+        self._has_ended_one = True
         # A round that ended before its plan must not block those after it.
         self.decide(save_round)
         name, world_size = save_round.name, self.board.world_size
         with anyio.move_on_after(self.deadline_s, shield=True), suppress(StoreLostError):
             if await self.board.arrive(name.key("past")) == world_size:
-                shared = [*shared_plan_notes(world_size), "entry", "begun", "end", "past"]
+                shared = [*SHARED_PLAN_NOTES, "entry", "begun", "end", "past"]
                 await self.board.delete([*vote_keys(name.key("votes"), world_size), *map(name.key, shared)])
             self._left.append(name)
             await self._remove_own()
@@ -194,6 +206,7 @@ class Rounds:
             yield
         finally:
             self._loading.discard(operation)
+            self._has_ended_one = True
 
     async def depart(self, reason: str, *, failed: bool) -> None:
         """Notify the other ranks that this one makes no more calls, and of what it still takes part in; idempotent.
@@ -201,13 +214,13 @@ class Rounds:
         Args:
             failed: whether others may wait for it. Without a failure, a rank that made no joint call posts no note.
         """
-        if self._departed or not (failed or self.board.name):
+        if self._departed or not (failed or (self.board.begun and self.board.entered)):
             return
         self._departed = True
         part = [*(save_round.name.prefix for save_round in list(self._open)), *self._loading]
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
             await (
-                self.members.leave_group(reason, part) if self.board.name else self.members.leave_group_early(reason)
+                self.members.leave_group(reason, part) if self.board.begun else self.members.leave_group_early(reason)
             )
 
 
@@ -244,13 +257,15 @@ class RoundNotes:
             RankTimeoutError: names the ranks that did not begin this round.
             RankFailedError: a rank has failed, or has left before it began this round.
         """
+        waiting, plan_s = self.waiting(self.rounds.plan_s), self.rounds.plan_s
+        await self.rounds.enter(f"{self.name.call} (every rank must call it)", plan_s, waiting)
         async with self.watching_failures():
             await self.rounds.wait_for_earlier(self)
             known = self.known(state)  # an earlier round may have found it meanwhile
             if known is not None:
                 return known
             await self.rounds.report(self.name.call, self.name.step)
-            share = await self.rounds.joint.make(self.name, state, self.waiting(self.rounds.plan_s))
+            share = await self.rounds.joint.make(self.name, state, waiting)
             self.rounds.decide(self)
             self.planned = True
             return share

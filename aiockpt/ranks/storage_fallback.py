@@ -218,6 +218,7 @@ PROBE_S = 10.0
 PAUSE_S = 0.05
 _REASONS = {
     "process": "it is the memory of one process",
+    "hosts": "the hosts of the job do not reach each other",
     "node": "it is the memory of one host",
     "shared": "it is a disk of one host, or is not mounted there",
 }

@@ -8,7 +8,7 @@ what is later than what. Three orders make a snapshot right, and each has a test
 - the compute stream waits for it before an optimizer steps (`DeviceEvent.order_before_compute`);
 - the memory of a copy on the host is not read or reused before its event is *done*.
 
-`aiockpt.runtime.cuda` is the real one, `aiockpt.testing.twin_accelerator` the twin that runs everything late.
+`aiockpt.runtime.cuda` is the real one, `tests.simulated.twin_accelerator` the twin that runs everything late.
 """
 
 from __future__ import annotations

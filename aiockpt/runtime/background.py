@@ -25,7 +25,7 @@ def run_background(
         drop: ends the events of an observer, on the loop thread: after an error nothing would take them from its queue.
     """
     if isinstance(observer, EventSource):
-        observer.tell_through(emit)
+        observer.set_emitter(emit)
     running = loop.submit(observer.run)
 
     def log_error(_: object) -> None:

@@ -1,4 +1,4 @@
-"""Host memory in which bytes wait, and how much of it the machine has to spare.
+"""Host memory in which bytes wait, and how much of it the machine, or the container, has to spare.
 
 Guarantees of `map_pages`:
 
@@ -14,6 +14,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not define it
@@ -70,13 +73,47 @@ def address_of(memory: Pages) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def available_bytes() -> int:
-    """Return the bytes that can be used without swapping; the free bytes if the kernel does not report those."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
+_LIMITS = (
+    # The control groups of both versions: limit and use of a group, and in `memory.stat` the cache that it can give up.
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_bytes(system: Path = Path("/")) -> int:
+    """Return the bytes that can be used without swapping and within the memory limit of the container.
+
+    It is the smaller of what the host can spare and of what is left in each control group around this process.
+
+    Args:
+        system: below it lie ``proc`` and ``sys``.
+    """
+    return min([_host_bytes(system / "proc/meminfo"), *_left_in_groups(system)])
+
+
+def _host_bytes(meminfo: Path) -> int:
+    """Return what the host can spare; the free bytes if the kernel does not report that."""
+    with suppress(OSError):  # not Linux
+        for line in meminfo.read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_in_groups(system: Path) -> Iterator[int]:
+    """Yield the bytes left in each control group that this process is in and that has a limit."""
+    groups: list[str] = []
+    with suppress(OSError):
+        groups = (system / "proc/self/cgroup").read_text().splitlines()
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = system / "sys/fs/cgroup" / controllers
+        inner = root / group.strip("/")  # a container may see the path that the host has, and its own group as the root
+        for folder in (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)):
+            for limit, use, cache in _LIMITS:
+                with suppress(OSError, ValueError):  # no such group here, or its limit is "max"
+                    left = int((folder / limit).read_text()) - int((folder / use).read_text())
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    yield max(0, left + int(stat.get(cache, 0)))

@@ -6,14 +6,16 @@ Guarantees:
 - Waiting for a limit is fair (first come, first served) and cancellable; work that has begun is not: a thread that
   holds a slab, a file or a caller's buffer is never abandoned, so nothing is reused while it is in use.
 - Work is started only after it has acquired its place, which is released in ``finally``.
+- Work that does not return, since its system call hangs, fails what waits for it (`FileCalls`), and keeps what it holds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import Event
 from typing import TypeVar, TypeVarTuple
@@ -21,6 +23,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 from anyio.abc import TaskGroup
 
+from aiockpt.errors import StorageError, StorageTimeoutError
 from aiockpt.events import LimiterStatistics
 from aiockpt.runtime.world import Clock
 
@@ -56,22 +59,107 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class Limiter:
-    """At most *limit* at once, by name. Use as ``async with limiter:`` on one event loop."""
+SLOWEST_BYTES_PER_S = 4 << 20
+"""A call that moves bytes may take longer by this rate until it counts as hanging."""
+doing: ContextVar[str] = ContextVar("doing", default="a call")
+"""What the next call on a worker thread does, in words, for messages."""
+_calls: ContextVar[tuple[FileCalls, Callable[[StorageError], object]] | None] = ContextVar("calls", default=None)
 
-    def __init__(self, name: str, limit: int) -> None:
+
+class FileCalls:
+    """The calls of file systems of one checkpointer that are under way. On its event loop, but for `late`.
+
+    A system call on a mount that does not answer never returns, and its thread, slab and descriptor stay with it. So the
+    operation that waits for it fails, while its tasks go on waiting: if the mount answers again, all is returned.
+
+    Args:
+        limit_s: for one call to return; calls that move bytes get longer.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._begun_s: dict[object, tuple[float, str]] = {}
+        self._now_s: Callable[[], float] = time.monotonic
+
+    @contextmanager
+    def failing(self, fail: Callable[[StorageError], object]) -> Iterator[None]:
+        """Call *fail* when a call inside the block, or in tasks begun there, does not return in time."""
+        token = _calls.set((self, fail))
+        try:
+            yield
+        finally:
+            _calls.reset(token)
+
+    @contextmanager
+    def watching(self, limiter: Limiter, moves_bytes: int, fail: Callable[[StorageError], object]) -> Iterator[None]:
+        """Watch the call in the block, its wait for *limiter* included while no other call there returns."""
+        loop, limit_s = asyncio.get_running_loop(), self._limit_s + moves_bytes / SLOWEST_BYTES_PER_S
+        what, call, ended_count = doing.get(), object(), limiter.ended_count
+
+        timer = loop.call_later(limit_s, lambda: check())
+
+        def check() -> None:
+            nonlocal timer, ended_count
+            if limiter.ended_count != ended_count and limiter.is_full:
+                ended_count, timer = limiter.ended_count, loop.call_later(limit_s, check)
+                return
+            fail(_hangs(f"{what} has not returned for {limit_s:.0f} s"))
+
+        self._now_s = loop.time
+        self._begun_s[call] = (loop.time(), what)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            del self._begun_s[call]
+
+    def late(self, seconds: float | None = None) -> list[str]:
+        """Return in words which calls have not returned for that long; for None, for longer than the limit."""
+        limit_s, now_s = self._limit_s if seconds is None else seconds, self._now_s()
+        begun = list(self._begun_s.values())
+        return [f"{what} ({now_s - begun_s:.0f} s)" for begun_s, what in begun if now_s - begun_s >= limit_s]
+
+    def refuse_while_late(self) -> None:
+        """Raise StorageTimeoutError while a call hangs: another one would, too."""
+        if late := self.late():
+            raise _hangs(f"{late[0]} still hangs")
+
+
+def _hangs(what: str) -> StorageTimeoutError:
+    return StorageTimeoutError(
+        f"{what}: its file system does not answer. Look at the mount (df, the kernel's log, its server). If the call ends"
+        " later, what it was to do takes effect: do not use a state that it was to fill, and save again"
+    )
+
+
+class Limiter:
+    """At most *limit* at once, by name. Use as ``async with limiter:`` on one event loop.
+
+    Attributes:
+        ended_count: how many have ended.
+    """
+
+    def __init__(self, name: str, limit: int, *, may_hang: bool = False) -> None:
         if limit < 1:
             raise ValueError(f"limiter {name!r}: the limit is {limit}, give at least 1")
         self.name = name
         self._limit = limit
         self._semaphore = anyio.Semaphore(limit, fast_acquire=True)  # a free place costs no turn of the loop
         self._peak = 0
+        self.may_hang = may_hang
+        self.ended_count = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another one would have to wait."""
+        return self._semaphore.value == 0
 
     async def __aenter__(self) -> None:
         await self._semaphore.acquire()
         self._peak = max(self._peak, self._limit - self._semaphore.value)
 
     async def __aexit__(self, *_: object) -> None:
+        self.ended_count += 1
         self._semaphore.release()
 
     def statistics(self) -> LimiterStatistics:
@@ -85,26 +173,32 @@ class Limiter:
         return f"<Limiter {self.name!r} {seen.running}/{seen.limit} running, {seen.waiting} waiting>"
 
 
-async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -> T:
+async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts, moves_bytes: int = 0) -> T:
     """Run ``work(*args)`` on a worker thread of the running loop, under *limiter*, and return what it returns.
 
     A cancellation that comes while the thread runs is held back until the thread is done, then raised: whatever
     *work* holds is free when this returns. It uses the loop's default executor, which the engine starts beforehand
     (Python 3.12 and later cannot start threads while the interpreter exits).
+
+    Args:
+        moves_bytes: what the call moves, for the time that it may take where *limiter* is of calls that may hang.
     """
-    async with limiter:
-        running = asyncio.get_running_loop().run_in_executor(None, work, *args)
-        if running.done():  # a simulation does the work at once
+    watch = _calls.get() if limiter.may_hang else None
+    watching = nullcontext() if watch is None else watch[0].watching(limiter, moves_bytes, watch[1])
+    with watching:
+        async with limiter:
+            running = asyncio.get_running_loop().run_in_executor(None, work, *args)
+            if running.done():  # a simulation does the work at once
+                return running.result()
+            # The shield holds back anyio's cancellations, and not those of asyncio itself (`Task.cancel`). `wait`, unlike
+            # an await of the future, does not cancel what it waits for.
+            with anyio.CancelScope(shield=True):
+                try:
+                    await asyncio.wait([running])
+                except asyncio.CancelledError:
+                    await _outwait(running)
+                    raise
             return running.result()
-        # The shield holds back anyio's cancellations, and not those of asyncio itself (`Task.cancel`). `wait`, unlike
-        # an await of the future, does not cancel what it waits for.
-        with anyio.CancelScope(shield=True):
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:
-                await _outwait(running)
-                raise
-        return running.result()
 
 
 Threads = ThreadPoolExecutor

@@ -7,7 +7,8 @@ Guarantees:
 - A forked child is refused by process id: a fork does not copy the threads.
 - At interpreter exit ``on_exit`` runs while threads can still work, so that an unwaited save is not lost. Plain
   ``atexit`` is too late: by then the executors are shut down (tried on 3.11 to 3.13).
-- ``close`` is idempotent and waits for both kinds of threads. If it was not called, and no reference is left, they end
+- ``close`` is idempotent and waits for both kinds of threads; one whose system call hangs is abandoned after a deadline,
+  and does not keep the process from ending. If it was not called, and no reference is left, they end
   by themselves. The collector triggers this on any thread and at any point, even under locks of the interpreter: waiting
   for a thread there could block for ever, and with it every thread that begins or ends.
 """
@@ -18,13 +19,17 @@ import asyncio
 import concurrent.futures
 import concurrent.futures.thread
 import contextvars
+import ctypes
+import inspect
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -33,15 +38,21 @@ from anyio.from_thread import BlockingPortal
 from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
 from aiockpt.runtime.promise import Promise
 
+logger = logging.getLogger("aiockpt")
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Ready = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, BlockingPortal]]
+Submitted = concurrent.futures.Future[None]
+"""Work that was submitted to a loop."""
 Mutex = threading.RLock
 """For critical sections of a few milliseconds, never around a wait for the loop. It is reentrant: a signal handler must not
 wait for the thread that it interrupts."""
 
 MOST_WORKERS = 12
 """Worker threads of one engine, at most: four writes, four reads, two checksums, one snapshot, one to spare."""
+ENDS_S = 120.0
+"""For all threads to end at a close, their tasks' deadlines included."""
 GONE_S = 1.0
 """For a system thread to end after its Python thread has: microseconds, on a busy machine milliseconds."""
 FIRST_WORKERS = 2
@@ -131,29 +142,34 @@ class LoopThread:
         self.check()
         return self._executor.submit(work, *args)
 
-    def close(self, *, cancel: bool = False) -> None:
+    def close(self, *, cancel: bool = False, patience_s: float = ENDS_S) -> None:
         """Stop both kinds of threads when their work is done. Idempotent; does nothing in a forked child.
 
         Args:
             cancel: the tasks of the loop, first.
+            patience_s: after that time, threads that still run are left to the system.
         """
         if self.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
-            self._end(cancel)
+            self._end(cancel, patience_s)
 
     def discard(self) -> None:
         """Stop a loop that was not used: takes a few milliseconds, inside an event loop too."""
         self._end(cancel=True)
 
-    def _end(self, cancel: bool) -> None:
+    def _end(self, cancel: bool, patience_s: float = ENDS_S) -> None:
         self._closed = True
         _open_loops.discard(self)
         self._portal.call(self._portal.stop, cancel)
-        join_wholly(self._thread)  # first: what tasks clean up at their end still goes to the workers
+        until_s = time.monotonic() + patience_s
+        # The loop first: what tasks clean up at their end still goes to the workers.
+        left = [] if join_wholly(self._thread, patience_s) else [self._thread]
         workers = list(self._executor._threads)
-        self._executor.shutdown(wait=True)
-        for thread in workers:
-            join_wholly(thread)
+        self._executor.shutdown(wait=False, cancel_futures=bool(left))
+        left += [thread for thread in workers if not join_wholly(thread, max(0.1, until_s - time.monotonic()))]
+        if left:
+            names = ", ".join(thread.name for thread in left)
+            logger.error("these threads are in a system call that does not return, and are abandoned: %s", names)
         # Last: a close that is interrupted before leaves the end to the collector.
         self._dropped.detach()
 
@@ -179,10 +195,14 @@ def refuse_on_loop_thread(what: str) -> None:
 
 
 def refuse_in_event_loop(what: str, instead: str = "await it, or enter it with `async with`") -> None:
-    """Raise BlockingCallError when this thread runs an event loop, which *what* would block; *instead* is what to do."""
+    """Raise BlockingCallError where *what* would block an event loop (`holds_up_event_loop`); *instead* is what to write."""
     refuse_on_loop_thread(what)
-    if runs_event_loop():
-        raise BlockingCallError(f"{what} would block the event loop of this thread: {instead}")
+    if holds_up_event_loop():
+        in_thread = "asyncio.to_thread" if asyncio._get_running_loop() else "trio.to_thread.run_sync"
+        raise BlockingCallError(
+            f"{what} would block the event loop of this thread: {instead}; or run the function that calls it in a thread, "
+            f"`await {in_thread}(function)`"
+        )
 
 
 def runs_event_loop() -> bool:
@@ -191,6 +211,34 @@ def runs_event_loop() -> bool:
         anyio.lowlevel.current_token()
     except RuntimeError:  # anyio.NoEventLoopError where anyio has it
         return False
+    return True
+
+
+WAITING = ("aiockpt.integrations.", "IPython.", "ipykernel.", "marimo.")
+"""Packages that block their thread although a loop runs: trainers with our methods, and what runs cells of notebooks."""
+_AWAITS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
+
+
+def holds_up_event_loop() -> bool:
+    """Return whether a wait in this call would hold up an event loop that runs others meanwhile.
+
+    The callers decide it, the nearest first. A coroutine can await instead. The cell of a notebook, a line of a console, an
+    import and a trainer block their thread anyway, although a loop runs there; a wait in them cannot deadlock, because each
+    engine has a loop of its own.
+    """
+    return runs_event_loop() and _may_others_run(sys._getframe(1))
+
+
+def _may_others_run(frame: FrameType | None) -> bool:
+    """Return whether a coroutine is nearer among the callers, from *frame* on, than what blocks its thread anyway."""
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals.get("__name__") or ""
+        # The code of a cell is a coroutine if it awaits something. Some releases of IPython name it by its line.
+        if module.startswith(WAITING) or code.co_name == "<module>" or code.co_name.startswith("<cell line"):
+            return False
+        if code.co_flags & _AWAITS:
+            return True
+        frame = frame.f_back
     return True
 
 
@@ -214,17 +262,25 @@ def made_for_the_loop() -> Iterator[None]:
         sniffio.current_async_library_cvar.reset(token)
 
 
-def join_wholly(thread: threading.Thread) -> None:
-    """Wait until *thread* has ended, and the system's thread below it.
+def ends_within(work: Submitted, seconds: float) -> bool:
+    """Block until *work* has an outcome, or *seconds* have passed; return whether it has."""
+    return bool(concurrent.futures.wait([work], seconds).done)
+
+
+def join_wholly(thread: threading.Thread, timeout_s: float | None = None) -> bool:
+    """Wait until *thread* has ended, and the system's thread below it; return whether it has.
 
     Before Python 3.13 `join` returns while the system's thread still releases its C++ thread-local objects. If the process
     ends at that moment, it can abort ("terminate called without an active exception").
     """
-    thread.join()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        return False
     own = f"/proc/self/task/{thread.native_id}"
     until_s = time.monotonic() + GONE_S
     while os.path.exists(own) and time.monotonic() < until_s:
         time.sleep(0.0002)
+    return True
 
 
 async def run_in_thread(what: str, work: Callable[[], T]) -> T:
@@ -291,15 +347,22 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int
 class _Workers(concurrent.futures.ThreadPoolExecutor):
     """Starts a thread when all are busy, and continues with those it has when no other can be started.
 
-    From Python 3.12 on no thread can be started while the interpreter exits; submitted work then waits in the queue.
+    From Python 3.12 on no thread can be started while the interpreter exits; submitted work then waits in the queue. The
+    interpreter waits for none of them at its end: `LoopThread.close` has, and a hanging system call ends never.
     """
 
     def _adjust_thread_count(self) -> None:
+        caller = threading.current_thread()
+        is_daemon, caller._daemonic = caller.daemon, True  # type: ignore[attr-defined]
         try:
             super()._adjust_thread_count()  # not public; a test keeps it in the library
         except RuntimeError:
             if not self._threads:
                 raise
+        finally:
+            caller._daemonic = is_daemon  # type: ignore[attr-defined]
+        for thread in self._threads:
+            concurrent.futures.thread._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
 
 
 def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
@@ -330,8 +393,31 @@ def _register_exit_hook() -> None:
 
 
 def _drain_all() -> None:
-    with ExitStack() as each:  # also when one of them raises
-        for loop in list(_open_loops):
-            each.callback(loop.drain_at_exit)
+    failed = False
+    for loop in list(_open_loops):
+        try:
+            loop.drain_at_exit()
+        except BaseException as error:  # noqa: BLE001  reported as one that ends the program, to whatever tracks such errors
+            sys.excepthook(type(error), error, error.__traceback__)
+            failed = True
     for thread in list(_stopping):
         thread.join(_STOP_S)
+    if failed:
+        _fail_exit()
+
+
+def _fail_exit() -> None:
+    """Make this process end with status 1, after all that anything else does at its end.
+
+    Python has no way to say so: an error in a callback is printed only, and `os._exit` skips the callbacks of others.
+    The C library's ``exit`` may be called by a callback of its own: it goes on with the others, and has the new status.
+    """
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        # A child of it calls these hooks itself, and has status 1 where they raise; the hooks behind this one come first.
+        threading._shutdown()  # type: ignore[attr-defined]
+        sys.stdout.flush()
+        raise SystemExit(1)
+    libc = ctypes.CDLL(None)
+    register = libc["__cxa_atexit"]
+    register(ctypes.cast(libc["exit"], ctypes.c_void_p), ctypes.c_void_p(1), None)

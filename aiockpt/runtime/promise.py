@@ -201,7 +201,8 @@ class SavePromise(Promise[SaveResult]):
 
     Attributes:
         step: the step that is saved.
-        snapshotted, written, in_memory: the points on the way.
+        snapshotted, written, in_memory: the points on the way; *replicated* is one that the save does not wait for.
+        is_copied: whether copies in other hosts' memory are made, which then resolve *replicated*.
         tiers: one for each place, by every name of the place; empty if there is one place only.
     """
 
@@ -211,10 +212,12 @@ class SavePromise(Promise[SaveResult]):
         self.snapshotted: Promise[None] = Promise(f"save of step {step}, snapshotted")
         self.written: Promise[None] = Promise(f"save of step {step}, written")
         self.in_memory: Promise[None] = Promise(f"save of step {step}, in memory")
+        self.replicated: Promise[None] = Promise(f"save of step {step}, replicated")
+        self.is_copied = False
         self.tiers: dict[str, Promise[SaveResult]] = {}
 
     def _points(self) -> list[Promise[Any]]:
-        return [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
+        return [self.snapshotted, self.written, self.in_memory, self.replicated, *self.tiers.values()]
 
     @property
     def delivered(self) -> bool:
@@ -237,6 +240,8 @@ class SavePromise(Promise[SaveResult]):
     def resolve(self, value: SaveResult) -> None:
         """Note that the save is committed."""
         self.reach(self.in_memory)
+        if not self.is_copied:
+            self.replicated.resolve(None)
         super().resolve(value)
 
 
@@ -247,7 +252,8 @@ class LoadPromise(Promise[T]):
         on_finish: fills the objects, and returns the result then; None where there is nothing to fill.
         agree: reports the outcome of that to all ranks; returns the promise of their agreement. None where it is not needed.
         waited_for: whether a caller has waited for it to the end.
-        refused: whether a caller tried to wait inside an event loop, or cancelled it; the next load then replaces it.
+        refused: whether a caller tried to wait inside an event loop, cancelled it, or was interrupted while it waited; the
+            next load then replaces it.
     """
 
     def __init__(self, what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from aiockpt.runtime.notes import Store
+from aiockpt.runtime.incarnation import Store
 
 Verb = Literal["set", "get", "check", "add", "delete_key"]
 Value = bytes | bool | int | None

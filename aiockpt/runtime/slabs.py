@@ -209,6 +209,9 @@ class SlabPool:
                 # The next waiter is the first only from now on, and checks again only when it is notified.
                 self._waiters.remove(waiter)
                 self._changed.notify_all()
+        return self._make_used()
+
+    def _make_used(self) -> Slab:
         try:
             return self._make()
         except BaseException:

@@ -14,17 +14,18 @@ from aiockpt.events import BytesWritten, Event, Operation, StageEnded
 
 
 class StageTally:
-    """The measurements of a stage when it ends.
+    """One stage, until it ends, and its measurements.
 
     Attributes:
+        key: the data file or the place; empty for all of the step.
         bytes: moved by the stage.
         hash_ns: spent on hashing by worker threads.
     """
 
-    __slots__ = ("bytes", "hash_ns")
+    __slots__ = ("begun_ns", "bytes", "hash_ns", "key", "stage")
 
-    def __init__(self, size: int = 0) -> None:
-        self.bytes = size
+    def __init__(self, stage: str = "", begun_ns: int = 0, key: str = "", size: int = 0) -> None:
+        self.stage, self.begun_ns, self.key, self.bytes = stage, begun_ns, key, size
         self.hash_ns = 0
 
 
@@ -55,17 +56,17 @@ class Stages:
             key: the data file or the place; empty for all of the step.
             size: the bytes that it moves, where they are known before.
         """
-        begun_ns, tally = self.now_ns(), StageTally(size)
+        tally = StageTally(stage, self.now_ns(), key, size)
         try:
             yield tally
         except BaseException as error:
-            self._emit(self._ended(stage, begun_ns, key, tally, error=error))
+            self._emit(self._ended(tally, error))
             raise
-        self._emit(self._ended(stage, begun_ns, key, tally))
+        self._emit(self._ended(tally))
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
         """Note, on any thread, that a stage ended at *ended_ns*, None for now; the next `flush` emits it."""
-        self._noted.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
+        self._noted.append(self._ended(StageTally(stage, begun_ns), now_ns=ended_ns))
 
     def follow(self, event: Event) -> None:
         """Emit *event*; before the first `flush`, at that one. On the loop thread."""
@@ -75,7 +76,7 @@ class Stages:
 
     def ended(self, stage: str, begun_ns: int) -> None:
         """Emit a stage that ends now. On the loop thread."""
-        self._emit(self._ended(stage, begun_ns, "", StageTally()))
+        self._emit(self._ended(StageTally(stage, begun_ns)))
 
     def wrote(self, key: str, size: int, begun_ns: int) -> None:
         """Emit bytes that have reached the storage. On the loop thread."""
@@ -90,24 +91,15 @@ class Stages:
         for event in noted:
             self._emit(event)
 
-    def _ended(
-        self,
-        stage: str,
-        begun_ns: int,
-        key: str,
-        tally: StageTally,
-        *,
-        error: BaseException | None = None,
-        now_ns: int | None = None,
-    ) -> StageEnded:
+    def _ended(self, tally: StageTally, error: BaseException | None = None, *, now_ns: int | None = None) -> StageEnded:
         now_ns = self.now_ns() if now_ns is None else now_ns
         return StageEnded(
             at_ns=now_ns,
             step=self._step,
             operation=self._operation,
-            stage=stage,
-            seconds=(now_ns - begun_ns) / 1e9,
-            key=key,
+            stage=tally.stage,
+            seconds=(now_ns - tally.begun_ns) / 1e9,
+            key=tally.key,
             bytes=tally.bytes,
             hash_s=tally.hash_ns / 1e9,
             failed=error is not None,
@@ -121,5 +113,5 @@ def _in_words(error: BaseException | None) -> str:
     return "given up, for something else failed" if isinstance(error, asyncio.CancelledError) else repr(error)
 
 
-UNTOLD = Stages(lambda _: None, time.monotonic_ns, "load", -1)
+UNREPORTED = Stages(lambda _: None, time.monotonic_ns, "load", -1)
 """For an operation without observers."""

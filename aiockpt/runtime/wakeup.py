@@ -8,6 +8,8 @@ minute later.) Guarantees:
   that other code installs later replace ours, and are chained by `SignalWatch.renew`.
 - A byte is forwarded only to the earlier pipe or socket itself, never to a file that has reused its number.
 - A forked child has the earlier handlers and descriptor: its signals are its own, and never reported in the parent.
+- What torch's handler raises when a watched signal has ended a worker of a ``DataLoader`` does not interrupt what a watch
+  says must not be interrupted, a step that has begun; the next batch raises all the same.
 - The last watch that is closed restores the earlier ones. Where it cannot (off the main thread), a signal that would have
   ended the process still does.
 """
@@ -33,10 +35,12 @@ logger = logging.getLogger("aiockpt")
 
 FLUSH_S = 2.0
 """For the thread that reports signals to report those that have arrived."""
+JOIN_S = 5.0
+"""For that thread to end."""
 _MARK = 0
 """A byte that is the number of no signal."""
 
-Told = Callable[[int], object]
+OnSignal = Callable[[int], object]
 """Called with the number of a signal, on the thread that waits for it and later on the main thread: twice for one signal."""
 
 
@@ -58,8 +62,13 @@ def children_end_quietly() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, earlier)
 
 
-def watch_signals(numbers: Iterable[int], notified: Told) -> SignalWatch:
+def watch_signals(
+    numbers: Iterable[int], notified: OnSignal, is_busy: Callable[[], bool] = lambda: False
+) -> SignalWatch:
     """Call *notified* for each signal of these *numbers*, until the watch is closed.
+
+    Args:
+        is_busy: called on the main thread; whether it does what the end of a worker must not interrupt.
 
     Raises:
         UsageError: this is not the main thread, the only one on which handlers can be installed.
@@ -69,7 +78,7 @@ def watch_signals(numbers: Iterable[int], notified: Told) -> SignalWatch:
         raise UsageError("signals can be watched from the main thread only: make the Checkpointer there")
     with _changing:
         _slot = _slot or _WakeupSlot()
-        watch = SignalWatch(_slot, frozenset(numbers), notified)
+        watch = SignalWatch(_slot, frozenset(numbers), notified, is_busy)
         _slot.add(watch)
     return watch
 
@@ -77,9 +86,12 @@ def watch_signals(numbers: Iterable[int], notified: Told) -> SignalWatch:
 class SignalWatch:
     """One subscription to signals."""
 
-    def __init__(self, slot: _WakeupSlot, numbers: Collection[int], notified: Told) -> None:
+    def __init__(
+        self, slot: _WakeupSlot, numbers: Collection[int], notified: OnSignal, is_busy: Callable[[], bool]
+    ) -> None:
         self.numbers = numbers
         self.notified = notified
+        self.is_busy = is_busy
         self._slot = slot
 
     def renew(self) -> None:
@@ -123,9 +135,9 @@ class _WakeupSlot:
 
     def renew(self) -> None:
         """Install the descriptor and the handlers, and chain what is found there. On the main thread."""
-        for number in self.numbers:
+        for number in {*self.numbers, signal.SIGCHLD}:
             there = signal.getsignal(number)
-            if there is not self._handlers.get(number):
+            if there is not self._handlers.get(number) and (number != signal.SIGCHLD or callable(there)):
                 self._handlers[number] = _Handler(self, there)
                 signal.signal(number, self._handlers[number])
         earlier = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -140,10 +152,20 @@ class _WakeupSlot:
         if self.watches or not on_main_thread():
             return False
         self.restore()
+        # Not by closing it alone: a child that was forked otherwise than by Python may hold it, too.
+        with suppress(OSError):
+            self._sender.shutdown(socket.SHUT_RDWR)
         self._sender.close()
-        join_wholly(self._thread)
-        self._receiver.close()
+        if join_wholly(self._thread, JOIN_S):
+            self._receiver.close()
+        else:
+            logger.warning("the thread %s still runs a callback after %g s, and is left", self._thread.name, JOIN_S)
         return True
+
+    def close_sockets(self) -> None:
+        """Close both ends: in a child, whose parent waits for the end of what it sends."""
+        self._sender.close()
+        self._receiver.close()
 
     def restore(self) -> None:
         """Restore the earlier handlers and descriptor, except where ours have been replaced."""
@@ -165,6 +187,11 @@ class _WakeupSlot:
         for watch in watches:
             watch.notified(number)
         return bool(watches)
+
+    def delays(self, error: RuntimeError) -> bool:
+        """Return whether *error* is torch's of a worker that a watched signal has ended, and comes while a watch is busy."""
+        killed = any(f"killed by signal: {signal.strsignal(number)}" in str(error) for number in self.numbers)
+        return killed and any(watch.is_busy() for watch in self.watches)
 
     def flush(self) -> None:
         """Wait until the thread has reported what is in the pipe by now."""
@@ -207,7 +234,11 @@ class _Handler:
             watched = self._slot.notify(number)
         finally:  # also when the handler of another signal, which came meanwhile, has raised
             if callable(self.earlier):
-                self.earlier(number, frame)
+                try:
+                    self.earlier(number, frame)
+                except RuntimeError as error:
+                    if number != signal.SIGCHLD or not self._slot.delays(error):
+                        raise
         if self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
             signal.signal(number, signal.SIG_DFL)  # it could not be restored where the last watch was closed
             signal.raise_signal(number)
@@ -258,4 +289,6 @@ def _reset_in_child() -> None:
         slot.watches = ()
         with suppress(ValueError, OSError):
             slot.restore()
+            # Closed only where Python no longer writes there: the number may be another file's next.
+            slot.close_sockets()
     _unblock()

@@ -2,8 +2,8 @@
 
 ``Files`` is every file-system call the engine makes, ``Clock`` every read of the time, ``World.token`` every random
 byte, ``Accelerator`` every stream and event of a device, ``Loop`` every thread of a checkpointer. The real ones are thin.
-`aiockpt.testing.simulation` has twins with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose
-device is late, `aiockpt.testing.inline_loop` one without threads. HTTP passes the other seam, the backend contract.
+`tests.simulated.simulation` has twins with a seed, faults and power cuts, `tests.simulated.twin_accelerator` one whose
+device is late, `tests.simulated.inline_loop` one without threads. HTTP passes the other seam, the backend contract.
 Blocking calls reach threads through `runtime.limits.run_blocking` only.
 """
 
@@ -16,12 +16,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 
 from aiockpt.errors import UsageError
 from aiockpt.options import check_count, launched_world_size
+from aiockpt.runtime.processes import process_token
 
 if TYPE_CHECKING:
     from aiockpt.runtime.accelerator import Accelerator
@@ -136,7 +137,7 @@ class Loop(Protocol):
     def submit(self, work: Callable[[*Ts], Awaitable[T]], /, *args: *Ts) -> Future[T]: ...
     def call_soon(self, work: Callable[[*Ts], object], /, *args: *Ts) -> None: ...
     def in_worker(self, work: Callable[[*Ts], T], /, *args: *Ts) -> Future[T]: ...
-    def close(self, *, cancel: bool = False) -> None: ...
+    def close(self, *, cancel: bool = False, patience_s: float = ...) -> None: ...
     def discard(self) -> None: ...
 
 
@@ -149,6 +150,7 @@ class World:
     """The outside of one engine: files, clock, random bytes, the devices that tensors are on, the threads.
 
     Attributes:
+        process: what tells this process from every other, earlier and later ones too.
         accelerator: None for CUDA's.
         make_loop: makes the loop that a checkpointer runs on; None for a thread of its own.
     """
@@ -156,6 +158,7 @@ class World:
     files: Files = field(default_factory=OsFiles)
     clock: Clock = field(default_factory=OsClock)
     token: Callable[[int], bytes] = os.urandom
+    process: str = field(default_factory=process_token)
     accelerator: Accelerator | None = None
     make_loop: MakeLoop | None = None
 
@@ -169,10 +172,10 @@ class Ranks(msgspec.Struct, frozen=True):
     Attributes:
         rank, world_size: as ``torch.distributed`` counts them.
         store: where ranks leave notes for each other (``torch.distributed.Store``); a single process needs none.
-        load_group: a ``torch.distributed`` process group of gloo for this use alone. Its ranks read each block once and
-            send it to the others that want it; worth it where storage is slower than the network between them. Give
-            every rank the group it is in; None lets each rank read all that it wants. ``Ranks(load_group=group)`` takes
-            everything else from ``torch.distributed``.
+        load_group: a ``torch.distributed`` process group, such as ``torch.distributed.group.WORLD``, whose ranks read each
+            block once, and take it from each other over TCP; worth it where storage is slower than the network between
+            them. It only names the ranks: nothing is sent over it. Give every rank the group it is in; None lets each
+            rank read all that it wants. ``Ranks(load_group=group)`` takes everything else from ``torch.distributed``.
     """
 
     rank: int = 0
@@ -226,8 +229,11 @@ def check_found(ranks: Ranks) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if (rank, world_size) == (ranks.rank, ranks.world_size):
-        return
+    if (rank, world_size) != (ranks.rank, ranks.world_size):
+        _refuse_found(ranks, rank, world_size)
+
+
+def _refuse_found(ranks: Ranks, rank: int, world_size: int) -> NoReturn:
     then = "alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
     raise UsageError(
         f"when this Checkpointer was made this process was {then}, and now it is rank {rank} of {world_size}: make the "

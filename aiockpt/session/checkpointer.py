@@ -6,37 +6,36 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import sys
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, TypeVarTuple, get_args
 
 import msgspec
 import torch
 
+from aiockpt.adapters.optimizer_forms import warn_of_state_dicts
 from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.adapters.selection import Selection, Trainable, make_selection
 from aiockpt.adapters.target import OptimizerState
 from aiockpt.engine import maintenance
-from aiockpt.engine.alone import OnePlace
+from aiockpt.engine.alone import Destination, OnePlace
 from aiockpt.engine.context import Place as EnginePlace
 from aiockpt.engine.coordinator import LoadRound
-from aiockpt.engine.destination import Destination
-from aiockpt.engine.find import find_manifest
+from aiockpt.engine.find import find_best, find_manifest
 from aiockpt.engine.job import WARM_UP, SaveRequest
-from aiockpt.engine.load import Filled, LoadRequest, log_loaded, read, reporting_failures
+from aiockpt.engine.load import Filled, LoadRequest, log_loaded, log_resumed, read, reporting_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.submit import check_step, plain_json
-from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
+from aiockpt.engine.submit import check_step, detach, plain_json
+from aiockpt.errors import StepNotFoundError, UsageError
 from aiockpt.events import Observer, Statistics, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.options import (
-    IO,
-    Deadlines,
-    Debug,
+    Best,
     Lazy,
     Limits,
     OnError,
@@ -45,26 +44,24 @@ from aiockpt.options import (
     Replicas,
     Retention,
     Screen,
-    Scrub,
     Snapshot,
     Tier,
-    WhenFull,
     Worker,
-    asks_what_was_meant,
     check_tiers,
+    keywords_checked,
     refuse_value,
-    warn_moved,
 )
-from aiockpt.pipeline.discover import refuse_step_folder
+from aiockpt.pipeline.wrong_places import refuse_step_folder
 from aiockpt.places.readers.hold import Hold
 from aiockpt.places.readers.step_watch import StepWatch
-from aiockpt.places.scrub.repair import Repaired
+from aiockpt.places.repair import Repaired
 from aiockpt.policies.cadence import Cadence
 from aiockpt.runtime.limits import run_blocking
-from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread, runs_event_loop
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread
 from aiockpt.runtime.pending_copies import Mutating
-from aiockpt.runtime.promise import LoadPromise, Promise
+from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
 from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
+from aiockpt.session.loop_watch import LoopWatch
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
 from aiockpt.session.wiring import Assembly
@@ -78,29 +75,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-Given = TypeVar("Given", Lazy, Limits)
 State = Mapping[str, Any]
 Place = str | os.PathLike[str] | Backend
 Metrics = Mapping[str, float | torch.Tensor]
 
-logger = logging.getLogger("aiockpt")
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def _ignore(size_bytes: int) -> None:
     """The default progress callback."""
-
-
-class MovedOptions(TypedDict, total=False):
-    """Keywords of earlier releases, which are fields of `Lazy`, `Limits` and `Ranks` now."""
-
-    mutable: Sequence[str]
-    immutable: Sequence[str]
-    debug: Debug | None
-    io: IO
-    deadlines: Deadlines
-    max_in_flight: int
-    when_full: WhenFull
-    load_group: torch.distributed.ProcessGroup | None
 
 
 class Checkpointer:
@@ -131,6 +114,8 @@ class Checkpointer:
         on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers use from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
+        save_last: when the block is left without an error, save the last step that ``step()`` was given, unless it is saved
+            already, or the state has changed since.
         worker: what writes: a ``"thread"`` of this process, or a ``"process"`` of its own, which finishes every save that is
             ``snapshotted`` although this one is killed in the next instant; of several ranks each has one, and a save that
             is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
@@ -141,18 +126,16 @@ class Checkpointer:
         ranks: this process among those that save one state together, and the group that reads once; None uses
             ``torch.distributed``. With several, every rank makes the same calls: saves are matched by their step, loads and
             ``warm_up`` by their number.
-        scrub: read every step again periodically, in the background, and repair damage from other tiers. Rank 0 does so.
         config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
             changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
             stored, and not shown.
         world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
-        **moved: keywords of earlier releases, each accepted with a DeprecationWarning that names its replacement.
 
     Raises:
         UsageError: an option or the URL cannot be used; the message says which and what can.
     """
 
-    @asks_what_was_meant
+    @keywords_checked
     def __init__(
         self,
         url: Place | Sequence[Tier | Place],
@@ -168,36 +151,30 @@ class Checkpointer:
         limits: Limits = Limits(),
         on_exists: OnExists = "new_generation",
         on_error: OnError = "raise",
+        save_last: bool = True,
         worker: Worker = "thread",
         on_preempt: OnPreempt | Preemption | None = None,
-        scrub: Scrub | None = None,
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
         config: Mapping[str, Any] | None = None,
         world: World | None = None,
-        **moved: Unpack[MovedOptions],
     ) -> None:
-        _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits), scrub=(scrub, Scrub | None))
-        if moved:
-            warn_moved(moved)
-            lazy, limits = _replace_fields(lazy, moved), _replace_fields(limits, moved)
-            if (group := moved.get("load_group")) is not None:
-                ranks = msgspec.structs.replace(ranks or Ranks(), load_group=group)
+        _check_kinds(lazy=(lazy, Lazy), limits=(limits, Limits))
         self._selection = make_selection(only, exclude)
+        self._state_dicts_checked: set[str] = set()
         self._cadence = (
             Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
         )
         self._options = options = Options(
             snapshot=snapshot,
-            mutable=tuple(lazy.mutable),
-            immutable=tuple(lazy.immutable),
-            debug=lazy.debug,
+            lazy=lazy,
             screen=screen,
             replicas=replicas,
             retention=retention,
             every=None if isinstance(every, str | Cadence) else every,
             on_exists=on_exists,
             on_error=on_error,
+            save_last=save_last,
             worker=worker,
             **msgspec.structs.asdict(limits),
             config=_as_config(config),
@@ -213,23 +190,24 @@ class Checkpointer:
         others = [observer for observer in _as_observers(observers) if observer is not self._cadence]
         self._parts = parts = Assembly(
             self,
-            self._drain_at_exit,
+            self._close_at_exit,
             options=options,
             tiers=_as_tiers(url, retention),
             observers=others,
             cadence=self._cadence,
             on_preempt=on_preempt,
-            scrub=scrub,
             ranks=ranks or Ranks(),
             world=world,
         )
         self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
         self._coordinator, self._copies, self._submitter = parts.coordinator, parts.copies, parts.submitter
         self._probe, self._interruption = parts.probe, parts.interruption
-        self._unclaimed: list[LoadPromise[LoadResult | None]] = []
+        self._loops = LoopWatch()
+        self._last_step, self._end = parts.last_step, parts.end
         for observer in others:
             if isinstance(observer, StatisticsReader):
                 observer.read_statistics(self.statistics)
+        _open.add(self)
 
     # ------------------------------------------------------------------ save
 
@@ -259,7 +237,8 @@ class Checkpointer:
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see docs/guide/states.md.
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None uses what the checkpointer was made with.
-            metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
+            metrics: numbers (tensors of one element too) for ``Retention(best=…)``, ``load(best=…)`` and for people. Of
+                several ranks those of the first are kept: average them over the ranks before.
             user: anything JSON can hold; kept in the manifest as JSON has it: a tuple as a list, NaN and infinity as None.
             only: names of the state, or their prefixes, to save; ``*`` stands for any part of a name, ``**`` for any
                 number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
@@ -280,13 +259,13 @@ class Checkpointer:
             state=state,
             selection=self._select(only, exclude),
             snapshot=snapshot,
-            metrics=metrics or {},
+            metrics=detach(metrics),
             user=user,
             config=self._options.config if config is None else _as_config(config),
         )
         self._interruption.reach(request, self._start_save, asked=True)
         future = self._start_save(request)
-        self._engine.failures.report(self._options.on_error, future)
+        self._engine.failures.report(future)
         return future
 
     def _select(self, only: Any, exclude: Any) -> Selection:
@@ -298,10 +277,19 @@ class Checkpointer:
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
+        self._warn_of_state_dicts(request.state, "save")
+        self._last_step.drop()
         future = self._submitter.submit(request)
+        self._loops.saved(request.step, request.state)
         self._interruption.watch(future)
         self._probe.saved(request.step)
         return future
+
+    def _warn_of_state_dicts(self, state: State, verb: Literal["save", "load"]) -> None:
+        """Warn once of each, on one rank."""
+        if self._engine.rank == 0 and verb not in self._state_dicts_checked:
+            self._state_dicts_checked.add(verb)
+            warn_of_state_dicts(state, verb)
 
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
@@ -317,31 +305,16 @@ class Checkpointer:
         work = self._engine.state_work
         return self._operation("warm_up", run_blocking, work, self._submitter.warm_up, walked, warm_up_round)
 
-    def estimate(self, state: State, *, probe_bytes: int = 0) -> Future[Estimate]:
-        """Estimate what memory, disk, network and time a save of *state* needs, and whether it is there; saves nothing.
+    def estimate(self, state: State) -> Future[Estimate]:
+        """Estimate what memory, disk and network a save of *state* needs, and whether it is there; saves nothing.
 
         What optimizers will add in their first step is counted, too. Other ranks are not contacted: one alone may call.
 
-        Args:
-            probe_bytes: written to each durable place, flushed, timed and removed, so that seconds can be estimated
-                before the first save: 64 MiB are enough. 0 writes nothing.
-
-        Raises: Those of `save` for a state that cannot be saved; and by the future
-            StorageError: a place that is probed cannot be written to.
+        Raises: Those of `save` for a state that cannot be saved.
         """
-        if type(probe_bytes) is not int or probe_bytes < 0:
-            refuse_value(
-                "estimate", "probe_bytes", probe_bytes, "a number of bytes: 64 << 20 for 64 MiB, 0 for no probe"
-            )
         walked = self._submitter.walk(state, self._selection)
-        work = partial(
-            estimate,
-            walked=walked,
-            state=state,
-            to_come=find_state_to_come(state, walked.tensors, self._selection),
-            tiers=self._parts.tiers,
-            probe_bytes=probe_bytes,
-        )
+        to_come = find_state_to_come(state, walked.tensors, self._selection)
+        work = partial(estimate, walked=walked, state=state, to_come=to_come, tiers=self._parts.tiers)
         return self._operation("estimate", work, self._destination, self._coordinator)
 
     def barrier(self) -> None:
@@ -373,6 +346,7 @@ class Checkpointer:
         rename: Renames = (),
         optimizer_state: OptimizerState = "by_optimizer",
         fork: Place | None = None,
+        best: str | Best | None = None,
     ) -> LoadFuture[LoadResult | None]:
         """Fill *state* in place from a step; from the newest valid one for None.
 
@@ -399,6 +373,7 @@ class Checkpointer:
                 the newest of their own. What is saved records where it came from (``StepInfo.forked_from``). Or what other
                 programs wrote: ``dcp:///path`` (all that `aiockpt.convert.foreign` opens) fills the state by its names,
                 ``hf://`` before a path or a URL of a folder of safetensors fills the module alone; neither has steps.
+            best: a metric, in place of *step*: load the best step by it, as `best` chooses it; with *fork*, of that run.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
@@ -408,17 +383,21 @@ class Checkpointer:
             UsageError: an entry of ``map``, ``only`` or ``strict`` fits no name; names near it are listed. Rules give two
                 names of the checkpoint the same new one.
             NoValidCheckpointError: steps exist and none is valid.
-            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there; or *fork* holds no step at all.
+            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there; no step has the metric *best*;
+                or *fork* holds no step at all.
         """
-        step = _number(step)
+        which: int | Best | None = _number(step)
+        if best is not None:
+            if step is not None:
+                raise UsageError(f"load(step={step}, best={best!r}): give one of them")
+            which = self._as_best("load", "best", best)
         self._loop.check()
         self._submitter.refuse_inside_save("load()")
         # Before the check, which would raise for them: this load replaces those that were refused or cancelled.
-        refused = [earlier for earlier in self._unclaimed if earlier.refused]
-        self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
+        refused = self._end.loads.take_refused()
         self._check_call_of_ranks()
         self._copies.wait()
-        self._engine.failures.raise_all()
+        self._engine.failures.report()
         if map is not None and rename:
             raise UsageError("load() takes map= or rename=, and not both: write all of it as rules of rename=")
         if optimizer_state not in get_args(OptimizerState):
@@ -426,12 +405,12 @@ class Checkpointer:
         names = (only,) if isinstance(only, str) else only
         if names is not None and not (isinstance(names, Sequence) and all(isinstance(name, str) for name in names)):
             refuse_value("load", "only", only, "names of the state, such as ['model'], or None for all")
-        asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
+        asked = LoadRequest(state, which, names, strict, Rules(rename) if rename else map, optimizer_state)
         request = self._probe.asked(asked)
         foreign = self._open_foreign(fork, request)
-        what = "load of the newest step" if step is None else f"load of step {step}"
-        promise: LoadPromise[LoadResult | None] = LoadPromise(what)
-        self._unclaimed.append(promise)
+        what = f"step {which}" if isinstance(which, int) else "the newest step" if which is None else "the best step"
+        promise: LoadPromise[LoadResult | None] = LoadPromise(f"load of {what}")
+        self._end.loads.add(promise)
         # Both in the call, whether the second is needed or not: ranks match loads by their number.
         own = self._coordinator.begin_load()
         forking = own if fork is None else self._coordinator.begin_load()
@@ -441,7 +420,7 @@ class Checkpointer:
             for earlier in refused:
                 await earlier.settled()
             load, forked = own, False
-            with reporting_failures(self._engine, step):
+            with reporting_failures(self._engine, which):
                 first = request if fork is None else msgspec.structs.replace(request, step=None)
                 filled = await own.load(self._destination, first)
                 if fork is not None and filled is None:
@@ -450,12 +429,14 @@ class Checkpointer:
             if self._engine.rank == 0:
                 url = self._destination.places[0].backend.url
                 log_loaded(None if filled is None else filled.result, url, forked=forked)
+            if filled is not None:
+                self._warn_of_state_dicts(state, "load")
             promise.on_finish = self._probe.wrap_apply(asked, filled)
             if filled is not None and filled.agree:
                 promise.agree = partial(self._agree_applied, load)
             return None if filled is None else filled.result
 
-        promise.run(self._loop, run)
+        promise.run(self._loop, self._failing(promise, run))
         return LoadFuture(promise)
 
     def _open_foreign(self, fork: Place | None, request: LoadRequest) -> ForeignFork | None:
@@ -474,7 +455,10 @@ class Checkpointer:
             self._engine.lineage.places.remove(source)
             filled = await load.load(OnePlace(place, Tier(source)), request)
             if filled is None:
-                raise StepNotFoundError(f"fork={source.url!r} holds no checkpoint to begin from")
+                raise StepNotFoundError(
+                    f"fork={source.url!r} holds no checkpoint to begin from: name another run, or "
+                    "leave fork=… out to begin anew"
+                )
             return filled
 
     @asynccontextmanager
@@ -505,8 +489,11 @@ class Checkpointer:
 
         Raises: Raised by the future
             StateMismatchError: the step has no tensor of that name; the message names what it is, or close names.
-            UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
+            UsageError: *rows* is no slice, has a step, or the tensor is a scalar. In the call: *name* is no text.
         """
+        given: object = name
+        if not isinstance(given, str):
+            refuse_value("read", "name", given, "the name of a tensor, as describe(step).tensors has it")
         return self._operation(f"read of {name}", read, self._destination, _number(step), name, rows)
 
     def describe(self, step: int | None = None) -> Future[Description]:
@@ -524,6 +511,30 @@ class Checkpointer:
         """Return the newest valid step; None when there is none."""
         return self._operation("latest", maintenance.latest, self._destination)
 
+    def best(self, metric: str | Best) -> Future[int | None]:
+        """Return the best step by a metric that ``save(…, metrics={…})`` recorded; None when there is no step at all.
+
+        It is the step that ``Retention(best=…)`` keeps first: of the lineage that the newest step continues, sound, with a
+        finite value; of equal ones the oldest.
+
+        Args:
+            metric: its name, or ``Best(name, mode="max")``. For a name alone the direction is that of the retention rule
+                for it; else it follows from the name, as for `Best`.
+
+        Raises:
+            UsageError: the direction is not known. And raised by the future
+            StepNotFoundError: no step has the metric; the metrics that there are are listed.
+        """
+        return self._operation("best", find_best, self._destination, self._as_best("best", "metric", metric), [])
+
+    def _as_best(self, call: str, option: str, metric: object) -> Best:
+        if isinstance(metric, Best):
+            return metric
+        if not isinstance(metric, str):
+            refuse_value(call, option, metric, "the name of a metric, or an aiockpt.Best(…)")
+        rules = [tier.keep.best for tier in self._parts.tiers if isinstance(tier.keep, Retention)]
+        return next((rule for rule in rules if rule is not None and rule.metric == metric), None) or Best(metric)
+
     def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _ignore) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
 
@@ -537,7 +548,7 @@ class Checkpointer:
     ) -> Future[list[Repaired]]:
         """Read all of a step in each place that has it, and rewrite damaged files there from intact copies.
 
-        Nothing is overwritten in place, and the step never loses data (`aiockpt.places.scrub.repair`).
+        Nothing is overwritten in place, and the step never loses data (`aiockpt.places.repair`).
 
         Args:
             step: None for the newest valid one.
@@ -553,7 +564,7 @@ class Checkpointer:
         return self._operation("repair", self._repair, _number(step), source, on_read)
 
     async def _repair(self, step: int | None, source: Place | None, on_read: Callable[[int], object]) -> list[Repaired]:
-        from aiockpt.places.scrub.repair import repair
+        from aiockpt.places.repair import repair
 
         if step is None:
             step = (await find_manifest(self._destination, None)).manifest.step
@@ -640,27 +651,75 @@ class Checkpointer:
         self,
         state: State,
         *,
+        only: Sequence[str] | None = None,
         strict: bool | Mapping[str, bool] = True,
+        map: Mapping[str, str] | Callable[[str], str] | None = None,
         rename: Renames = (),
         optimizer_state: OptimizerState = "by_optimizer",
         fork: Place | None = None,
         step: int | None = None,
+        required: bool = False,
     ) -> int:
         """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
 
+        Where the program has not configured logging, rank 0 writes a line to stderr that says which step it is.
+
         Args:
-            strict, rename, optimizer_state: as for `load`.
+            required: raise where there is nothing to resume from: the place may be misspelt.
+            only, strict, map, rename, optimizer_state: as for `load`.
             fork, step: begin from this step of another run (the newest for None) while this one has no step, as for `load`.
 
         Raises: Those of `load`, and
-            BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
+            StepNotFoundError: *required*, and there is none.
+            BlockingCallError: in a coroutine, whose event loop it would block: ``await ckpt.aresume(state)`` there.
         """
-        refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
-        if step is not None and fork is None:
-            raise UsageError("resume(step=…) names a step of fork=…; to go back in this run: load(state, step)")
-        how = partial(self.load, state, step, strict=strict, rename=rename, optimizer_state=optimizer_state)
-        loaded = how(fork=fork).result()
+        refuse_in_event_loop("resume()", "write `await ckpt.aresume(state)`")
+        for save in self._saves_of_others():
+            save.wait_anyway(self._options.deadlines.close_s)
+        how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
+        return self._resumed(how(state, _step_of_fork(step, fork), fork=fork).result(), required)
+
+    async def aresume(
+        self,
+        state: State,
+        *,
+        only: Sequence[str] | None = None,
+        strict: bool | Mapping[str, bool] = True,
+        map: Mapping[str, str] | Callable[[str], str] | None = None,
+        rename: Renames = (),
+        optimizer_state: OptimizerState = "by_optimizer",
+        fork: Place | None = None,
+        step: int | None = None,
+        required: bool = False,
+    ) -> int:
+        """`resume`, in an event loop: ``start = await ckpt.aresume(state)``."""
+        for save in self._saves_of_others():
+            await save.settled_within(self._options.deadlines.close_s)
+        how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
+        return self._resumed(await how(state, _step_of_fork(step, fork), fork=fork), required)
+
+    def _resumed(self, loaded: LoadResult | None, required: bool) -> int:
+        """Return the next step to train, and say which step was loaded."""
+        url = self._destination.places[0].backend.url
+        if loaded is None and required:
+            raise StepNotFoundError(
+                f"{url} holds no checkpoint, and resume(required=True) must not begin anew: "
+                "correct the place, or leave required=True out"
+            )
+        log_resumed(self._engine, loaded, url)
         return 0 if loaded is None else loaded.step + 1
+
+    def _saves_of_others(self) -> list[SavePromise]:
+        """Return what other checkpointers of this process still save into this place.
+
+        The cell of a notebook that is interrupted, and run again, makes a new one: it resumes from the last step.
+        """
+        url = self._destination.places[0].backend.url
+        return [save for one in list(_open) if one is not self for save in one._saves_into(url)]  # noqa: SLF001  of this class
+
+    def _saves_into(self, url: str) -> list[SavePromise]:
+        here = self._loop.usable and self._destination.places[0].backend.url == url
+        return list(self._submitter.in_flight) if here else []
 
     def step(
         self,
@@ -673,9 +732,7 @@ class Checkpointer:
     ) -> SaveFuture | None:
         """Save when *step* is due by ``every``; return the future, or None when this step is not saved.
 
-        The arguments are those of `save`.
-
-        Nothing is saved on leaving the block: ``save()`` the last step yourself when it was not saved.
+        The arguments are those of `save`. At the end of the block the last step is saved, too (``save_last``).
 
         Raises: Those of `save`.
         """
@@ -683,15 +740,16 @@ class Checkpointer:
             step=check_step(step),
             state=state,
             selection=self._select(only, exclude),
-            metrics=metrics or {},
+            metrics=detach(metrics),
             config=self._options.config,
         )
         self._interruption.reach(request, self._start_save, asked=False)
         if not self._is_due(request.step):
             self._probe.reached(request.step, state, metrics, saved=False)
+            self._last_step.note(request)
             return None
         future = self._start_save(request)
-        self._engine.failures.report(self._options.on_error, future)
+        self._engine.failures.report(future)
         return future
 
     def _is_due(self, step: int) -> bool:
@@ -711,41 +769,42 @@ class Checkpointer:
         self._submitter.refuse_inside_save("wait()")
         refuse_in_event_loop("wait()", "await the futures that save() returned")
         self._parts.shutdown.wait()
-        self._engine.failures.raise_all()
+        self._engine.failures.report()
 
     def close(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong. Idempotent.
 
         If it is interrupted (Ctrl-C), it abandons what is not committed, and ends in seconds.
         """
+        self._close(in_order=sys.exception() is None)
+
+    def _close(self, *, in_order: bool) -> None:
         if self._loop.usable:
             self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
-            self._end_run()
-            self._parts.shutdown.close()
-        self._engine.failures.raise_all()
+            try:
+                self._end.begin(self._start_save, in_order=in_order)
+            finally:
+                self._parts.shutdown.close()
+        self._end.report()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
+        await self._aclose(in_order=sys.exception() is None)
+
+    async def _aclose(self, *, in_order: bool) -> None:
         if self._loop.usable:
-            self._end_run()
             try:
-                await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
+                self._end.begin(self._start_save, in_order=in_order)
             finally:
-                self._interruption.release()  # signals are given back on the main thread alone
-        self._engine.failures.raise_all()
+                try:
+                    await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
+                finally:
+                    self._interruption.release()  # signals are given back on the main thread alone
+        self._end.report()
 
-    def _end_run(self) -> None:
-        self._interruption.on_exit(failing=False)
-        self._probe.closing()
-
-    def _drain_at_exit(self) -> None:
-        try:
-            self._end_run()
-            self._parts.shutdown.close()
-        finally:
-            for future in self._engine.failures.pop():
-                logger.error("%r: failed, and its error was never retrieved before the program ended", future)
+    def _close_at_exit(self) -> None:
+        self._close(in_order=False)  # whether the program has failed is not known
 
     def __enter__(self) -> Self:
         refuse_in_event_loop("a plain `with` block", "write `async with`")
@@ -754,8 +813,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._leaving(error):
-            self.close()
+        with self._end.leaving(error):
+            self._close(in_order=error is None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -763,45 +822,15 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._leaving(error):
-            await self.aclose()
-
-    @contextmanager
-    def _leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Close in the block; after an *error* of the program, a failure of that becomes a note on the error.
-
-        Before it, the state of a run that must end is saved if it can be, and the other ranks are notified.
-        """
-        ended: BaseException | None = None
-        if error is not None:
-            # Before `depart`: the last save is made with the other ranks, which do not wait for one that has departed.
-            ended = self._interruption.on_exit(failing=True)
-            self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
-        try:
-            yield
-        except BackgroundSaveError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))
-        if ended is not None and isinstance(error, Exception):  # what else ends the program has its own status
-            raise ended from error
+        with self._end.leaving(error):
+            await self._aclose(in_order=error is None)
 
     # ------------------------------------------------------------------ inside
 
     def _check_call(self) -> None:
-        """Raise when this process may not use it, or when an earlier load was never waited for.
-
-        A load of another thread may still be waited for, now or soon; only that thread's own next call checks it.
-        """
+        """Raise when this process may not use it, or when an earlier load was never waited for."""
         self._loop.check()
-        abandoned = [load for load in self._unclaimed if load.is_abandoned]
-        self._unclaimed = [load for load in self._unclaimed if not load.waited_for and load not in abandoned]
-        if abandoned:
-            load = LoadFuture(abandoned[0])
-            if load.cancelled():
-                raise UsageError(f"{load!r} may have overwritten a part of the state: load again before you use it")
-            advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
-            raise UsageError(f"{load!r} was never waited for, so the state is not complete: {advice}")
+        self._end.loads.check()
 
     def _check_call_of_ranks(self) -> None:
         """Do so, and raise when there is a process group now that did not exist when the ranks were found."""
@@ -822,8 +851,21 @@ class Checkpointer:
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
         promise: Promise[T] = Promise(what)
-        promise.run(self._loop, work, *args)
+        promise.run(self._loop, self._failing(promise, work), *args)
         return Future(promise)
+
+    def _failing(self, promise: Promise[T], work: Callable[[*Ts], Awaitable[T]]) -> Callable[[*Ts], Awaitable[T]]:
+        """Return *work* so that *promise* fails when a call of a file system hangs."""
+
+        def fail(error: BaseException) -> None:
+            promise.cancel()
+            promise.fail(error)
+
+        async def run(*args: *Ts) -> T:
+            with self._engine.calls.failing(fail):
+                return await work(*args)
+
+        return run
 
     def statistics(self) -> Statistics:
         """Return the saves in flight and the use of pool and limiters at this instant. Any thread."""
@@ -864,7 +906,6 @@ def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
 _WANTED = {
     "lazy": "an aiockpt.Lazy(…)",
     "limits": "an aiockpt.Limits(…)",
-    "scrub": "an aiockpt.Scrub(…), or None",
     "ranks": "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed",
     "world": "an aiockpt.runtime.world.World, or None for this machine's files and clocks",
 }
@@ -876,19 +917,24 @@ def _check_kinds(**given: tuple[object, Any]) -> None:
             refuse_value("", name, value, _WANTED[name])
 
 
-def _replace_fields(options: Given, given: Mapping[str, Any]) -> Given:
-    """Return *options* with those of the *given* values that are fields of it."""
-    return msgspec.structs.replace(
-        options, **{name: given[name] for name in options.__struct_fields__ if name in given}
-    )
-
-
 def _as_config(config: Mapping[str, Any] | None) -> object:
     if not isinstance(config, Mapping | None):
         refuse_value("", "config", config, "a dict of plain values, such as {'lr': 3e-4}")
     return None if config is None else plain_json("config", dict(config))
 
 
+def _step_of_fork(step: int | None, fork: Place | None) -> int | None:
+    """Return *step*, of another run."""
+    if step is not None and fork is None:
+        raise UsageError("resume(step=…) names a step of fork=…; to go back in this run: load(state, step)")
+    return step
+
+
 def _number(step: object) -> int | None:
     """Return *step* as an int, or None; raise UsageError for what numbers no step."""
+    if isinstance(step, str) and not step.isdecimal():
+        raise UsageError(
+            f"step={step!r}: give an int of 0 or more, or None for the newest valid step. The best by a metric is "
+            "load(state, best='loss')"
+        )
     return None if step is None else check_step(step)

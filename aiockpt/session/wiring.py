@@ -1,47 +1,42 @@
-"""Assembly of one checkpointer, and its end. Ranks, tiers and the writer process are imported only if they are used.
+"""Assembly of one checkpointer. Ranks, tiers and the writer process are imported only if they are used.
 
 The writer process puts its own parts together (`aiockpt.worker.root`).
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
 import socket
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
-from aiockpt.engine.alone import Alone, NeverInterrupted, OnePlace, Unwatched
+from aiockpt.engine.alone import Alone, CallProbe, Destination, Interruption, OnePlace
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.submit import Submitter
-from aiockpt.events import BackgroundTask, BarrierWaited, Closed, Observer, Opened
-from aiockpt.futures import SaveFuture
+from aiockpt.events import BackgroundTask, BarrierWaited, Observer, Opened
 from aiockpt.lazy.snapshotter import LazySnapshotter
-from aiockpt.options import Options, Scrub, Tier, announced_end_s
-from aiockpt.pipeline.discover import refuse_step_folder
+from aiockpt.options import Options, Tier, announced_end_s
+from aiockpt.pipeline.wrong_places import refuse_step_folder
 from aiockpt.places.readers.hold import Holds
 from aiockpt.policies.cadence import Cadence
-from aiockpt.prove.call_probe import CallProbe
 from aiockpt.prove.session import Closes, find_probe
 from aiockpt.redaction import redact
 from aiockpt.runtime.background import run_background
+from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.loop import LoopThread, made_for_the_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.world import Loop, Ranks, World
-from aiockpt.session.interruption import Interruption
+from aiockpt.session.end_of_run import EndOfRun, LastStep
+from aiockpt.session.shutdown import Shutdown
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
     from aiockpt.session.preemption.policy import OnPreempt, Preemption
-
-logger = logging.getLogger("aiockpt")
 
 
 class Assembly:
@@ -55,8 +50,9 @@ class Assembly:
     Attributes:
         probe: notified of each call, for `aiockpt.prove`.
         interruption: decides whether a call is the last one.
+        last_step: is saved at the end of a run that ends in order.
+        end: of the run; then *shutdown* ends all of it.
         tiers: the places that saves are written to.
-        shutdown: ends all of it.
 
     Raises:
         UsageError: a place cannot be opened, ranks do not fit, or a cadence serves another checkpointer.
@@ -74,7 +70,6 @@ class Assembly:
         observers: Sequence[Observer],
         cadence: Cadence | None,
         on_preempt: OnPreempt | Preemption | None,
-        scrub: Scrub | None,
         ranks: Ranks,
         world: World | None,
     ) -> None:
@@ -82,7 +77,10 @@ class Assembly:
         peers = find_peers(ranks)
         self.interruption = make_interruption(on_preempt, world)
         by_process = options.worker == "process"
-        self.probe: CallProbe = find_probe(checkpointer, ranks, tiers) or Unwatched()
+        self.probe: CallProbe = find_probe(checkpointer, ranks, tiers) or CallProbe()
+        # A proof compares what follows a save, and nothing follows the last step.
+        wanted = options.save_last and (options.every is not None or cadence is not None)
+        self.last_step = LastStep(wanted=wanted and type(self.probe) is CallProbe)
         self.tiers, backends = self.probe.open_places(tiers, world, by_url=by_process)
         for backend in backends:
             refuse_step_folder(backend.url, world.files)
@@ -92,7 +90,7 @@ class Assembly:
         cadences = [] if cadence is None else [cadence]
         observers = [*observers, *cadences, *self.interruption.observers, *self.probe.observers]
         try:
-            self._start(options, backends, observers, scrub, ranks, peers, world, memory)
+            self._start(options, backends, observers, ranks, peers, world, memory)
         except BaseException:
             self.loop.discard()
             if memory is not None:
@@ -104,7 +102,6 @@ class Assembly:
         options: Options,
         backends: Sequence[Backend],
         observers: Sequence[Observer],
-        scrub: Scrub | None,
         ranks: Ranks,
         peers: Peers | None,
         world: World,
@@ -112,7 +109,8 @@ class Assembly:
     ) -> None:
         """Make the parts that need the loop, and start the background ones; the order matters."""
         loop, interruption, url = self.loop, self.interruption, backends[0].url
-        self.coordinator = coordinator = make_coordinator(ranks, peers, self.tiers, backends[0], loop, options, world)
+        self.incarnation = incarnation = Incarnation(ranks.store, url, ranks.rank, ranks.world_size, world.process)
+        self.coordinator = coordinator = make_coordinator(incarnation, peers, self.tiers, loop, options, world)
         self.engine = engine = Engine(
             loop,
             options,
@@ -122,8 +120,9 @@ class Assembly:
             world_size=ranks.world_size,
             memory=memory,
         )
-        ends = start_observers(observers, engine, ranks, url)
+        ends = start_observers(observers, engine, incarnation)
         destination = make_destination(engine, self.tiers, backends, coordinator, working=memory is None)
+        ends += connect_hosts(destination, self.tiers, incarnation)
         if memory is not None:
             destination = start_writer(destination, coordinator, self.tiers, memory, ranks)
         self.destination = destination
@@ -132,30 +131,30 @@ class Assembly:
         self.copies = copies = PendingCopies(options.deadlines.slab_s, _on_waited(engine))
         beside = LazySnapshotter(engine, copies, destination.places[0].uploader.busy_slabs)
         self.submitter = Submitter(destination, coordinator, copies, beside)
+        self.end = EndOfRun(self.last_step, interruption, coordinator, engine.failures, self.probe)
         self.holds = holds = Holds(loop, destination)
-        start_interruption(interruption, engine, destination, ranks)
-        stop_scrubbing = start_scrubber(scrub, engine, destination, ranks)
+        start_interruption(interruption, engine, destination, incarnation)
         self.shutdown = Shutdown(
             engine,
             self.submitter,
             destination,
             copies,
-            before=[stop_scrubbing, holds.release_all],
+            before=[holds.release_all],
             ends=[*ends, interruption.stop, partial(coordinator.depart, "its Checkpointer was closed", failed=False)],
-            after=interruption.release,
+            after=[interruption.release, self.last_step.release],
         )
 
 
 def start_observers(
-    observers: Sequence[Observer], engine: Engine, ranks: Ranks, url: str
+    observers: Sequence[Observer], engine: Engine, incarnation: Incarnation
 ) -> list[Callable[[], object]]:
-    """Start the tasks of observers, and have cadences serve the saves to *url*; return a function to end each."""
+    """Start the tasks of observers, and have cadences serve the saves; return a function to end each."""
     options, clock = engine.options, engine.world.clock
     tasks = [observer for observer in observers if isinstance(observer, BackgroundTask)]
     ends: list[Callable[[], object]] = [run_background(engine.loop, one, engine.emit, engine.drop) for one in tasks]
     limits = options.max_in_flight, options.deadlines.ranks_s
     cadences = [observer for observer in observers if isinstance(observer, Cadence)]
-    ends += [cadence.join(engine.loop, ranks, url, clock, *limits) for cadence in cadences]
+    ends += [cadence.join(engine.loop, incarnation, clock, *limits) for cadence in cadences]
     return ends
 
 
@@ -175,36 +174,24 @@ def find_peers(ranks: Ranks) -> Peers | None:
         return None
     from aiockpt.ranks.peers import find_peers
 
-    return find_peers(ranks.load_group, ranks)
-
-
-def start_scrubber(scrub: Scrub | None, engine: Engine, destination: Destination, ranks: Ranks) -> Callable[[], object]:
-    """Start the scrubber on the first rank, where *scrub* is given; return the function that stops it."""
-    if scrub is None or ranks.rank:
-        return lambda: None
-    from aiockpt.places.scrub.scrubber import Scrubber
-
-    scrubber = Scrubber(scrub, engine, destination)
-    scrubber.start()
-    return scrubber.stop
+    return find_peers(ranks)
 
 
 def make_coordinator(
-    ranks: Ranks,
+    incarnation: Incarnation,
     peers: Peers | None,
     tiers: Sequence[Tier],
-    place: Backend,
     loop: Loop,
     options: Options,
     world: World,
 ) -> Coordinator:
     """Return the coordinator of this process and those that save with it; `Alone` for a single process."""
-    if ranks.world_size == 1:
+    if incarnation.world_size == 1:
         return Alone()
     from aiockpt.ranks.coordinator import RankCoordinator
 
     secret, terms = world.token(16).hex(), _terms(tiers, options)
-    coordinator = RankCoordinator(ranks, place.url, loop, options, secret, terms=terms, peers=peers)
+    coordinator = RankCoordinator(incarnation, loop, options, secret, terms=terms, peers=peers)
     coordinator.register()
     return coordinator
 
@@ -222,6 +209,24 @@ def make_destination(
     from aiockpt.places.tiers.tiers import Tiers
 
     return Tiers(tiers, engine, backends, coordinator, working=working)
+
+
+def connect_hosts(
+    destination: Destination, tiers: Sequence[Tier], incarnation: Incarnation
+) -> list[Callable[[], object]]:
+    """Connect the memories of the job's hosts, where steps are kept there; return a function to end each connection."""
+    of_hosts = [
+        (place, tier) for place, tier in zip(destination.places, tiers, strict=True) if _is_of_hosts(place.backend)
+    ]
+    if incarnation.world_size == 1 or not of_hosts:
+        return []
+    from aiockpt.places.peers.keeper import keep_copies
+
+    return [keep_copies(place, tier, incarnation) for place, tier in of_hosts]
+
+
+def _is_of_hosts(backend: Backend) -> bool:
+    return backend.traits.scope == "hosts"
 
 
 def share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
@@ -262,20 +267,14 @@ def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
         rank=ranks.rank,
         world_size=ranks.world_size,
         urls=tuple(redact(backend.url) for backend in backends),
-        process=_process_token(os.getpid()),
+        process=world.process,
     )
-
-
-@cache
-def _process_token(pid: int) -> str:
-    """Return a token of this process, which differs from that of a later one with its *pid* and of a forked child."""
-    return secrets.token_hex(4)
 
 
 def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -> Interruption:
     """Return the source of requests to end the run early; for None, one that never does."""
     if on_preempt is None:
-        return NeverInterrupted()
+        return Interruption()
     from aiockpt.session.preemption.handler import PreemptionHandler
     from aiockpt.session.preemption.policy import as_preemption
 
@@ -283,7 +282,9 @@ def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -
     return PreemptionHandler(policy, policy.find_end(world.clock.time_ns() / 1e9, announced_end_s()))
 
 
-def start_interruption(interruption: Interruption, engine: Engine, destination: Destination, ranks: Ranks) -> None:
+def start_interruption(
+    interruption: Interruption, engine: Engine, destination: Destination, incarnation: Incarnation
+) -> None:
     """Start *interruption*; with other ranks, notices are exchanged with them."""
     if not interruption.listens:
         return
@@ -291,136 +292,6 @@ def start_interruption(interruption: Interruption, engine: Engine, destination: 
     from aiockpt.session.preemption.handler import PreemptionHandler
 
     assert isinstance(interruption, PreemptionHandler)
-    if ranks.world_size == 1:
-        interruption.begin(engine, destination, EndsAlone())
-        return
-    place = destination.places[0].backend.url
-    board = NoteBoard(ranks.store, f"{place}/preemption", ranks.rank, ranks.world_size)
-    interruption.begin(engine, destination, EndsWithRanks(board))
-
-
-# The end of a checkpointer: it waits for saves and copies under way, abandons the late ones, and releases all.
-#
-# Guarantees:
-#
-# - What is under way ends by itself, within its own deadlines; it is waited for, for ``Deadlines.close_s``.
-# - An interrupt of the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are abandoned, what they wrote is
-#   removed, and the wait is over in seconds. A writer process finishes what is ``snapshotted`` by itself.
-# - Threads end, whatever happened before: a save that was interrupted where it could not notice it does not hold them.
-
-
-CLOSE_S = 60.0
-"""For work with deadlines of its own to report that they have passed."""
-GIVE_UP_S = 10.0
-"""For abandoned saves to remove what they wrote."""
-
-
-class Shutdown:
-    """The end of one checkpointer. Blocking; never on its loop thread.
-
-    Args:
-        before: called first, while everything still works.
-        ends: called once, to end what observers do on the loop.
-        after: called last, whatever happened.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        submitter: Submitter,
-        destination: Destination,
-        copies: PendingCopies,
-        *,
-        before: Sequence[Callable[[], object]],
-        ends: Sequence[Callable[[], object]],
-        after: Callable[[], object],
-    ) -> None:
-        self._engine = engine
-        self._submitter = submitter
-        self._destination = destination
-        self._copies = copies
-        self._before, self._ends, self._after = before, ends, after
-
-    def wait(self) -> None:
-        """Wait until no save runs, and no clean-up after one.
-
-        Raises:
-            TimeoutError: that took longer than ``Deadlines.close_s``.
-        """
-        deadline_s = self._engine.options.deadlines.close_s
-        if not self._is_idle_within(deadline_s):
-            waiting = [repr(SaveFuture(promise)) for promise in self._submitter.in_flight]
-            raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}")
-
-    def close(self) -> None:
-        """Wait, then release everything.
-
-        Raises:
-            TimeoutError: as `wait`; what still ran was abandoned.
-        """
-        try:
-            for begin in self._before:
-                begin()
-            self._end()
-        finally:
-            self._after()
-
-    def _end(self) -> None:
-        # Stays 0 after an interrupt or a timeout: then copies to farther places are not waited for.
-        patience_s = 0.0
-        try:
-            self.wait()
-            patience_s = self._engine.options.deadlines.close_s
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            self._release(patience_s)
-
-    def _is_idle_within(self, seconds: float) -> bool:
-        idle = self._engine.loop.submit(self._idle)
-        try:
-            idle.result(seconds)
-        except TimeoutError:
-            return False
-        finally:
-            idle.cancel()
-        return True
-
-    async def _idle(self) -> None:
-        for promise in self._submitter.in_flight:
-            await promise.settled()
-        # A clean-up takes this lock in the very turn in which its save gets its outcome (`Submitter._run`).
-        for place in self._destination.places:
-            async with place.cleaning:
-                pass
-            # Saves are committed here, or nearer; farther places have copies, whose end `Destination.close` waits for.
-            if place.backend.traits.durable:
-                break
-
-    def _abandon(self) -> None:
-        """End the saves in flight, and wait until they have."""
-        waiting = self._submitter.in_flight
-        for promise in waiting:
-            self._destination.abandon(promise)
-        if waiting:
-            logger.warning("shutdown: abandoning %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
-        self._is_idle_within(GIVE_UP_S)
-
-    def _release(self, patience_s: float) -> None:
-        closing = self._engine.loop.submit(self._destination.close, patience_s)
-        in_order = False
-        try:
-            closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own
-            in_order = patience_s > 0
-        finally:
-            closing.cancel()
-            engine = self._engine
-            engine.loop.call_soon(engine.emit, Closed(at_ns=engine.now_ns()))
-            for end in self._ends:
-                end()
-            self._engine.loop.close(cancel=not in_order)
-            # After the threads, which `close` joins: until then they read and fill slabs.
-            self._engine.release_memory()
-            self._submitter.release()
-            self._copies.close()
+    alone = incarnation.world_size == 1
+    agreement = EndsAlone() if alone else EndsWithRanks(NoteBoard(incarnation, "preemption"))
+    interruption.begin(engine, destination, agreement)

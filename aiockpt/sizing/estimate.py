@@ -1,13 +1,12 @@
-"""The estimate of a save, from the state as it is now, what optimizers will add, and a short probe of each place.
+"""The estimate of a save, from the state as it is now and what optimizers will add.
 
 The state is walked and planned as for a save, but neither copied nor written: bytes, files and windows are those of the
-plan itself. No other rank is involved, so one rank alone may call (`aiockpt.sizing.share`).
+plan itself. No other rank is involved, so one rank alone may call (`aiockpt.sizing.to_come`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,23 +14,22 @@ import torch
 from torch.optim import Optimizer
 
 from aiockpt.adapters.kinds import find_objects
-from aiockpt.engine.context import Engine, LastSaves, Place
+from aiockpt.engine.alone import Destination
+from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.load import is_fillable, scratch_limit_bytes
 from aiockpt.engine.save import records_bytes
 from aiockpt.format.document import SUM_BYTES, block_count
-from aiockpt.options import MIB, Tier
+from aiockpt.options import Tier
 from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.sizing.places import PlaceEstimate, StepSizes, estimate_places, find_problems
-from aiockpt.sizing.share import find_share, whole_bytes
-from aiockpt.sizing.to_come import OptimizerToCome, StateToCome, local_part
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.sizing.places import PlaceEstimate, estimate_places
+from aiockpt.sizing.run_plan import COPY_BYTES_PER_S
+from aiockpt.sizing.to_come import StateToCome, find_share, local_part, whole_bytes
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.units import count, size
 
-COPIED_BYTES = 32 * MIB
 RECORD_BYTES = 1 << 10
 """The size of a receipt, or of a manifest, without its tables."""
 REQUESTS = 24
@@ -54,10 +52,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         load_bytes: of the host, beside the state, at the peak of a load of what the same layout saved, at most.
         other_layout_bytes: the same where another layout saved it, in parts that must be cut and copied.
         pause_s: for which an eager save holds training: measured in the last saves of this run; before the first, one copy
-            of *rank_bytes* at the speed of a copy of host memory made now.
-        durable_s: from the call to the commit: measured in the last saves of this run; before the first, this rank's part
-            at the probed speed of the nearest durable place; every rank that shares its bandwidth makes it longer. None
-            without either.
+            of *rank_bytes* at the speed of a common host.
+        durable_s: from the call to the commit, measured in the last saves of this run; None before the first.
         places: the nearest first.
         assumptions: on which these figures rest.
         problems: what does not fit, with what to do.
@@ -82,19 +78,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
 
-    @property
-    def save_peak_ratio(self) -> float:
-        """The memory of this process at the peak of a save ÷ its state."""
-        return (self.held_bytes + self.memory_bytes) / max(self.held_bytes, 1)
-
-    @property
-    def load_peak_ratio(self) -> float:
-        """The same of a load of what the same layout saved, at most."""
-        return (self.held_bytes + self.load_bytes) / max(self.held_bytes, 1)
-
     def __str__(self) -> str:
         here = f", {size(self.rank_bytes)} of them written by this rank" if self.world_size > 1 else ""
-        peaks = f"{self.save_peak_ratio:.2f} and {self.load_peak_ratio:.2f} × the state"
+        save, load = (1 + beside / max(self.held_bytes, 1) for beside in (self.memory_bytes, self.load_bytes))
+        peaks = f"{save:.2f} and {load:.2f} × the state"
         lines = [
             f"a step            {size(self.step_bytes)}{here}; {size(self.disk_bytes)} in storage",
             f"data files        {self.files} of this rank, {count(self.requests, 'request')} at most",
@@ -104,12 +91,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if self.durable_s is not None:
             lines.append(f"durable after     {self.durable_s:.2f} s")
-        for one in self.to_come:
-            added = "is not known: estimate again after the first step" if one.rank_bytes is None else size(one.bytes)
-            lines.append(f"to come           {one.name} makes its state with its first step: {added}")
+        for optimizer in self.to_come:
+            added = (
+                "is not known: estimate again after the first step"
+                if optimizer.rank_bytes is None
+                else size(optimizer.bytes)
+            )
+            lines.append(f"to come           {optimizer.name} makes its state with its first step: {added}")
         lines += map(str, self.places)
-        lines += [f"supposed: {one}" for one in self.assumptions]
-        return "\n".join([*lines, *(f"problem: {one}" for one in self.problems)])
+        lines += [f"supposed: {assumption}" for assumption in self.assumptions]
+        return "\n".join([*lines, *(f"problem: {problem}" for problem in self.problems)])
 
 
 async def estimate(
@@ -118,9 +109,8 @@ async def estimate(
     *,
     walked: ShardedState,
     state: Mapping[str, Any],
-    to_come: Sequence[OptimizerToCome],
+    to_come: Sequence[StateToCome],
     tiers: Sequence[Tier],
-    probe_bytes: int,
 ) -> Estimate:
     """Return the estimate of a save. On the loop.
 
@@ -128,42 +118,34 @@ async def estimate(
         walked: the state as it is now; *state* as the caller gave it.
         to_come: what its optimizers will add.
         tiers: the options of each place.
-        probe_bytes: written to each durable place, and removed; 0 for none.
 
     Raises:
         UsageError: this process saves alone and has not all of each tensor.
-        StorageError: a place cannot be written to, where it is probed.
     """
-    engine = destination.engine
-    coming = [shard for one in to_come for shard in one.shards]
+    engine, nearest, spare_bytes = destination.engine, destination.places[0], available_bytes()
+    coming = [shard for optimizer in to_come for shard in optimizer.shards]
     share, supposed = await run_blocking(engine.state_work, find_share, coordinator, walked, coming)
     plan = await run_blocking(engine.state_work, engine.make_plan, share)
-    described = tuple(one.described for one in to_come)
-    step_bytes = whole_bytes(walked.tensors) + sum(one.bytes for one in described)
-    each_bytes = _records_bytes(plan, share, engine.block_bytes)
-    others_bytes = plan.file_bytes - plan.tensor_bytes + each_bytes
+    step_bytes = whole_bytes(walked.tensors) + sum(optimizer.bytes for optimizer in to_come)
+    others_bytes = plan.file_bytes - plan.tensor_bytes + _records_bytes(plan, share, engine.block_bytes)
     disk_bytes = step_bytes + others_bytes * coordinator.world_size
-    sizes = StepSizes(
-        full=disk_bytes,
-        weights=_weights_bytes(plan, disk_bytes),
-        of_rank=plan.file_bytes,
-        reserve=records_bytes(plan),
-    )
-    to_spare = available_bytes()
-    memory, problems = find_memory(
-        destination.places[0],
-        plan,
-        to_spare,
-        copied_bytes=copied_at_call_bytes(state, walked.tensors) if engine.options.snapshot == "lazy" else 0,
-        staged_bytes=staged_bytes(walked.tensors) + sum(one.device_bytes for one in to_come),
+    pool_bytes, wanted_bytes = _pool_bytes(engine, plan, spare_bytes)
+    memory_bytes = pool_bytes + BESIDE_BYTES + (WRITER_BYTES if engine.options.worker == "process" else 0)
+    if engine.options.snapshot == "lazy":
+        memory_bytes += copied_at_call_bytes(state, walked.tensors)
+    load_bytes, other_layout_bytes = _load_bytes(
+        nearest,
+        staged_bytes=staged_bytes(walked.tensors) + sum(optimizer.device_bytes for optimizer in to_come),
         step_bytes=step_bytes,
         largest_bytes=max((whole_bytes([shard]) for shard in (*walked.tensors, *coming)), default=0),
     )
-    places = await estimate_places(destination.places, tiers, sizes, probe_bytes)
-    problems += _host_problems(
-        destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in described), to_spare
-    )
-    problems += [problem for place in places for problem in find_problems(place, sizes.reserve)]
+    places = await estimate_places(destination.places, tiers, disk_bytes, _weights_bytes(plan, disk_bytes))
+    needed_bytes = memory_bytes + sum(optimizer.rank_bytes or 0 for optimizer in to_come)
+    problems = [
+        _pool_problem(engine, plan, pool_bytes, wanted_bytes),
+        _host_problem(destination, places, needed_bytes, spare_bytes),
+        *(place.find_problem(records_bytes(plan)) for place in places),
+    ]
     return Estimate(
         step_bytes=step_bytes,
         disk_bytes=disk_bytes,
@@ -171,40 +153,51 @@ async def estimate(
         rank_file_bytes=plan.file_bytes,
         held_bytes=sum(shard.nbytes for shard in (*walked.tensors, *coming)),
         world_size=coordinator.world_size,
-        to_come=described,
+        to_come=tuple(to_come),
         files=len(plan.files),
         requests=plan.window_count + 2 * len(plan.files) + REQUESTS,
-        memory_bytes=memory.save_bytes,
-        pool_bytes=memory.pool_bytes,
-        load_bytes=memory.load_bytes,
-        other_layout_bytes=memory.other_parts_bytes,
-        pause_s=await _pause_s(plan.tensor_bytes, engine.last_saves),
-        durable_s=engine.last_saves.durable_s or _durable_s(destination, places),
-        places=tuple(places),
-        assumptions=(*supposed, *_supposed_of(engine, described)),
-        problems=tuple(problems),
+        memory_bytes=memory_bytes,
+        pool_bytes=pool_bytes,
+        load_bytes=load_bytes,
+        other_layout_bytes=other_layout_bytes,
+        pause_s=engine.last_saves.pause_s or plan.tensor_bytes / COPY_BYTES_PER_S,
+        durable_s=engine.last_saves.durable_s,
+        places=places,
+        assumptions=(*supposed, *_supposed_of(engine, to_come)),
+        problems=tuple(problem for problem in problems if problem),
     )
 
 
-def _host_problems(
-    destination: Destination, places: Sequence[PlaceEstimate], needed_bytes: int, to_spare: int
-) -> list[str]:
+def _pool_problem(engine: Engine, plan: SavePlan, pool_bytes: int, wanted_bytes: int) -> str | None:
+    if pool_bytes == wanted_bytes or engine.options.io.pool_bytes is not None:
+        return None
+    return (
+        f"the staging pool gets {size(pool_bytes)}, a quarter of the memory to spare, for {size(plan.file_bytes)}: a save "
+        "holds training until the rest is written. Free memory, give IO(pool_bytes=…), or save with snapshot='lazy'"
+    )
+
+
+def _host_problem(
+    destination: Destination, places: Sequence[PlaceEstimate], needed_bytes: int, spare_bytes: int
+) -> str | None:
     """Return the problem that saves and memory tiers exceed this machine's spare memory, if they do."""
     traits = [place.backend.traits for place in destination.places]
     tiers_bytes = sum(
-        place.kept.bytes for place, one in zip(places, traits, strict=True) if not one.durable and one.scope != "shared"
+        place.kept_bytes
+        for place, trait in zip(places, traits, strict=True)
+        if not trait.durable and trait.scope != "shared"
     )
-    if needed_bytes + tiers_bytes <= to_spare:
-        return []
-    return [
+    if needed_bytes + tiers_bytes <= spare_bytes:
+        return None
+    return (
         f"this process will need {size(needed_bytes)} beside its state, and memory tiers {size(tiers_bytes)}; this machine "
-        f"has {size(to_spare)} to spare: give a smaller IO(pool_bytes=…), or keep fewer steps in memory"
-    ]
+        f"has {size(spare_bytes)} to spare: give a smaller IO(pool_bytes=…), or keep fewer steps in memory"
+    )
 
 
-def _supposed_of(engine: Engine, described: Sequence[StateToCome]) -> list[str]:
-    known = [one.name for one in described if one.rank_bytes]
-    unknown = [one.name for one in described if one.rank_bytes is None]
+def _supposed_of(engine: Engine, to_come: Sequence[StateToCome]) -> list[str]:
+    known = [optimizer.name for optimizer in to_come if optimizer.rank_bytes]
+    unknown = [optimizer.name for optimizer in to_come if optimizer.rank_bytes is None]
     words = []
     if known:
         words.append(f"{', '.join(known)}: every parameter with requires_grad gets a gradient in the first step")
@@ -228,97 +221,39 @@ def _weights_bytes(plan: SavePlan, disk_bytes: int) -> int:
     return round(disk_bytes * (1 - rest / max(plan.file_bytes, 1)))
 
 
-def _durable_s(destination: Destination, places: Sequence[PlaceEstimate]) -> float | None:
-    """Return the seconds of a save by the probe of the nearest durable place; None without a probe."""
-    pairs = zip(places, destination.places, strict=True)
-    return next((one.arrives_s for one, place in pairs if place.backend.traits.durable), None)
-
-
-async def _pause_s(rank_bytes: int, last_saves: LastSaves) -> float:
-    if last_saves.pause_s is not None:
-        return last_saves.pause_s
-    tried = min(max(rank_bytes, 1), COPIED_BYTES)
-    return rank_bytes / await run_blocking(Limiter("probe", 1), time_copy, tried)
-
-
-def time_copy(byte_count: int) -> float:
-    """Return the bytes per second of a copy into memory that was touched before."""
-    source, target = torch.ones(byte_count, dtype=torch.uint8), torch.empty(byte_count, dtype=torch.uint8)
-    target.copy_(source)
-    begun_ns = time.perf_counter_ns()
-    target.copy_(source)
-    return byte_count / max(time.perf_counter_ns() - begun_ns, 1) * 1e9
-
-
-# The peak memory that a process needs beside its state, in a save and in a load.
-
-
 BESIDE_BYTES = 4 << 20
 """Beside pool, copies and reads: tables of tensors, checksums, threads. Measured: 0.6 to 3 MiB for 300 tensors."""
 WRITER_BYTES = 28 << 20
 """Of a writer process alone: its interpreter, and tables of tensors. Measured: 28 MiB for 10 tensors, 37 for 3,000."""
 
 
-class Peaks(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory of one process beside its state, with that of its writer process.
-
-    Attributes:
-        save_bytes: at the peak of a save.
-        pool_bytes: of these, what is kept from save to save.
-        load_bytes: at the peak of a load, at most, of what was saved in the wanted parts.
-        other_parts_bytes: the same of what was saved in other parts.
-    """
-
-    save_bytes: int
-    pool_bytes: int
-    load_bytes: int
-    other_parts_bytes: int
-
-
-def find_memory(
-    nearest: Place,
-    plan: SavePlan,
-    to_spare: int,
-    *,
-    copied_bytes: int,
-    staged_bytes: int,
-    step_bytes: int,
-    largest_bytes: int,
-) -> tuple[Peaks, list[str]]:
-    """Return the memory that a save by *plan* and a load from the *nearest* place take, and the problems with that.
-
-    Args:
-        to_spare: bytes of memory that this machine has; its staging pools get a quarter of that at most.
-        copied_bytes: that a lazy save copies beside the pool (`copied_at_call_bytes`).
-        staged_bytes: that cannot be read into place (`staged_bytes`).
-        step_bytes: of all ranks; *largest_bytes*: of one tensor of these.
-    """
-    engine, traits = nearest.engine, nearest.backend.traits
+def _pool_bytes(engine: Engine, plan: SavePlan, spare_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the staging pool, which is kept from save to save, and those that a save by *plan* would fill."""
     io, pool = engine.options.io, engine.pool.statistics()
     wanted, most = plan.window_count * io.slab_bytes, pool.ceiling_bytes
     if io.pool_bytes is None:
-        # As the pool will decide it: slabs that it has already are not in *to_spare* any more, and count, too.
-        most = max((to_spare + pool.allocated_bytes) // 4 // io.slab_bytes * io.slab_bytes, most)
-    pool_bytes = min(wanted, most)
-    writer_bytes = WRITER_BYTES if engine.options.worker == "process" else 0
+        # As the pool will decide it: slabs that it has already are not in *spare_bytes* any more, and count, too.
+        most = max((spare_bytes + pool.allocated_bytes) // 4 // io.slab_bytes * io.slab_bytes, most)
+    return min(wanted, most), wanted
+
+
+def _load_bytes(nearest: Place, *, staged_bytes: int, step_bytes: int, largest_bytes: int) -> tuple[int, int]:
+    """Return the memory of a load, at most, of what was saved in the wanted parts, and of what was saved in other parts.
+
+    Args:
+        staged_bytes: that cannot be read into place (`staged_bytes`).
+        step_bytes: of all ranks; *largest_bytes*: of one tensor of these.
+    """
+    io, traits = nearest.engine.options.io, nearest.backend.traits
     each_bytes = io.read_bytes if traits.read_buffer_bytes is None else traits.read_buffer_bytes
     read_bytes = min(traits.block_reads * each_bytes, step_bytes)
     gap_bytes = min(traits.block_reads * io.read_bytes, step_bytes)
     scratch_bytes = min(max(scratch_limit_bytes(nearest), largest_bytes), step_bytes)
     verifying_bytes = gap_bytes if io.verify == "full" else 0  # before anything is staged
-    found = Peaks(
-        save_bytes=pool_bytes + copied_bytes + BESIDE_BYTES + writer_bytes,
-        pool_bytes=pool_bytes,
-        load_bytes=read_bytes + max(staged_bytes, verifying_bytes) + BESIDE_BYTES,
-        other_parts_bytes=read_bytes + staged_bytes + gap_bytes + scratch_bytes + BESIDE_BYTES,
+    return (
+        read_bytes + max(staged_bytes, verifying_bytes) + BESIDE_BYTES,
+        read_bytes + staged_bytes + gap_bytes + scratch_bytes + BESIDE_BYTES,
     )
-    if pool_bytes < wanted and io.pool_bytes is None:
-        return found, [
-            f"the staging pool gets {size(pool_bytes)}, a quarter of the memory to spare, for {size(plan.file_bytes)}: a "
-            "save holds training until the rest is written. Free memory, give IO(pool_bytes=…), or save with "
-            "snapshot='lazy'"
-        ]
-    return found, []
 
 
 def copied_at_call_bytes(state: Mapping[str, Any], walked: Sequence[TensorShard]) -> int:
@@ -329,15 +264,12 @@ def copied_at_call_bytes(state: Mapping[str, Any], walked: Sequence[TensorShard]
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return sum(shard.nbytes for shard in walked if _on_host(shard) and _is_mutable(shard, owned))
 
+    def is_mutable(shard: TensorShard) -> bool:
+        return shard.may_differ or (isinstance(shard.data, torch.nn.Parameter) and shard.data.data_ptr() not in owned)
 
-def _on_host(shard: TensorShard) -> bool:
-    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
-
-
-def _is_mutable(shard: TensorShard, owned: Set[int]) -> bool:
-    return shard.may_differ or (isinstance(shard.data, torch.nn.Parameter) and shard.data.data_ptr() not in owned)
+    held = (shard for shard in walked if isinstance(shard.data, torch.Tensor) and shard.data.is_cpu)
+    return sum(shard.nbytes for shard in held if is_mutable(shard))
 
 
 def staged_bytes(walked: Sequence[TensorShard]) -> int:

@@ -322,16 +322,22 @@ _GENERATORS = {
     "numpy.random._generator.Generator": ("bit_generator.state", "bit_generator.state = …"),
     "numpy.random.mtrand.RandomState": ("get_state(legacy=False)", "set_state()"),
 }
+_DEPTH_OF_ADVICE = 8
 _PLAIN_BASES = (dict, list, set, frozenset, tuple, deque, bytearray, str, bytes, int, float, complex)
 
 
-def advise(value: Any) -> str:
-    """Return advice on *value*, which cannot be saved, in a sentence."""
+def advise(value: Any, codecs: CodecRegistry) -> str:
+    """Return advice on *value*, which cannot be saved with *codecs*, in a sentence."""
     cls = type(value)
     if (generator := _GENERATORS.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
         return _of_generator(*generator)
     if isinstance(value, random.Random):
         return _of_generator("getstate()", "setstate()")
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return (
+            "Its state_dict() is called where it has a place in a dict, list or tuple of the state, and not inside a value "
+            "that is saved as one. The mark of a rank's own stands on the object itself: {name: aiockpt.per_rank(value)}."
+        )
     if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
         return "Objects need state_dict() and load_state_dict(), and a place in a dict, list or tuple of the state."
     if cls.__module__ == "_io" and hasattr(value, "getvalue"):  # BytesIO, StringIO: content without a file
@@ -340,7 +346,22 @@ def advise(value: Any) -> str:
         return f"Save its getvalue() in its place, or register the class before you save or load: {line}"
     if _lives_here_only(value):
         return "It lives in this process only: leave it out of the state, and make it anew when the program starts."
-    return f"Leave it out, convert it to plain values, or register its class before you save or load: {_line(cls)}"
+    lines = "; ".join(_line(one) for one in dict.fromkeys(_classes_in(value)) if codecs.for_class(one) is None)
+    return f"Leave it out, convert it to plain values, or register its class before you save or load: {lines}"
+
+
+def _classes_in(value: Any, depth: int = 0) -> Iterator[type]:
+    """Yield the class of *value*, and those of its parts that need a codec, too: of known form, or of the same module."""
+    yield type(value)
+    parts = [*getattr(value, "__dict__", {}).values(), *(value if isinstance(value, tuple) else ())]
+    while parts and depth < _DEPTH_OF_ADVICE and not isinstance(value, enum.Enum):
+        part = parts.pop(0)
+        if type(part) is dict:
+            parts += part.values()
+        elif type(part) in (list, tuple, set):
+            parts += part
+        elif is_known_form(type(part)) or (type(part).__module__ == type(value).__module__ != "builtins"):
+            yield from _classes_in(part, depth + 1)
 
 
 def _lives_here_only(value: Any) -> bool:

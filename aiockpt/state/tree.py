@@ -136,7 +136,7 @@ class Encoder:
                 f"{kind_in_words(value)} as a key or in a set, where no load could find it; use a list, or name it",
             )
         if node is None:
-            refuse(path, f"{kind_in_words(value)} cannot be saved without pickle. {advise(value)}")
+            refuse(path, f"{kind_in_words(value)} cannot be saved without pickle. {advise(value, self._codecs)}")
         return node
 
     def encode_fixed(self, value: Any, path: Path) -> Node:
@@ -303,6 +303,24 @@ _WRITERS: dict[type, Callable[[Encoder, Any, Path], Node]] = {
     Counter: _write_named_dict,
     defaultdict: _write_default_dict,
 }
+
+
+SCALARS = frozenset({type(None), bool, int, float, str})
+
+
+def plain_value(node: Node) -> Any:
+    """Return the value of the node of a number, a text, None, or a tuple of these; ``UNSET`` for any other node."""
+    if type(node) in SCALARS:
+        return node
+    items = node.get("items") if type(node) is dict and node.keys() == {TAG, "items"} and node[TAG] == "tuple" else None
+    return tuple(items) if type(items) is list and SCALARS.issuperset(map(type, items)) else msgspec.UNSET
+
+
+def are_alike(here: object, value: object) -> bool:
+    """Return whether a value and a `plain_value` are of one type, and their items, so that one may replace the other."""
+    if type(here) is not type(value):
+        return False
+    return not isinstance(here, tuple) or list(map(type, here)) == list(map(type, value))  # type: ignore[call-overload]
 
 
 class Decoder:

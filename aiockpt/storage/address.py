@@ -179,6 +179,7 @@ _SLIPS: tuple[tuple[bool, str, str, str | Callable[[re.Match[str]], str]], ...] 
         _last_url,
     ),
     (False, r"^(?!\w[\w+.-]*://).*://", "a URL without its scheme", "s3://…, gs://…"),
+    (False, r"^[A-Za-z][A-Za-z0-9+.-]*::(.*)$", "a chain of file systems of fsspec, which is no place", r"\1"),
     (True, rf"(?i)^\w+://.*/({_SCHEMES})://(.*)$", "two URLs in one", _last_url),
     (False, r"^arn:aws[\w-]*:s3:::(.*)$", "an ARN", r"s3://\1"),
     (

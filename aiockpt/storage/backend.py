@@ -8,7 +8,9 @@ Guarantees every backend gives:
 
 - **Keys** are relative ``str`` with ``/`` between non-empty parts (`check_key`). No verb follows a symbolic link.
 - **Durable on return**: when ``put``, ``put_new``, ``Upload.finish`` and ``delete`` return, their effect and the name
-  survive the death of the process, of the operating system and a power cut, where ``traits.durable`` says so.
+  survive the death of the process, of the operating system and a power cut, where ``traits.durable`` says so. The *name*
+  of a data file may become durable later: before the next object is seen that a ``put`` or ``put_new`` of this backend
+  makes beside it (in the folder above the file's own, or below that). Nothing counts on a file before such a record.
 - **Absent or whole**: an object made by ``put`` or ``put_new`` is never seen in part. A data file (``create``) may be
   seen in part until ``finish``; it counts only once a receipt names its size and checksums.
 - **Errors** are ours (`aiockpt.errors`), raised ``from`` the library's own.
@@ -27,7 +29,7 @@ import msgspec
 
 from aiockpt.errors import UsageError
 
-Scope = Literal["shared", "node", "process"]
+Scope = Literal["shared", "hosts", "node", "process"]
 Seen = Callable[[memoryview], object]
 """Called with each run of bytes as it arrives, in file order, on the thread that moves it (checksums, while cached)."""
 
@@ -36,7 +38,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a backend that callers may rely on.
 
     Attributes:
-        scope: where an object is visible: on every host, on this host, or in this process.
+        scope: where an object is visible: on every host, on every host of the job while its processes live, on this host,
+            or in this process.
         durable: whether objects outlive this process and a power cut.
         flushes_names: False where the place was found unable to flush a folder: then objects outlive the process, but a
             power cut only by luck.
@@ -113,7 +116,9 @@ class Upload(Protocol):
         """
 
     async def finish(self) -> None:
-        """Make data and name durable. Every byte of the announced size has been written.
+        """Make the data durable; the name at the latest before the next record beside the file, which the module defines.
+
+        Every byte of the announced size has been written.
 
         Raises:
             StorageError: a flush failed. The data are lost then: never retried on the same file.
@@ -165,7 +170,7 @@ class Backend(Protocol):
         """Return a small object whole, or its first *max_bytes* bytes when it is longer.
 
         Raises:
-            ObjectNotFoundError: there is none.
+            ObjectNotFoundError: there is no such object.
         """
         ...
 
@@ -173,7 +178,7 @@ class Backend(Protocol):
         """Open an object for ranged reads.
 
         Raises:
-            ObjectNotFoundError: there is none.
+            ObjectNotFoundError: there is no such object.
         """
         ...
 
@@ -190,7 +195,7 @@ class Backend(Protocol):
         """Describe one object.
 
         Raises:
-            ObjectNotFoundError: there is none.
+            ObjectNotFoundError: there is no such object.
         """
         ...
 
@@ -245,6 +250,16 @@ class WorksWhenFull(Protocol):
 
     async def sync(self) -> None:
         """Make `Backend.space` count deleted bytes as free, which a file system may do at its next commit only (btrfs)."""
+
+
+class PutsUnflushed(Protocol):
+    """A further verb of a file system, where each flush takes milliseconds: for what need not survive a power cut."""
+
+    async def put_unflushed(self, key: str, data: bytes, *, new: bool) -> None:
+        """Do as ``put`` does, or with *new* as ``put_new``, with an effect that a power cut may undo.
+
+        A *new* object, which must not be replaced, is absent or whole after it; another one may be torn.
+        """
 
 
 class GetsMany(Protocol):

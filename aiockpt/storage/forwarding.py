@@ -7,11 +7,13 @@ or made to fail (`aiockpt.testing`). The contract's verbs are defined here once,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 
 from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload, WorksWhenFull
+from aiockpt.storage.transfer import put_unflushed
 
 
 class BackendCall(msgspec.Struct):
@@ -62,6 +64,11 @@ class Forwarding:
 
     async def put_new(self, key: str, data: bytes) -> None:
         await self.forward(BackendCall("put_new", key, self.inner.put_new, (key, data), size=len(data)))
+
+    async def put_unflushed(self, key: str, data: bytes, *, new: bool) -> None:
+        # To a wrapper it is the same call, whether flushed or not.
+        make = partial(put_unflushed, self.inner, new=new)
+        await self.forward(BackendCall("put_new" if new else "put", key, make, (key, data), size=len(data)))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         data: bytes = await self.forward(BackendCall("get", key, self.inner.get, (key, max_bytes), size=max_bytes))

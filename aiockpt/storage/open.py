@@ -33,6 +33,7 @@ _HERE = {
     "file": ("aiockpt.backends.local", "LocalBackend"),
     "memory": ("aiockpt.backends.memory", "MemoryBackend"),
     "shm": ("aiockpt.backends.shm", "ShmBackend"),
+    "peer": ("aiockpt.backends.peer", "PeerBackend"),
 }
 # Backends of ours that need a client library: scheme → module, class, the extra, its packages.
 _OURS = {

@@ -9,7 +9,7 @@ import anyio
 
 from aiockpt.errors import ManifestError, ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError
 from aiockpt.runtime.limits import open_tasks
-from aiockpt.storage.backend import Backend, GetsMany, Listing, Space, Stat, works_when_full
+from aiockpt.storage.backend import Backend, GetsMany, Listing, PutsUnflushed, Space, Stat, works_when_full
 
 # Several buffers as one run of bytes, without a copy. Pure.
 
@@ -61,7 +61,7 @@ async def read_record(backend: Backend, key: str, limit_bytes: int = RECORD_LIMI
     """Return a manifest, receipt or other small document whole.
 
     Raises:
-        ObjectNotFoundError: there is none.
+        ObjectNotFoundError: there is no such object.
         ManifestError: it is longer than any such document can be, unreadable on its device, or not a file.
         StorageError: it cannot be read now, which proves nothing about it.
     """
@@ -94,6 +94,14 @@ async def put_once(backend: Backend, key: str, data: bytes, limit_bytes: int = R
     except ObjectExistsError:
         return await read_record(backend, key, limit_bytes) == data
     return True
+
+
+async def put_unflushed(backend: Backend, key: str, data: bytes, *, new: bool) -> None:
+    """Do as ``put`` does, or with *new* as ``put_new``, without the flushes after which it survives a power cut."""
+    if callable(getattr(backend, "put_unflushed", None)):
+        await cast("PutsUnflushed", backend).put_unflushed(key, data, new=new)
+    else:
+        await (backend.put_new if new else backend.put)(key, data)
 
 
 async def walk(backend: Backend, prefix: str) -> AsyncIterator[Stat]:

@@ -21,6 +21,7 @@ import pytest
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, UsageError
 from aiockpt.redaction import redact
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import put_unflushed
 from aiockpt.testing.backend_suite_files import DataFileTests
 from aiockpt.testing.data_files import download as download
 from aiockpt.testing.data_files import patterned as patterned
@@ -110,6 +111,14 @@ class BackendSuite(DataFileTests):
             await backend.put_new("a/b", b"second")
         assert caught.value.key == "a/b"
         assert await backend.get("a/b", 100) == b"first"
+
+    async def test_what_is_put_without_a_flush_is_put_all_the_same(self, backend: Backend) -> None:
+        await put_unflushed(backend, "a/b", b"first", new=True)
+        with pytest.raises(ObjectExistsError):
+            await put_unflushed(backend, "a/b", b"second", new=True)
+        assert await backend.get("a/b", 100) == b"first"
+        await put_unflushed(backend, "a/b", b"third", new=False)
+        assert await backend.get("a/b", 100) == b"third"
 
     async def test_of_many_racing_put_new_exactly_one_wins(self, backend: Backend) -> None:
         async def race(racer: int) -> bool:
@@ -222,7 +231,7 @@ class BackendSuite(DataFileTests):
         assert "://" in backend.url
         assert redact(backend.url) == backend.url, "it is shown and logged: no credentials"
         traits = backend.traits
-        assert traits.scope in ("shared", "node", "process")
+        assert traits.scope in ("shared", "hosts", "node", "process")
         assert min(traits.alignment, traits.block_writes, traits.block_reads) >= 1
         space = await backend.space()
         if space.free_bytes is not None and space.total_bytes is not None:

@@ -1,7 +1,7 @@
 """The trainer's side of saving through a writer process: it announces saves, fills slabs, and receives the outcomes.
 
 `WriterClient` replaces the places themselves, to which saves go when this process writes them
-(`aiockpt.engine.destination`). Guarantees:
+(`aiockpt.engine.alone`). Guarantees:
 
 - A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
 - Every save that a writer had ends: with the outcome that the writer reports, or with its death.
@@ -17,8 +17,8 @@ from contextlib import suppress
 import anyio
 import msgspec
 
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.save import emit_start
 from aiockpt.errors import CheckpointError, UsageError
@@ -31,7 +31,7 @@ from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.world import Ranks, World
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
-from aiockpt.worker.connection import Connection, PendingSave
+from aiockpt.worker.connection import Connection, PendingSave, ToWriter
 from aiockpt.worker.messages import (
     Answer,
     Asked,
@@ -45,7 +45,6 @@ from aiockpt.worker.messages import (
     Order,
     Reached,
     Replied,
-    Sampled,
     Save,
     Seen,
     Settled,
@@ -90,10 +89,14 @@ def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], world: Worl
             raise UsageError(
                 f"worker='process': {backend.url} is memory of this process; shm:// is this host's{_INSTEAD}"
             )
+        if backend.traits.scope == "hosts":
+            raise UsageError(
+                f"worker='process': {backend.url} is served by the trainer's process, and outlives that anyway{_INSTEAD}"
+            )
 
 
 class WriterClient:
-    """The places of one checkpointer, to which a writer process saves; see `aiockpt.engine.destination.Destination`.
+    """The places of one checkpointer, to which a writer process saves; see `aiockpt.engine.alone.Destination`.
 
     Args:
         here: the same places, as this process reads them.
@@ -149,8 +152,7 @@ class WriterClient:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
         # Before it is sent: an answer, or the writer's death, must find it.
         self._pending[job.number] = self._begun[job.number] = pending
-        job.hand_over = connection.window_sender(job, self.engine.pool)
-        job.hand_samples = lambda sampling: connection.send(Sampled(job.number, sampling.tables()))
+        job.target = ToWriter(job, connection, self.engine.pool)
         connection.begin(save, job.plan)
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
@@ -204,9 +206,8 @@ class WriterClient:
                 if pending.is_committed and pending.answer.value is result:
                     await pending.tidied.settled()
 
-    def abandon(self, promise: SavePromise) -> None:
-        if not promise.snapshotted.is_settled:
-            promise.cancel()
+    def abandon(self, promise: SavePromise) -> bool:
+        return not promise.snapshotted.is_settled and promise.cancel()
 
     async def close(self, patience_s: float) -> None:
         """Request the writer's end, wait for it, and close the places that this process reads from."""

@@ -7,8 +7,10 @@ that a slab is returned exactly once, even if the writer dies meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from aiockpt.engine.job import SaveJob
+from aiockpt.engine.job import CopyTarget, SaveJob
 from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
 from aiockpt.planning.write_plan import SavePlan, Window
@@ -18,6 +20,7 @@ from aiockpt.worker.messages import (
     Order,
     Plan,
     Reached,
+    Sampled,
     Save,
     Settled,
     SlabFilled,
@@ -27,6 +30,9 @@ from aiockpt.worker.messages import (
     unpack,
 )
 from aiockpt.worker.process import WriterProcess
+
+if TYPE_CHECKING:
+    from aiockpt.pipeline.replica_samples import Sampling
 
 
 class Connection:
@@ -83,27 +89,17 @@ class Connection:
         except OSError as error:
             raise self.death() from error
 
-    def window_sender(self, job: SaveJob, pool: SlabPool) -> Callable[[Window, Slab], None]:
-        """Return a function that hands the windows of *job*, with their slabs, to the writer; for the thread that copies."""
-        firsts, count = [], 0
-        for file in job.plan.files:
-            firsts.append(count)
-            count += len(file.windows)
+    def lend(self, slab: Slab, pool: SlabPool) -> None:
+        """Note that the writer has *slab*, of *pool*, from now on.
 
-        def hand_over(window: Window, slab: Slab) -> None:
-            # The barrier may have abandoned the save, and its copy be torn: without this window it is never committed.
-            if job.stopped:
-                pool.release(slab)
-                return
-            self.lent[slab.number] = slab
-            # `lose` was called before, and the reclaim that follows it may have missed this slab.
-            if self._lost:
-                self.reclaim(slab.number, pool)
-                raise self.death()
-            place = firsts[window.file] + window.offset // pool.slab_bytes
-            self.send(SlabFilled(job.number, place, slab.number))
-
-        return hand_over
+        Raises:
+            WriterLostError: the writer is gone; the slab is the pool's again.
+        """
+        self.lent[slab.number] = slab
+        # `lose` was called before, and the reclaim that follows it may have missed this slab.
+        if self._lost:
+            self.reclaim(slab.number, pool)
+            raise self.death()
 
     def reclaim(self, number: int, pool: SlabPool) -> None:
         """Return slab *number* to its pool, once."""
@@ -124,6 +120,29 @@ class Connection:
 
     def __repr__(self) -> str:
         return f"<writer process {self.process.pid}>"
+
+
+class ToWriter(CopyTarget):
+    """Hands the windows of *job*, with their slabs, and its samples to the writer; for the thread that copies."""
+
+    def __init__(self, job: SaveJob, connection: Connection, pool: SlabPool) -> None:
+        super().__init__(job)
+        self._connection = connection
+        self._pool = pool
+        self._firsts = [0, *accumulate(len(file.windows) for file in job.plan.files)]
+
+    def hand_over(self, window: Window, slab: Slab) -> None:
+        job, pool = self._job, self._pool
+        # The barrier may have abandoned the save, and its copy be torn: without this window it is never committed.
+        if job.stopped:
+            pool.release(slab)
+            return
+        self._connection.lend(slab, pool)
+        place = self._firsts[window.file] + window.offset // pool.slab_bytes
+        self._connection.send(SlabFilled(job.number, place, slab.number))
+
+    def hand_samples(self, sampling: Sampling) -> None:
+        self._connection.send(Sampled(self._job.number, sampling.tables()))
 
 
 class PendingSave:

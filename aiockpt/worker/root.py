@@ -15,17 +15,17 @@ from typing import cast
 import anyio
 import msgspec
 
-from aiockpt.engine.alone import Alone, OnePlace
+from aiockpt.engine.alone import Alone, Destination, OnePlace
 from aiockpt.engine.context import Engine, Failures, Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier
 from aiockpt.runtime.channel import Poster, Receiver
+from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.relay import RelayedStore
-from aiockpt.runtime.world import Ranks, World
+from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.worker.messages import (
@@ -46,7 +46,7 @@ from aiockpt.worker.server import LentSlabs, Post, Service, receive
 
 logger = logging.getLogger("aiockpt")
 
-LAST_WORDS_S = 60.0
+FINAL_EVENTS_S = 60.0
 """For the trainer to read the last messages; a trainer that is gone reads nothing."""
 
 
@@ -79,7 +79,7 @@ async def _serve(loop: LoopThread, orders: Receiver, answers: Poster, memory_fd:
             return
         await service.serve(orders)
     finally:
-        with anyio.move_on_after(LAST_WORDS_S):
+        with anyio.move_on_after(FINAL_EVENTS_S):
             await answers.close()
         orders.close()
 
@@ -106,7 +106,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
-    engine.failures = Failures(limit=0)  # a save reports its own failure
+    engine.failures = Failures("raise", loop, limit=0)  # a save reports its own failure
     engine.notify_abandoned = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
     return Service(_make_destination(engine, tiers, backends, coordinator), coordinator, store, slabs, post)
@@ -119,9 +119,10 @@ def _make_coordinator(
         return Alone()
     from aiockpt.ranks.coordinator import RankCoordinator
 
-    ranks, secret = Ranks(setup.rank, setup.world_size, store), world.token(16).hex()
+    # That of the trainer, whose boards it joins by name.
+    incarnation = Incarnation(store, place.url, setup.rank, setup.world_size, world.process)
     return RankCoordinator(
-        *(ranks, place.url, loop, options, secret),
+        *(incarnation, loop, options, world.token(16).hex()),
         seen=setup.seen,
         on_seen=lambda number: post(Seen(number)),
     )

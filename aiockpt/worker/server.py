@@ -10,11 +10,12 @@ from typing import Literal
 import anyio
 from anyio.abc import TaskGroup
 
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Capture, Round, SaveJob, SaveRequest
+from aiockpt.engine.job import CopyTarget, Round, SaveJob, SaveRequest
 from aiockpt.errors import WriterLostError
+from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window
@@ -175,12 +176,32 @@ class Service:
             stage.when_settled(partial(report_settled, stage, tier))
 
 
-class Writing:
-    """One save whose windows arrive from the trainer.
+class FromTrainer(CopyTarget):
+    """What the vote of a *job* waits for, whose state the trainer copies.
 
     Attributes:
         confirmed: resolved when the trainer has compared the state once more, after the copy; or has ended.
+        tables: those of replicas, by the trainer.
     """
+
+    def __init__(self, job: SaveJob, post: Post) -> None:
+        super().__init__(job)
+        self._post = post
+        self.confirmed: Promise[None] = Promise(f"the trainer's word for step {job.step}")
+        self.tables = ReplicaTables()
+
+    def replica_tables(self) -> ReplicaTables:
+        return self.tables
+
+    async def confirm(self) -> None:
+        """Wait for the trainer's confirmation. A torn snapshot arrives as a `Cancel`."""
+        if not self.confirmed.is_settled:
+            self._post(Written(self._job.number))
+            await self.confirmed.settled()
+
+
+class Writing:
+    """One save whose windows arrive from the trainer."""
 
     def __init__(
         self, engine: Engine, slabs: LentSlabs, order: Save, save_round: Round, plan: SavePlan, post: Post
@@ -201,25 +222,18 @@ class Writing:
             config=from_json(order.config),
             begun_ns=order.begun_ns,
         )
-        self.job = SaveJob(engine, save_round, request, Capture(state=state))
+        self.job = SaveJob(engine, save_round, request, state)
+        self.job.target = self._trainer = FromTrainer(self.job, post)
         self.job.number = order.number
         self.job.nonce = order.nonce
-        self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
-        if order.needs_check:
-            self.job.confirm = self._ask
-        self._post = post
+        if not order.needs_check:
+            self._trainer.confirmed.resolve(None)
         self.job.plan = plan
         self.job.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
         # Where replicas are compared, `Sampled` is waited for like one more window.
         self._missing = len(self._windows) + order.compares
         self._resolve_if_complete()
-
-    async def _ask(self) -> None:
-        """Wait for the trainer's confirmation. A torn snapshot arrives as a `Cancel`."""
-        if not self.confirmed.is_settled:
-            self._post(Written(self.job.number))
-            await self.confirmed.settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
         window = self._windows[number]
@@ -231,13 +245,13 @@ class Writing:
         """Accept what the trainer reports beside the windows."""
         match order:
             case Sampled():
-                self.job.replica_tables = lambda: order.tables
+                self._trainer.tables = order.tables
                 self._missing -= 1
                 self._resolve_if_complete()
             case Cancel():
                 self.job.stop(unpack(order.why))
             case Confirmed():
-                self.confirmed.resolve(None)
+                self._trainer.confirmed.resolve(None)
 
     def _resolve_if_complete(self) -> None:
         if not self._missing:
@@ -250,7 +264,7 @@ class Writing:
         under way then, on a tensor that it changed without permission.
         """
         step = self.job.step
-        self.confirmed.resolve(None)
+        self._trainer.confirmed.resolve(None)
         if self._missing:
             logger.warning("step %d: the trainer ended before the snapshot was complete; nothing of it is kept", step)
             self.job.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))

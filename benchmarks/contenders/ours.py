@@ -30,7 +30,7 @@ class Aiockpt(Contender):
     def open(self, folder: Path, state: State) -> None:
         super().open(folder, state)
         if self._immutable:
-            self._options["immutable"] = list(state)
+            self._options["lazy"] = aiockpt.Lazy(immutable=list(state))
         if self._options.get("snapshot") == "lazy":
             self._options["observers"] = [self]
         self.checkpointer = aiockpt.Checkpointer(self.place(folder), **self._options)

@@ -18,9 +18,9 @@ import msgspec
 
 from aiockpt.events import Committed, Event, SaveStarted, SnapshotTaken
 from aiockpt.policies.cadence import Cadence
-from aiockpt.testing.simulation import SimulatedClock
 from benchmarks.steps import seconds
 from benchmarks.visit import Outcome, Turn
+from tests.simulated.simulation import SimulatedClock
 
 FIXED = (1, 2, 3, 5, 8, 12, 20, 30, 45, 70, 100, 150, 220, 330, 500, 700, 1000, 1500, 2500)
 MAX_OVERHEAD = 0.03

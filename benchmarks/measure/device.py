@@ -9,7 +9,7 @@ Each round, in one process, warm (the staging pool holds the state, and is pinne
 - *device*: the time of the call, and until the device has made its copy (`torch.cuda.synchronize` after the call).
 
 The next save begins when the last one is committed; the last one is loaded and compared. The twin shows without a device
-that the measurement runs (`aiockpt.testing.twin_accelerator`).
+that the measurement runs (`tests.simulated.twin_accelerator`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from aiockpt.options import Snapshot
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.cuda import Cuda
 from aiockpt.runtime.world import World
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from benchmarks.pages import MIB
 from benchmarks.report import Samples
 from benchmarks.steps import run_steps, seconds
 from benchmarks.visit import Outcome, Turn
+from tests.simulated.twin_accelerator import TwinAccelerator
 
 DEADLINE_S = 600.0
 QUIET_STEPS = 20

@@ -30,11 +30,11 @@ from aiockpt.runtime.world import World
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
-from aiockpt.testing.virtual_time import run_virtually
 from benchmarks.measure.network import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
 from benchmarks.measure.planning import ATTEMPT, STEP_ID, vote
 from benchmarks.report import Samples
 from benchmarks.visit import Outcome, Turn
+from tests.simulated.virtual_time import run_virtually
 
 FLAT, TREE, DYING = "flat", "tree", "tree, 1 % of the gatherers die"
 """Rank 0 reads every receipt, 32 at once; groups gather their receipts (`aiockpt.planning.groups`), rank 0 reads one object

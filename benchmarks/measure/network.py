@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import anyio
 
+from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.storage.backend import Backend, Listing, Stat
 
@@ -105,12 +106,12 @@ class SlowMeeting(NoteBoard):
     """A rank's end of a store that serves one call after the other, a round trip away."""
 
     def __init__(self, store: CountingStore, rank: int, world_size: int) -> None:
-        super().__init__(store, "simulated", rank, world_size)
+        super().__init__(Incarnation(store, "simulated", rank, world_size, "", id="one"))
         self.begin()
         self.call_count = 0
         self._server = store
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _ask(self, work: Callable[[], T]) -> T:
         before = self._server.call_count
         result = work()
         calls = self._server.call_count - before

@@ -172,10 +172,10 @@ WAYS: dict[str, Callable[[int, Path], Figures]] = {
     "save, eager": partial(_save, snapshot="eager"),
     "save, lazy": partial(_save, snapshot="lazy"),
     "save, writer process": partial(_save, worker="process"),
-    "save, a pool of 64 MiB": partial(_save, io=aiockpt.IO(pool_bytes=64 * MIB)),
+    "save, a pool of 64 MiB": partial(_save, limits=aiockpt.Limits(io=aiockpt.IO(pool_bytes=64 * MIB))),
     "load, in place": _load,
     "load, half of all columns": partial(_load, of_ranks=2),
     "the same in reads of 1 MiB": partial(
-        _load, of_ranks=2, io=aiockpt.IO(read_bytes=MIB, block_bytes=MIB, slab_bytes=MIB)
+        _load, of_ranks=2, limits=aiockpt.Limits(io=aiockpt.IO(read_bytes=MIB, block_bytes=MIB, slab_bytes=MIB))
     ),
 }

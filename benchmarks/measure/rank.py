@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.host_memory import map_pages
 from aiockpt.storage.backend import Reader, Seen
@@ -48,7 +49,7 @@ class Ours(ours.Aiockpt):
         """Accept the order."""
         self._storage_bytes_s = order.storage_bytes_s
         if order.load_group:
-            self._options["load_group"] = distributed.new_group(backend="gloo")
+            self._options["ranks"] = aiockpt.Ranks(load_group=distributed.group.WORLD)
 
     def place(self, folder: Path) -> Any:
         if self._storage_bytes_s is None:

@@ -140,7 +140,9 @@ def watch(job: Job, contender: Contender) -> list[float]:
     """Wait for the job's end; return the times when its checkpoints were complete and flushed, by the clock of its notes."""
     seen: set[Path] = set()
     durable = []
-    while job.runs():
+    runs = True
+    while runs:
+        runs = job.runs()  # before the look: the last checkpoint may come as the job ends
         for mark in sorted(marks(job.folder, contender) - seen):
             flush(mark, job.folder)
             durable.append(time.monotonic())

@@ -1,7 +1,5 @@
 """Optimizers of DeepSpeed that need no compiled code: the same names, groups and state."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """A checkpoint in memory: what a walk gives, kept as bytes, and loaded as the engine would."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count

@@ -1,7 +1,5 @@
 """Sources of data for the tests of loaders, and a resume of some loaders by others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

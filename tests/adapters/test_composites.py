@@ -163,7 +163,7 @@ def test_optimizer_state_of_a_declared_class_goes_on(through: Through, fresh: bo
     assert torch.equal(model.weight, other.weight)
 
 
-def test_a_new_one_of_a_class_that_was_not_declared_is_refused_by_name(through: Through) -> None:
+def test_one_of_an_undeclared_class_is_refused_by_name(through: Through) -> None:
     (model, optimizer), (other, another) = job(), job()
     train(1, model, optimizer)
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_another_kind_than_was_saved_is_a_mismatch(
         through({"t": here()}, {"t": scaled(1)})
 
 
-def test_a_quantised_model_and_a_plain_one_do_not_load_each_other(through: Through) -> None:
+def test_quantised_and_plain_models_refuse_each_other(through: Through) -> None:
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     plain[0].register_buffer("table", torch.zeros(8, 4))
     with pytest.raises(StateMismatchError, match=r"m.0.weight: an ordinary tensor .* in the state, one of .*Scaled"):
@@ -200,7 +200,7 @@ def test_a_quantised_model_and_a_plain_one_do_not_load_each_other(through: Throu
         through({"m": nn.Sequential()}, {"m": quantised_layer(1)})
 
 
-def test_what_a_class_knows_that_is_no_plain_value_is_compared_as_it_is_shown(through: Through) -> None:
+def test_values_of_a_class_are_compared_as_shown(through: Through) -> None:
     state, found = {"t": scaled(1, extra=Opaque("a"))}, {"t": scaled(2, extra=Opaque("a"))}
     through(state, found)
     assert equal(state["t"], found["t"])
@@ -226,7 +226,7 @@ def test_a_saved_quantised_module_and_its_state_dict_load_each_other(through: Th
         assert equal(model[0].weight, again[0].weight)
 
 
-def test_a_module_that_loads_itself_gets_a_new_one_of_its_class(through: Through) -> None:
+def test_a_self_loading_module_gets_one_of_its_class(through: Through) -> None:
     def make(seed: int) -> Any:
         model = quantised_layer(seed)
         model[0].table.extra = Opaque("a")
@@ -270,7 +270,7 @@ def test_one_in_a_list_is_made_anew_and_told(through: Through) -> None:
     assert [told.partition(": ")[0] for told in result.differences] == ["l[0]"]
 
 
-def test_one_in_a_list_whose_class_is_not_declared_is_refused_with_both_ways_out(through: Through) -> None:
+def test_one_in_a_list_is_refused_with_ways_out(through: Through) -> None:
     with pytest.raises(UsageError, match=r"l\[0\]: .*in a list.*add_safe_globals\(\[Scaled\]\), or .* key of a dict"):
         through({"l": [scaled(1)]}, {"l": [scaled(2)]})
 
@@ -303,9 +303,7 @@ def per_channel(dtype: torch.dtype) -> torch.Tensor:
         lambda: per_channel(torch.quint4x2),
     ],
 )
-def test_sparse_and_quantised_tensors_come_back_in_the_object_that_was_here(
-    through: Through, make: Callable[[], torch.Tensor]
-) -> None:
+def test_sparse_and_quantised_tensors_fill_what_is_here(through: Through, make: Callable[[], torch.Tensor]) -> None:
     from aiockpt.adapters.composites import decompose
 
     module, other = nn.Module(), nn.Module()
@@ -367,7 +365,7 @@ def test_a_registered_codec_is_asked_for_tensors_wherever_they_are(through: Thro
     assert torch.equal(found["l"][0].kept, torch.ones(1))
 
 
-def test_a_wrapper_that_says_nothing_of_its_parts_is_refused_with_a_way_out(through: Through) -> None:
+def test_a_wrapper_without_parts_is_refused(through: Through) -> None:
     with pytest.raises(UnsupportedStateError, match=r"t: .*Pair.*keeps its value elsewhere.*register_codec"):
         through({"t": Pair(torch.ones(2))}, {})
 
@@ -445,7 +443,7 @@ def test_indices_that_make_no_sparse_tensor_are_refused(save: Any, here: str | N
         target.apply()
 
 
-def test_a_rule_asks_again_where_torch_has_no_guards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_asks_again_where_torch_has_no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.adapters.watch._guards", lambda tensors: None)
     model: Any = nn.Linear(2, 2).requires_grad_(False)
     walker, rule = StateWalker(), Selection(only=aiockpt.trainable())

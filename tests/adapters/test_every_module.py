@@ -1,7 +1,5 @@
 """Every module of torch comes back, from one that was used into a fresh one. Through the public API."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

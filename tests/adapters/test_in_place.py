@@ -1,7 +1,5 @@
 """Containers and values that a program holds: filled where they are, whatever lies beside what, or a difference by name."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -67,7 +65,7 @@ def test_what_the_program_holds_is_filled_wherever_it_is(kind: str, place: str) 
     assert (result.missing, result.unexpected, result.differences) == ((), (), ())
 
 
-def test_the_object_in_the_state_is_still_the_one_that_the_program_holds() -> None:
+def test_the_program_still_holds_the_object_of_the_state() -> None:
     losses, seen, log = [1.0], {3}, deque([1], 4)
     found: dict[str, Any] = {"losses": losses, "run": {"seen": seen, "ema": torch.zeros(1), "deep": {"log": log}}}
     found["pair"] = (log, 1)
@@ -248,9 +246,7 @@ def nets(count: int) -> list[nn.Module]:
     ({"nets": nets(2)}, {"nets": nets(1)}, [f"nets[1]: {THERE}"]),
     ({"nets": nets(1)}, {"nets": nets(2)}, [f"nets[1].weight: {HERE}"]),
 ])  # fmt: skip
-def test_every_difference_is_named_and_no_object_is_made_or_removed(
-    saved: Any, found: Any, problems: list[str]
-) -> None:
+def test_every_difference_is_named_and_no_object_made(saved: Any, found: Any, problems: list[str]) -> None:
     with pytest.raises(StateMismatchError) as caught:
         resume(saved, found)
     assert list(caught.value.problems) == problems
@@ -281,16 +277,14 @@ def test_a_buffer_in_use_elsewhere_is_replaced_and_told() -> None:
         (bytearray(b"x"), bytearray(b"y"), bytearray(b"z")),
     ],
 )
-def test_one_object_at_two_places_with_two_contents_is_a_mismatch_that_changes_nothing(
-    one: Any, first: Any, second: Any
-) -> None:
+def test_one_object_with_two_stored_contents_is_a_mismatch(one: Any, first: Any, second: Any) -> None:
     before = repr(one)
     with pytest.raises(StateMismatchError, match="the same object as a, but the checkpoint has two contents"):
         resume({"a": first, "b": {"c": {1: second}}}, {"a": one, "b": {"c": {1: one}}})
     assert repr(one) == before
 
 
-def test_one_dict_with_tensors_at_two_places_with_two_contents_is_a_mismatch() -> None:
+def test_one_dict_of_tensors_with_two_contents_is_refused() -> None:
     one = {"n": 0, "w": torch.zeros(1)}
     tied = torch.ones(1)
     with pytest.raises(StateMismatchError, match="b: the same object as a, but the checkpoint has two contents"):
@@ -307,7 +301,7 @@ def test_one_object_at_two_places_with_one_content_is_filled() -> None:
     assert (shared[1], len(shared[2]), shared[0].item()) == ({"n": 1}, 70_000, 1.0)
 
 
-def test_items_of_lists_that_are_one_object_get_objects_of_their_own_where_two_contents_were_saved() -> None:
+def test_one_object_in_lists_becomes_two_for_two_contents() -> None:
     one: list[Any] = [0]
     result = resume({"a": [1], "v": [[2], {"x": [1]}]}, found := {"a": one, "v": [one, {"x": one}]})
     assert found == {"a": [1], "v": [[2], {"x": [1]}]}
@@ -343,7 +337,7 @@ def test_what_a_codec_refuses_changes_nothing(save: Any) -> None:
     assert (t.item(), a, found["z"], found["w"]["n"], "old" in found["w"]) == (0, [0], Picky(5), 0, True)  # type: ignore[index, operator]
 
 
-def test_what_a_codec_makes_of_tensors_is_decoded_before_the_first_object_changes() -> None:
+def test_codecs_decode_before_the_first_object_changes() -> None:
     class Scale:
         def __init__(self, by: torch.Tensor) -> None:
             if by.item() == 13:
@@ -456,7 +450,7 @@ def test_tensors_under_odd_keys_find_theirs_whatever_the_order() -> None:
     assert (first.item(), second.item(), list(found["v"])) == (1, 2, [(1,), (2,)])
 
 
-def test_what_is_made_under_another_name_of_a_tensor_is_that_tensor() -> None:
+def test_another_name_of_a_tensor_gives_that_tensor() -> None:
     weight = torch.ones(3)
     state: dict[str, Any] = {"of the state": torch.zeros(3), "made": None}
     resume({"of the state": weight, "made": weight}, state)
@@ -464,14 +458,14 @@ def test_what_is_made_under_another_name_of_a_tensor_is_that_tensor() -> None:
     assert torch.equal(state["made"], weight)
 
 
-def test_a_tied_tensor_that_is_made_or_found_elsewhere_is_not_unexpected() -> None:
+def test_a_tied_tensor_made_elsewhere_is_not_unexpected() -> None:
     t = torch.ones(3)
     for found in ({"a": t.clone(), "v": {(0,): []}}, {"a": None, "v": {(0,): None}}):
         result = resume({"a": t, "v": {(0,): [0, t]}}, found)
         assert (result.unexpected, result.differences) == ((), ())
 
 
-def test_a_tensor_under_two_names_of_an_object_that_loads_itself_is_not_unexpected() -> None:
+def test_two_names_in_a_self_loading_object_are_expected() -> None:
     class Twice:
         def __init__(self, value: float) -> None:
             self.held = {"one": (t := torch.full((2,), value)), "other": t}

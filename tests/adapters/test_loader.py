@@ -1,7 +1,5 @@
 """Resume of a loader where training was, on any number of ranks: DataLoader, torchdata and our own sources."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
@@ -63,7 +62,7 @@ EACH = samples_of([range(LENGTH)])
         (streamed, {"workers": 2, "how": {"multiprocessing_context": "spawn"}}),
     ],
 )
-def test_a_loader_goes_on_with_the_batch_that_would_have_come_next(make: Make, how: dict[str, Any], count: int) -> None:
+def test_a_loader_goes_on_with_the_next_batch(make: Make, how: dict[str, Any], count: int) -> None:
     if "how" in how and count != 3:
         pytest.skip("to spawn workers takes long")
     loader = make(**how)
@@ -74,7 +73,7 @@ def test_a_loader_goes_on_with_the_batch_that_would_have_come_next(make: Make, h
     assert samples_of([*given, *expected]) == (EVERY_SAMPLE if make is streamed else EACH)
 
 
-def test_what_is_saved_is_the_state_at_the_batch_that_training_has_not_what_was_read_ahead() -> None:
+def test_the_saved_position_is_that_of_training() -> None:
     drawn: list[int] = []
 
     def note(batch: list[int]) -> list[int]:
@@ -90,13 +89,13 @@ def test_what_is_saved_is_the_state_at_the_batch_that_training_has_not_what_was_
         assert sum(len(range(*span[1:])) for span in part["spans"]) == LENGTH - step * len(given)
 
 
-def test_a_state_that_is_kept_does_not_change_while_the_source_reads_ahead() -> None:
+def test_a_kept_state_does_not_change_by_reading_ahead() -> None:
     loader = Loader(Counting(), ahead_count=2)
     for number in loader:
         assert loader.held().own["state"] == {"given": number + 1}
 
 
-def test_a_save_does_not_read_the_source_where_states_are_collected_one_step_ahead() -> None:
+def test_a_save_reads_nothing_of_the_source() -> None:
     source = Counting()
     loader = Loader(source, ahead_count=1)
     for number in loader:
@@ -106,7 +105,7 @@ def test_a_save_does_not_read_the_source_where_states_are_collected_one_step_ahe
 
 
 @pytest.mark.parametrize("make", [sampled, streamed])
-def test_after_an_epoch_the_next_one_begins_and_a_load_finds_it(make: Make) -> None:
+def test_after_an_epoch_the_next_one_begins(make: Make) -> None:
     loader = make(ahead_count=1)
     first, world = list(loader), saved(loader)
     second = list(loader)
@@ -117,22 +116,45 @@ def test_after_an_epoch_the_next_one_begins_and_a_load_finds_it(make: Make) -> N
     assert list(again) == second
 
 
-@pytest.mark.parametrize("make", [sampled, opaque])
+@pytest.mark.parametrize("make", [sampled, opaque, streamed])
+@pytest.mark.parametrize("from_step", [False, True])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_after_a_checkpoint_at_the_last_batch_inside_the_loop_comes_the_next_epoch(make: Make, ahead: int) -> None:
+def test_a_checkpoint_at_the_last_batch_ends_its_epoch(
+    caplog: pytest.LogCaptureFixture, make: Make, ahead: int, from_step: bool
+) -> None:
     loader = make(ahead_count=ahead)
-    again = resume([saved(loader) for _ in loader][-1], make())
-    assert again.epoch == loader.epoch
+    again = resume([saved(loader) for _ in loader][-1], make(epoch_from_step=from_step))
+    assert (again.epoch, again.is_over) == (int(from_step), True)
+    assert from_step or not list(again)
+    assert again.epoch == loader.epoch == 1
     following = list(again)
-    assert samples_of(following) == EACH
+    assert samples_of(following) == (EVERY_SAMPLE if make is streamed else EACH)
     assert following == list(loader)
+    (told,) = caplog.messages
+    assert ("the first loop is epoch 1" if from_step else "the first loop is empty, ") in told
+    assert "epoch_from_step" in told
+
+
+@pytest.mark.parametrize("make", [sampled, opaque, streamed, read])
+@pytest.mark.parametrize("batches", [0, 3, 99])
+def test_every_source_counts_epochs_and_a_load_goes_on_counting(make: Make, batches: int) -> None:
+    loader = make()
+    while loader.epoch < 2:
+        assert loader.epoch == resume(loader, make()).epoch
+        list(loader)
+    batch = take(loop := iter(loader), batches)
+    again = resume(loader, make())
+    assert again.epoch == loader.epoch == (3 if len(batch) < batches else 2)
+    list(again)
+    list(loop)
+    assert again.epoch == loader.epoch + (len(batch) < batches)
 
 
 @pytest.mark.parametrize(
     ("make", "how"), [(sampled, {"workers": 2}), (streamed, {"workers": 2})]
     + [(make, {"ahead_count": 2}) for make in (sampled, streamed, opaque)],
 )  # fmt: skip
-def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had(make: Make, how: dict[str, Any]) -> None:
+def test_a_loop_that_was_left_goes_on(make: Make, how: dict[str, Any]) -> None:
     loader = make(**how)
     assert samples_of([*take(loader, 2), *loader]) == (EVERY_SAMPLE if make is streamed else EACH)
 
@@ -173,7 +195,7 @@ READERS = (((1, 2), (2, 1), (1, 0)), ((2, 0), (1, 2)))
         ),
     ],
 )
-def test_each_sample_is_read_once_while_ranks_and_workers_change(
+def test_each_sample_is_read_once_while_ranks_change(
     make: Make, every: Counter[str], readers: tuple[tuple[int, int], ...]
 ) -> None:
     seen: list[Any] = []
@@ -248,7 +270,7 @@ def test_buffered_tensors_find_their_new_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize(("workers", "form"), [(0, "parts"), (2, "whole")])
-def test_a_dataset_that_can_be_resharded_counts_only_where_no_worker_has_a_copy_of_it(workers: int, form: str) -> None:
+def test_a_dataset_copied_to_workers_is_not_resharded(workers: int, form: str) -> None:
     class Source(Buffered, torch.utils.data.IterableDataset[torch.Tensor]):
         pass
 
@@ -268,7 +290,7 @@ def test_tensors_of_other_ranks_loaders_are_no_difference() -> None:
     World(make()).load(make())
 
 
-def test_tokens_that_wait_are_told_from_those_that_are_still_to_be_read() -> None:
+def test_tokens_that_wait_are_told_from_unread_ones() -> None:
     loader = packed(0, 1)
     given = samples_of(take(loader, 1))
     (part,) = loader.held().own["parts"]
@@ -278,7 +300,7 @@ def test_tokens_that_wait_are_told_from_those_that_are_still_to_be_read() -> Non
     assert not waiting & given
 
 
-def test_what_all_readers_share_is_kept_whatever_a_worker_says_of_it() -> None:
+def test_what_all_readers_share_is_kept() -> None:
     loader = streamed()
     next(iter(loader))
     assert loader.held().shared == {"epoch": 0, "shared": {"seed": 0}}
@@ -309,7 +331,7 @@ def test_a_loader_that_cannot_go_on_is_refused_before_anything_changes(before: A
     assert state["x"] == 1
 
 
-def test_a_bare_loader_of_another_world_is_refused_with_the_way_out() -> None:
+def test_a_bare_loader_of_another_world_is_refused() -> None:
     loader = StatefulDataLoader(Numbers(), batch_size=3)
     with pytest.raises(StateMismatchError, match=r"saved by 1 ranks, and here are 2; wrap it in aiockpt.Loader"):
         saved(loader).load_one({"loader": loader}, 0, 2)
@@ -317,7 +339,7 @@ def test_a_bare_loader_of_another_world_is_refused_with_the_way_out() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("batches", "goes_on"), [(2, False), (4, False), (4, True)])
-def test_a_bare_loader_is_torchdatas_own_and_an_empty_loop_is_told(
+def test_a_bare_loader_is_torchdatas_own(
     caplog: pytest.LogCaptureFixture, workers: int, batches: int, goes_on: bool
 ) -> None:
     loader, again, theirs = (StatefulDataLoader(Numbers(), batch_size=12, num_workers=workers) for _ in range(3))
@@ -331,6 +353,74 @@ def test_a_bare_loader_is_torchdatas_own_and_an_empty_loop_is_told(
     theirs.load_state_dict(state)
     assert [len(list(again)) for _ in range(2)] == [len(list(theirs)) for _ in range(2)]
     assert ("its next loop is empty" in caplog.text) == (batches == 4 and not goes_on)
+
+
+@pytest.mark.parametrize("make", [sampled, opaque, streamed])
+def test_a_second_loop_after_one_left_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    loader = make()
+    list(loader)
+    take(loader, 1)  # a look at the data
+    take(loader, 2)
+    assert "was left" not in caplog.text
+    take(loader, 2)
+    take(loader, 2)
+    assert caplog.text.count("a loop was left after 2 batches") == 1
+
+
+def test_a_loop_that_a_load_has_ended_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = sampled()
+    take(loader, 2)
+    saved(loader).load_one({"loader": loader}, 0, 1)
+    take(loader, 2)
+    assert "was left" not in caplog.text
+
+
+def test_a_sampler_of_batches_may_stand_in_sampler() -> None:
+    def make() -> Loader[Any]:
+        return Loader(DataLoader(torch.arange(LENGTH), batch_size=None, sampler=ShardedSampler(LENGTH, 3)))  # type: ignore[arg-type]
+
+    loader = make()
+    given = take(loop := iter(loader), 4)
+    rest = list(resume(loader, make()))
+    assert torch.equal(torch.cat(rest), torch.cat(list(loop)))
+    assert samples_of(torch.cat([*given, *rest]).view(-1, 1).tolist()) == EACH
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_from_before_the_load_is_told(caplog: pytest.LogCaptureFixture, workers: int, holds: bool) -> None:
+    loader = in_order(workers=workers)
+    take(loader, 2)
+    world = saved(loader)
+    again = in_order(workers=workers)
+    held = iter(again)
+    if not holds:
+        del held
+    world.load_one({"loader": again}, 0, 1)
+    assert ("loader: the program holds an iterator that it made before the load" in caplog.text) == holds
+
+
+class Drawing(Numbers):
+    """Samples that workers may change at random."""
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batches", [2, 99])
+def test_random_numbers_of_workers_are_told_in_mid_epoch(
+    caplog: pytest.LogCaptureFixture, batches: int, workers: int, wrapped: bool
+) -> None:
+    def make(data: Any) -> Any:
+        return StatefulDataLoader(data, batch_size=12, num_workers=workers)
+
+    plain: Any = list(range(LENGTH))
+    for data in (Drawing(), Subset(plain, range(LENGTH))):
+        loader, again = (Loader(make(data)) if wrapped else make(data) for _ in range(2))
+        take(loop := iter(loader), batches)
+        saved(loader).load_one({"loader": again}, 0, 1)
+        del loop
+    assert caplog.text.count("seeded anew") == (batches == 2 and workers == 2)
+    assert ("in Drawing.__getitem__(index)" in caplog.text) == (batches == 2 and workers == 2)
 
 
 @pytest.mark.parametrize("damage", [{"size": "2"}, {"readers": []}, {"form": None}])
@@ -385,6 +475,11 @@ class Stretch(IterableDataset[int]):
             {},
             "in place of batch_sampler=<BatchSampler>",
         ),
+        (
+            DataLoader(Numbers(), batch_size=4, sampler=ShardedSampler(LENGTH, 4)),
+            {},
+            "A ShardedSampler yields whole batches: write DataLoader(data, batch_sampler=ShardedSampler(…)), without",
+        ),
         (DataLoader(Stretch(), batch_size=4), {}, "aiockpt.StreamLoader takes the place"),
         (Files({}), {"rank": 1}, "both rank and size"),
         (Files({}), {"rank": 2, "size": 2}, "rank 2 of 2"),
@@ -396,7 +491,7 @@ class Stretch(IterableDataset[int]):
         (Files({}), {"count": "done"}, "give 'handed' or 'trained'"),
     ],
 )
-def test_a_loader_that_cannot_be_saved_is_refused_when_it_is_made(source: Any, how: Any, message: str) -> None:
+def test_a_loader_that_cannot_be_saved_is_refused(source: Any, how: Any, message: str) -> None:
     end = "$" if message.endswith("batch_size=8") else ""
     with pytest.raises(UsageError, match=re.escape(message) + end):
         Loader(source, **how)
@@ -416,7 +511,7 @@ def test_a_loader_that_cannot_be_saved_is_refused_when_it_is_made(source: Any, h
         (47, 4, 3, [[3, 3, 3]] * 4, {"drop_last": True, "shuffle": False}),
     ],
 )
-def test_the_tail_of_an_epoch_is_dealt_so_that_ranks_have_the_same_number_of_batches(
+def test_ranks_have_the_same_number_of_batches(
     length: int, size: int, batch_size: int, expected: list[list[int]], how: dict[str, Any]
 ) -> None:
     samplers = [ShardedSampler(length, batch_size, rank=rank, size=size, **how) for rank in range(size)]
@@ -427,7 +522,7 @@ def test_the_tail_of_an_epoch_is_dealt_so_that_ranks_have_the_same_number_of_bat
     assert how or seen.keys() == samples_of([range(length)]).keys()
 
 
-def test_a_position_that_an_uneven_sampler_has_stored_is_loaded_and_ranks_are_even_from_then_on() -> None:
+def test_ranks_are_even_after_an_uneven_position() -> None:
     """As 0.1.0 has stored 17 samples on two ranks after one batch of eight: the first rank had one more."""
     shared = {"epoch": 0, "seed": 0, "shuffle": True, "length": 17}
     parts = [[["order", 16, 17, 2]], []]
@@ -446,7 +541,6 @@ def test_a_loader_tells_its_epoch_its_length_and_what_it_is() -> None:
         epochs += [loader.epoch for _ in loader]
     assert (epochs, loader.epoch) == ([0] * 16 + [1] * 16, 2)
     assert resume(loader, sampled()).epoch == 2
-    assert read().epoch is None
     assert repr(sampled(1, 2)) == "<Loader of DataLoader, data-parallel rank 1 of 2>"
     assert len(sampled(1, 2)) == 8
     (part,) = ShardedSampler(10, 2, rank=1, size=2).parts()
@@ -499,7 +593,7 @@ HAD_20 = "the data have {} samples, and had 20 when the checkpoint was made: the
 
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize(("length", "workers", "epoch"), [(25, 0, 0), (25, 2, 2), (15, 0, 2), (15, 2, 0), (20, 0, 2)])
-def test_a_shuffled_loader_of_torchdata_tells_that_its_data_have_another_length(
+def test_a_shuffled_loader_of_torchdata_tells_of_another_length(
     caplog: pytest.LogCaptureFixture, length: int, workers: int, epoch: int, wrapped: bool
 ) -> None:
     """By itself it draws the rest of another order, and says nothing."""
@@ -560,11 +654,11 @@ def test_a_shuffled_loader_of_torchdata_tells_that_its_data_have_another_length(
         ),
     ],
 )
-def test_torchdata_is_told_of_where_it_does_not_go_on_with_the_rest_of_the_epoch(
+def test_torchdata_without_the_rest_of_the_epoch_is_told(
     caplog: pytest.LogCaptureFixture, before: Any, after: Any, says: str
 ) -> None:
     _, given = go_on(before(), go := after(), 2)
-    told = [record.message for record in caplog.records if record.name == "aiockpt"]
+    told = [text for _, _, text in caplog.record_tuples if "seeded anew" not in text]
     assert len(told) == bool(says)
     assert re.search(says, "".join(told))
     if not says and not isinstance(go.dataset, Stretch) and not go.drop_last:
@@ -572,16 +666,14 @@ def test_torchdata_is_told_of_where_it_does_not_go_on_with_the_rest_of_the_epoch
 
 
 @pytest.mark.parametrize("length", [25, 15])
-def test_at_the_end_of_an_epoch_another_length_is_told_only_where_torchdata_cannot_go_on(
-    caplog: pytest.LogCaptureFixture, length: int
-) -> None:
+def test_another_length_is_told_where_torchdata_cannot_go_on(caplog: pytest.LogCaptureFixture, length: int) -> None:
     go_on(shuffled(), after := shuffled(length), 5, ended=True)
     assert ("of which 20 were trained: it cannot go on there, and raises" in caplog.text) == (length == 15)
     if length == 25:
         assert samples_of(after) == samples_of([range(25)])
 
 
-def test_what_torchdata_itself_saved_and_an_older_checkpoint_are_taken_as_they_are(
+def test_states_of_torchdata_and_of_older_checkpoints_are_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for bare in (True, False):

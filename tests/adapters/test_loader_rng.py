@@ -1,7 +1,5 @@
 """The random numbers that training draws after a resume in the middle of an epoch, bit by bit, wherever it is killed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,6 +71,22 @@ def streamed(workers: int = 0, **options: Any) -> Any:
     return StreamLoader(Lines(), batch_size=BATCH, num_workers=workers, **options)
 
 
+class Moving:
+    """A wrapper that begins its loader with the first batch, as that of Fabric, which moves batches to a device."""
+
+    def __init__(self, loader: DataLoader[torch.Tensor]) -> None:
+        self.__dict__.update(loader.__dict__)
+        self.inside = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.inside
+
+
+class Late(DataLoader[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
 MAKES = (sampled, streamed, opaque)
 
 
@@ -138,11 +152,14 @@ def check_every_resume(make: Callable[[], Any], **how: Any) -> None:
         *((lambda make=make: make(2, persistent_workers=True), {}) for make in (sampled, opaque)),
         (lambda: opaque(shuffle=True), {}),
         (lambda: sampled(generator=torch.Generator()), {}),
+        *((lambda workers=workers: Moving(sampled(workers)), {}) for workers in (0, 2)),
+        (lambda: Moving(sampled(2, persistent_workers=True)), {}),
+        (lambda: Late(Points(), batch_sampler=ShardedSampler(LENGTH, BATCH, seed=3)), {}),
         (sampled, {"ahead_count": 2}),
         (sampled, {"leave": 2}),
     ],
 )
-def test_a_run_killed_anywhere_goes_on_with_the_numbers_it_would_have_drawn(make: Any, how: dict[str, Any]) -> None:
+def test_a_killed_run_draws_the_same_numbers(make: Any, how: dict[str, Any]) -> None:
     check_every_resume(make, **how)
 
 
@@ -152,7 +169,7 @@ def test_an_epoch_takes_from_the_generator_what_a_bare_dataloader_takes() -> Non
         return [float(torch.rand(())) for _ in range(2) for _ in [*loader, None]]
 
     bare = DataLoader(Points(), batch_size=BATCH)
-    assert numbers(Loader(sampled())) == numbers(bare)
+    assert numbers(Loader(sampled())) == numbers(Loader(Moving(sampled()))) == numbers(bare)
 
 
 class Seeds(Dataset[int]):
@@ -165,7 +182,7 @@ class Seeds(Dataset[int]):
         return torch.initial_seed()
 
 
-def test_workers_draw_other_numbers_in_the_rest_of_an_epoch_than_in_the_next() -> None:
+def test_workers_draw_other_numbers_in_each_epoch() -> None:
     def make() -> Loader[torch.Tensor]:
         return Loader(DataLoader(Seeds(), batch_sampler=ShardedSampler(LENGTH, BATCH), num_workers=1))
 

@@ -1,7 +1,5 @@
 """A loader that counts what is trained loses nothing and repeats nothing when training is out of order."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -58,9 +56,7 @@ WITH_WORKERS = [(sampled, 0), (sampled, 2), (opaque, 0), (opaque, 2), (streamed,
 @pytest.mark.parametrize(("make", "workers"), WITH_WORKERS)
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("by_number", [False, True])
-def test_what_was_handed_out_and_not_trained_comes_again_first_and_in_order(
-    make: Make, workers: int, ahead: int, by_number: bool
-) -> None:
+def test_what_was_not_trained_comes_again_in_order(make: Make, workers: int, ahead: int, by_number: bool) -> None:
     loader = make(workers=workers, ahead_count=ahead)
     loop = loader.numbered() if by_number else enumerate(iter(loader))
     pairs = take(loop, 6)
@@ -161,9 +157,7 @@ def each_epoch(samples: Counter[str]) -> Counter[str]:
 
 @pytest.mark.parametrize("source", SOURCES)
 @given(ANY_SIZES, st.integers(0, 10**9))
-def test_no_sample_is_lost_or_trained_twice_while_ranks_change_and_are_in_different_epochs(
-    source: str, sizes: list[int], seed: int
-) -> None:
+def test_each_sample_is_trained_once_while_ranks_change(source: str, sizes: list[int], seed: int) -> None:
     make, samples = SOURCES[source]
     how = {"keep": KEPT[seed % 3]} if source == "packed" else {}
     check_a_run(lambda rank, size: make(rank, size, **how), sizes, seed, each_epoch(samples))
@@ -180,7 +174,7 @@ def test_workers_that_read_ahead_change_nothing_of_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("make", [sampled, streamed])
-def test_the_last_batches_of_an_epoch_come_again_in_their_epoch_and_the_next_one_goes_on(make: Make) -> None:
+def test_last_batches_come_again_in_their_epoch(make: Make) -> None:
     loader = make()
     first = list(loader)
     for batch in first[:-2]:
@@ -198,7 +192,7 @@ def test_the_last_batches_of_an_epoch_come_again_in_their_epoch_and_the_next_one
     assert again.epoch == 2
 
 
-def test_an_epoch_of_which_nothing_is_left_is_passed_over_on_another_number_of_ranks() -> None:
+def test_other_ranks_pass_over_a_finished_epoch() -> None:
     loader = sampled()
     late, *others = loader
     for batch in (*others, *loader):
@@ -211,7 +205,7 @@ def test_an_epoch_of_which_nothing_is_left_is_passed_over_on_another_number_of_r
     assert [one.epoch for one in ranks] == [2, 2]
 
 
-def test_an_epoch_that_is_handed_out_is_over_for_the_loop_and_not_for_the_state() -> None:
+def test_an_epoch_handed_out_is_over_for_the_loop() -> None:
     loader = opaque()
     batches = list(loader)
     for batch in batches[1:]:
@@ -222,7 +216,7 @@ def test_an_epoch_that_is_handed_out_is_over_for_the_loop_and_not_for_the_state(
     assert len(list(again)) == len(batches)
 
 
-def test_a_loader_that_counts_what_is_handed_out_goes_on_from_one_that_counts_what_is_trained_and_back() -> None:
+def test_loaders_of_both_counts_load_each_other() -> None:
     loader = sampled()
     one, two, three = take(loader, 3)
     loader.trained(two)
@@ -231,7 +225,7 @@ def test_a_loader_that_counts_what_is_handed_out_goes_on_from_one_that_counts_wh
     assert take(resume(handed, sampled()), 1) == [three]
 
 
-def test_batches_that_wait_are_not_lost_where_a_loader_counts_what_is_handed_out() -> None:
+def test_batches_that_wait_are_not_lost_between_counts() -> None:
     loader = streamed()
     batches = take(loader, 3)
     for _ in range(3):
@@ -305,7 +299,7 @@ def test_a_save_while_other_threads_take_and_train_is_one_moment() -> None:
         assert before + again.trained == Counter({str(sample): 2 for sample in range(LENGTH)})
 
 
-def test_a_save_while_a_batch_is_read_is_of_the_moment_before_it() -> None:
+def test_a_save_during_a_read_is_of_before() -> None:
     worlds: list[World] = []
 
     class Interrupted(Files):
@@ -324,7 +318,7 @@ def test_a_save_while_a_batch_is_read_is_of_the_moment_before_it() -> None:
         loader.trained(batch)
 
 
-def test_numbers_are_never_given_twice_and_a_batch_from_before_a_load_is_refused() -> None:
+def test_a_batch_from_before_a_load_is_refused() -> None:
     loader = sampled()
     old = [number for number, _ in take(loader.numbered(), 2)]
     resume(sampled(), loader)
@@ -359,7 +353,7 @@ def test_misuse_is_refused() -> None:
             call()
 
 
-def test_a_source_that_fills_one_object_again_is_refused_while_that_is_not_trained() -> None:
+def test_an_object_filled_again_before_training_is_refused() -> None:
     loader: Loader[Any] = Loader(Counting(*[[0]] * 3), count="trained")
     batches = iter(loader)
     loader.trained(next(batches))
@@ -375,7 +369,7 @@ def test_numbers_and_text_may_be_the_same_object_again() -> None:
         assert loader.untrained_count == left
 
 
-def test_one_object_for_all_batches_of_a_sampler_is_told_apart_by_number() -> None:
+def test_batches_in_one_object_are_known_by_number() -> None:
     def make() -> Loader[Any]:
         same: list[int] = []
         data = DataLoader(Numbers(), batch_sampler=ShardedSampler(4, 1), collate_fn=lambda _: same)
@@ -396,7 +390,7 @@ def test_a_loop_that_was_overtaken_by_a_load_says_so() -> None:
     assert samples_of(loader) == samples_of([range(LENGTH)])
 
 
-def test_ranks_in_different_epochs_need_a_source_that_knows_its_epochs_only_where_their_number_changes() -> None:
+def test_ranks_in_different_epochs_need_a_source_with_epochs() -> None:
     def make(rank: int, size: int) -> Loader[Any]:
         return Loader(Files({f"{rank}": 2}), rank=rank, size=size, count="trained")
 
@@ -408,7 +402,7 @@ def test_ranks_in_different_epochs_need_a_source_that_knows_its_epochs_only_wher
         world.load_one({"loader": make(0, 1)}, 0, 1)
 
 
-def test_a_stream_that_two_ranks_own_is_refused_where_the_world_is_the_same() -> None:
+def test_a_stream_that_two_ranks_own_is_refused() -> None:
     def make() -> list[Loader[Any]]:
         return [Loader(Files({"same": 2}), rank=rank, size=2, count="trained") for rank in range(2)]
 

@@ -1,7 +1,5 @@
 """Long lists of numbers are stored as arrays, and a tree that grows too large is warned of in time, by name."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

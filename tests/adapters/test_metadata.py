@@ -1,7 +1,5 @@
 """The ``_metadata`` of a ``state_dict()`` is stored, and handed back as it was. Through the public API."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 
@@ -76,7 +74,7 @@ def weight(model: nn.Module) -> float:
     return float(model.state_dict()["1.weight"])
 
 
-def test_an_object_gets_the_metadata_of_what_it_holds_at_any_depth(through: Through) -> None:
+def test_an_object_gets_the_metadata_at_any_depth(through: Through) -> None:
     found = Holder(batch=Batch(1, 0.0), ema=net(), fresh=net())
     through({"agent": Holder(batch=Batch(3, 7.0), ema=net(5.0), fresh=old_net(0.02))}, {"agent": found})
     assert torch.equal(found.held["batch"].data, torch.full((3, 2), 7.0))
@@ -96,7 +94,7 @@ def test_a_state_dict_that_is_made_anew_has_its_metadata(through: Through, in_li
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_state_dict_that_is_filled_says_the_versions_that_were_saved(through: Through, plain: bool) -> None:
+def test_a_filled_state_dict_says_the_saved_versions(through: Through, plain: bool) -> None:
     """With tensors it is filled part by part, without it is one value; a plain dict cannot say it."""
     saved, here = old_net(0.05).state_dict(), net().state_dict()
     if plain:
@@ -128,7 +126,7 @@ def test_a_module_is_told_the_versions_of_a_saved_state_dict(through: Through, w
     assert weight(found) == 3.0
 
 
-def test_a_state_dict_of_a_wrapped_module_says_the_versions_that_a_module_was_saved_with(through: Through) -> None:
+def test_a_wrapped_module_says_the_saved_versions(through: Through) -> None:
     here = compiled(net()).state_dict()
     here._metadata["_orig_mod.1"]["version"] = 1
     through({"model": net(5.0)}, {"model": here})

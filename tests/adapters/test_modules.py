@@ -1,7 +1,5 @@
 """Modules are saved under the names of the bare module, whatever wraps or hooks them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +28,7 @@ class Buffers(nn.Module):
         self.register_parameter("none", None)
 
 
-def test_names_are_those_of_the_state_dict_below_the_key_of_the_state() -> None:
+def test_names_are_keys_of_the_state_dict() -> None:
     model = small()
     assert names({"model": model}) == [f"model.{name}" for name in model.state_dict()]
     assert names({"m": Buffers()}) == ["m.kept"]  # no buffers that do not persist, no empty slots
@@ -45,7 +43,7 @@ def process_group(tmp_path: Any) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_checkpoint_of_a_wrapped_module_loads_into_the_bare_one_and_back(save: Any) -> None:
+def test_wrapped_and_bare_modules_load_each_other(save: Any) -> None:
     def wrapped(bare: Any) -> Any:
         bare[0] = torch.compile(bare[0], backend="eager")
         return torch.compile(nn.parallel.DistributedDataParallel(bare), backend="eager")
@@ -142,7 +140,7 @@ class LoadsOnly(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
-def test_a_module_that_only_loads_its_own_way_does_and_knows_its_version(save: Any) -> None:
+def test_a_module_loads_its_way_and_knows_versions(save: Any) -> None:
     found: dict[str, Any] = {"m": nn.Sequential(LoadsOnly(2, 3))}
     saved = save({"m": nn.Sequential(LoadsOnly(2, 3))})
     saved.load(found)
@@ -178,7 +176,7 @@ def test_a_module_that_wants_a_say_has_it(save: Any, make: Callable[[], nn.Modul
     assert saved.equals(found)
 
 
-def test_a_compiled_child_of_a_hooked_module_is_still_called_by_its_bare_name(save: Any) -> None:
+def test_a_compiled_child_keeps_its_bare_name(save: Any) -> None:
     def compiled() -> Any:
         model = hooked()
         model[1] = torch.compile(model[1], backend="eager")
@@ -192,7 +190,7 @@ def test_a_compiled_child_of_a_hooked_module_is_still_called_by_its_bare_name(sa
         assert saved.equals(found)
 
 
-def test_a_module_with_a_say_loads_as_a_whole_or_not_at_all(save: Any) -> None:
+def test_a_module_with_a_say_loads_whole(save: Any) -> None:
     saved = save({"model": hooked(), "x": 1})
     with pytest.raises(ValueError, match=r"'model.0.bias' is a part of 'model.0', which loads as a whole"):
         saved.load({"model": hooked()}, only=["model.0.bias"])
@@ -202,7 +200,7 @@ def test_a_module_with_a_say_loads_as_a_whole_or_not_at_all(save: Any) -> None:
     assert torch.equal(found["model"].state_dict()["0.bias"], before)
 
 
-def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -> None:
+def test_what_a_module_misses_is_no_garbage(save: Any) -> None:
     class Longer(Renames):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {**super().state_dict(*args, **kwargs), "more": torch.ones(3)}
@@ -215,7 +213,7 @@ def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -
     assert target.missing == ("model.more",)
 
 
-def test_a_module_that_loads_itself_gets_the_keys_that_it_saved_and_no_parts_of_their_values(save: Any) -> None:
+def test_a_self_loading_module_gets_its_own_keys(save: Any) -> None:
     more = {"seen": list(range(2000)), "bytes": b"x" * 100_000, "tensor": torch.ones(2)}
 
     class Nested(Renames):
@@ -246,7 +244,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
     assert saved.equals(found)
 
 
-def test_a_tied_checkpoint_fills_both_of_an_untied_model_and_not_the_other_way(save: Any) -> None:
+def test_a_tied_checkpoint_fills_an_untied_model(save: Any) -> None:
     shared, found = torch.arange(4.0), {"a": torch.zeros(4), "b": torch.zeros(4)}
     assert len(save({"a": shared, "b": shared}).load(found).wanted) == 2
     assert torch.equal(found["a"], shared)

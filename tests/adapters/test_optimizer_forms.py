@@ -1,7 +1,5 @@
 """Whichever way an optimizer was saved, it loads into the object, and into every other form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -141,9 +139,7 @@ def test_an_object_with_tensors_and_its_dict_load_into_each_other(save: Any) -> 
 @pytest.mark.parametrize("target", GIVE)
 @pytest.mark.parametrize("source", GIVE)
 @pytest.mark.parametrize(("before", "now"), [("SGD momentum", "AdamW"), ("AdamW", "SGD momentum")])
-def test_a_form_of_another_class_is_a_mismatch_in_every_form(
-    save: Any, source: str, target: str, before: str, now: str
-) -> None:
+def test_a_form_of_another_class_is_a_mismatch(save: Any, source: str, target: str, before: str, now: str) -> None:
     state, found = thawed(before), thawed(now)
     train(state, 2)
     train(found, 1)
@@ -184,7 +180,7 @@ def test_state_never_goes_to_a_parameter_whose_name_ends_alike(save: Any, source
         save({"m": outer, "o": saved}).open({"m": inner, "o": found})
 
 
-def test_by_parameter_a_new_optimizer_begins_anew_though_a_name_ends_alike(save: Any) -> None:
+def test_by_parameter_a_new_optimizer_begins_anew(save: Any) -> None:
     model, found = one_within_the_other(), one_within_the_other()
     saved = save({"m": model, "o": stepped(model["w"].parameters())})
     state: dict[str, Any] = {
@@ -209,7 +205,7 @@ def test_names_that_differ_by_a_dot_in_a_key_are_two(save: Any) -> None:
         assert torch.equal(optimizer.state[net.weight]["exp_avg"], other.state[its.weight]["exp_avg"])
 
 
-def test_numbers_of_parameters_in_another_order_are_refused_and_names_beside_them_used(save: Any) -> None:
+def test_numbers_of_parameters_reordered_are_refused(save: Any) -> None:
     net, found = nn.Linear(3, 4), nn.Linear(3, 4)
     saved = save({"m": net, "o": stepped([net.weight, net.bias]).state_dict()})
     with pytest.raises(StateMismatchError, match="parameters in another order in the checkpoint"):

@@ -1,7 +1,5 @@
 """The state of each parameter follows it when optimizers have changed their make-up; the rest is reported by name."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 import aiockpt
 from aiockpt.adapters.native import StateWalker
-from aiockpt.errors import StateMismatchError, UsageError
 from tests.adapters.conftest import Saved, Through
 from tests.example_counts import examples
 
@@ -88,7 +85,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @examples(150)
 @given(st.integers(0, 2**32))
-def test_what_was_learnt_of_a_parameter_follows_it_or_is_told_by_name(seed: int) -> None:
+def test_what_was_learnt_follows_its_parameter(seed: int) -> None:
     dice, model, found = random.Random(seed), net(), net()
     before = MakeUp(model, dice)
     train(model, *before.optimizers.values())
@@ -135,7 +132,7 @@ def test_one_adamw_becomes_muon_for_matrices_and_adamw_for_the_rest(through: Thr
     matrices, rest = split(found)
     muon, adamw = Muon(matrices, lr=0.3), AdamW(rest, lr=0.1)
     state = {"model": found, "muon": muon, "adamw": adamw}
-    with pytest.raises(StateMismatchError, match=r'optimizer_state="by_parameter".*docs/guide/optimizers\.md'):
+    with pytest.raises(aiockpt.StateMismatchError, match=r'optimizer_state="by_parameter".*docs/guide/optimizers\.md'):
         through({"model": model, "optimizer": before}, state)
     result = through({"model": model, "optimizer": before}, state, optimizer_state="by_parameter")
     anew = [
@@ -149,7 +146,7 @@ def test_one_adamw_becomes_muon_for_matrices_and_adamw_for_the_rest(through: Thr
     assert all(torch.equal(adamw.state[one]["exp_avg"], saved) for one, saved in zip(rest, moments, strict=True))
 
 
-def test_a_split_group_keeps_what_the_program_gave_it_and_its_schedule_goes_on(through: Through) -> None:
+def test_a_split_group_keeps_values_and_schedule(through: Through) -> None:
     model, found = net(), net()
     before = AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
     schedule = CosineAnnealingLR(before, 10)
@@ -165,7 +162,10 @@ def test_a_split_group_keeps_what_the_program_gave_it_and_its_schedule_goes_on(t
     assert (
         "optimizer.groups[1].weight_decay: 0.0 here, 0.2 in the checkpoint; what is here is taken" in result.differences
     )
-    assert any(line.startswith("schedule: _last_lr, base_lrs keep their present values") for line in result.differences)
+    goes_on = (
+        "schedule: the groups of its optimizer have changed; it goes on at 3, with the rates that the schedule here"
+    )
+    assert any(line.startswith(goes_on) for line in result.differences)
     for one, other, optimizer in ((model, schedule, before), (found, here, after)):
         train(one, optimizer)
         other.step()
@@ -173,7 +173,7 @@ def test_a_split_group_keeps_what_the_program_gave_it_and_its_schedule_goes_on(t
 
 
 @pytest.mark.parametrize("by_parameter", [False, True])
-def test_a_schedule_has_a_rate_for_each_group_that_there_is_now(through: Through, by_parameter: bool) -> None:
+def test_a_schedule_has_a_rate_for_each_group(through: Through, by_parameter: bool) -> None:
     """Also inside another one, and when the groups say the same, so that an ordinary load takes them."""
 
     def warmed(optimizer: Any) -> Any:
@@ -210,6 +210,32 @@ class Mixed(torch.optim.Optimizer):
                 self.state[one].setdefault("momentum_buffer" if group["use_muon"] else "exp_avg", one.detach() + 1)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, from the first one on or from the beginning."""
+
+    def __init__(self, groups: Any, early: bool) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        for group in self.param_groups if early else ():
+            group["step"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for one in group["params"]:
+                self.state[one]["exp_avg"] = one.detach() + group["step"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_steps_counted_in_a_group_follow_where_it_is_split(through: Through, early: bool) -> None:
+    model, found = net(), net()
+    before = Counting(model.parameters(), early)
+    for _ in range(3):
+        before.step()
+    after = Counting([{"params": some} for some in split(found)], early)
+    through({"m": model, "o": before}, {"m": found, "o": after}, optimizer_state="by_parameter")
+    assert [group["step"] for group in after.param_groups] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("was", "given", "why"),
     [
@@ -217,7 +243,7 @@ class Mixed(torch.optim.Optimizer):
         ({"betas": 1}, {"use_muon": True, "ns": 5}, "ns in the state, with betas in the checkpoint"),
     ],
 )
-def test_a_group_that_its_class_steps_in_another_way_begins_anew(
+def test_a_group_stepped_in_another_way_begins_anew(
     through: Through, was: dict[str, Any], given: dict[str, Any], why: str
 ) -> None:
     model, found = net(), net()
@@ -266,7 +292,7 @@ def test_state_of_no_parameter_follows_all_the_parameters_or_is_told(through: Th
 
 
 @pytest.mark.parametrize("saved_as", ["named", "numbered"])
-def test_the_dict_of_an_optimizer_is_a_store_too_where_it_has_names(through: Through, saved_as: str) -> None:
+def test_the_dict_of_a_named_optimizer_is_a_store(through: Through, saved_as: str) -> None:
     model, found = net(), net()
     before = AdamW(model.parameters() if saved_as == "numbered" else list(model.named_parameters()))
     train(model, before)
@@ -274,7 +300,7 @@ def test_the_dict_of_an_optimizer_is_a_store_too_where_it_has_names(through: Thr
     state = {"model": found, "optimizer": Muon(matrices), "rest": AdamW(rest)}
     saved: Any = {"model": model, "optimizer": before.state_dict()}
     if saved_as == "numbered":
-        with pytest.raises(StateMismatchError, match="by their numbers only"):
+        with pytest.raises(aiockpt.StateMismatchError, match="by their numbers only"):
             through(saved, state, optimizer_state="by_parameter")
         other = AdamW(reversed(list(found.parameters())))
         result = through(saved, {"model": found, "other": other}, optimizer_state="by_parameter")
@@ -307,7 +333,7 @@ def test_another_word_is_refused_and_resume_takes_it_too() -> None:
         train(model, before)
         ckpt.save(4, {"model": model, "optimizer": before}).result()
         after = AdamW(split(found)[1])
-        with pytest.raises(UsageError, match='give "by_optimizer" or "by_parameter"'):
+        with pytest.raises(aiockpt.UsageError, match='give "by_optimizer" or "by_parameter"'):
             ckpt.load({"model": found}, optimizer_state="by_name")  # type: ignore[arg-type]
         assert ckpt.resume({"model": found, "rest": after}, optimizer_state="by_parameter") == 5
         assert len(after.state) == len(split(found)[1])

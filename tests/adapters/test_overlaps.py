@@ -1,7 +1,5 @@
 """Templates whose tensors share a part of their memory are filled rightly, or refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +46,7 @@ def _first(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OVERLAPS if kind != "columns"])
-def test_what_was_saved_with_other_values_is_a_mismatch_that_leaves_them_as_they_were(kind: str) -> None:
+def test_other_values_are_a_mismatch_and_stay(kind: str) -> None:
     base = torch.zeros(12)
     apart = OVERLAPS[kind](torch.arange(12.0))
     apart["a"] = [apart["a"][0] + 1] if isinstance(apart["a"], list) else apart["a"] + 1
@@ -72,7 +70,7 @@ def test_inference_tensors_that_overlap_are_filled() -> None:
     assert base.tolist() == source.tolist()
 
 
-def test_what_overlaps_is_read_on_its_own_device_whatever_the_default_is() -> None:
+def test_what_overlaps_is_read_on_its_device() -> None:
     base = torch.zeros(12)
     shards = [TensorShard(name, "F32", (8,), (), view) for name, view in (("a", base[:8]), ("b", base[4:]))]
     with torch.device("meta"):
@@ -95,7 +93,7 @@ WITHIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", WITHIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_a_tensor_whose_elements_share_memory_comes_back_as_it_was_saved(kind: str, dtype: torch.dtype) -> None:
+def test_a_tensor_that_shares_memory_comes_back(kind: str, dtype: torch.dtype) -> None:
     source, base = torch.arange(12.0).to(dtype), torch.zeros(12, dtype=dtype)
     found = WITHIN[kind](base)
     result = resume({"a": WITHIN[kind](source)}, {"a": found})

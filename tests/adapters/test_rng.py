@@ -1,7 +1,5 @@
 """Random numbers go on where they were."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -144,14 +142,14 @@ def test_no_new_rank_draws_what_another_draws() -> None:
         assert len(set(numbers)) == 7
 
 
-def test_a_new_rank_draws_the_same_after_each_load_and_something_else_after_another_step_or_state() -> None:
+def test_a_new_rank_draws_by_step_and_state() -> None:
     first, again, other_step, other_state = save_all(2), save_all(2), save_all(2, step=2), save_all(2, seed=9)
     new = [resume(saved, 3)[2] for saved, _ in (first, again, other_step, other_state)]
     assert new[0] == new[1]
     assert len(set(new)) == 3
 
 
-def test_a_new_rank_depends_on_the_saved_rank_of_its_number_modulo_theirs() -> None:
+def test_a_new_rank_depends_on_one_saved_rank() -> None:
     ranks = [OnRank(seed) for seed in (1, 2)]
     saved = World([{"rng": rank} for rank in ranks], step=4)
     saved.load_one({"rng": RNG()}, 3, 4)

@@ -1,7 +1,5 @@
 """Learning rate schedulers, torch's own and those that users write, go on; another one is refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -132,7 +130,7 @@ def test_schedulers_go_on_where_they_were(
         train(found, 1)
 
 
-def test_tensors_that_a_new_sequence_has_twice_are_refused_for_two_that_were_saved(save: Any) -> None:
+def test_one_tensor_is_refused_for_two_saved_ones(save: Any) -> None:
     state, found = (job("SequentialLR", torch.tensor(0.5)) for _ in range(2))
     train(state, 2)
     here = {**found, "scheduler": found["scheduler"].state_dict()}
@@ -211,7 +209,7 @@ def test_a_subclass_and_an_older_torch_go_on(save: Any) -> None:
     assert scheduler.gamma == 0.5
 
 
-def test_an_attribute_that_is_no_function_and_cannot_be_saved_is_named() -> None:
+def test_an_attribute_that_cannot_be_saved_is_named() -> None:
     state = job("LinearLR")
     state["scheduler"].lock = object()
     with pytest.raises(UnsupportedStateError, match=r"scheduler\.lock"):

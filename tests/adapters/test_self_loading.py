@@ -1,7 +1,5 @@
 """Modules that load themselves get what is stored, and only they. Through the public API."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
@@ -67,7 +65,7 @@ class LaterKeys(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def test_a_buffer_that_its_own_load_hook_resizes_comes_back_in_its_stored_size(through: Through) -> None:
+def test_a_buffer_resized_by_its_hook_comes_back(through: Through) -> None:
     trained, fresh = seq(nn.Linear(2, 2), Bank()), seq(nn.Linear(2, 2), Bank())
     trained[1].rows = torch.randn(7, 2)
     untouched = fresh[0].weight
@@ -98,7 +96,7 @@ def test_observers_of_torch_ao_come_back(through: Through) -> None:
     assert same(trained, fresh)
 
 
-def test_a_fresh_lazy_layer_is_made_by_what_is_stored_and_its_optimizer_goes_on(through: Through) -> None:
+def test_a_lazy_layer_is_made_by_the_checkpoint(through: Through) -> None:
     def make() -> tuple[Any, torch.optim.Optimizer]:
         model = seq(nn.LazyLinear(3), nn.LazyBatchNorm1d())
         return model, torch.optim.Adam(model.parameters())
@@ -116,7 +114,7 @@ def test_a_fresh_lazy_layer_is_made_by_what_is_stored_and_its_optimizer_goes_on(
     assert same(trained, fresh)
 
 
-def test_a_lazy_layer_without_a_shape_is_refused_by_name_when_saved(through: Through) -> None:
+def test_a_lazy_layer_without_a_shape_is_refused(through: Through) -> None:
     with pytest.raises(UnsupportedStateError, match=r"model.0.weight: a lazy parameter has no shape yet"):
         through({"model": seq(nn.LazyLinear(2))}, {})
 
@@ -144,7 +142,7 @@ def test_torchscript_is_saved_and_loaded_by_its_state_dict(through: Through, how
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-def test_torchscript_and_the_module_that_it_was_made_of_load_each_other(through: Through) -> None:
+def test_torchscript_and_its_module_load_each_other(through: Through) -> None:
     plain = seq(nn.Linear(2, 3), nn.BatchNorm1d(3))
     scripted = torch.jit.script(seq(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     through({"model": plain}, {"model": scripted})
@@ -156,13 +154,13 @@ class Refuses(nn.Linear):
         raise RuntimeError("this layer has moved on")
 
 
-def test_what_a_module_refuses_is_a_mismatch_that_says_partly_overwritten(through: Through, tmp_path: Path) -> None:
+def test_what_a_module_refuses_is_a_mismatch_that_says_partly_overwritten(through: Through) -> None:
     saved, found = seq(nn.Linear(2, 2), nn.Linear(2, 2)), seq(nn.Linear(2, 2), Refuses(2, 2))
     with pytest.raises(StateMismatchError, match=r"(?s)model.1: .*Refuses refused.*moved on.*partly overwritten"):
         through({"model": saved}, {"model": found})
 
 
-def test_a_shape_that_the_module_does_not_take_is_its_own_refusal(through: Through) -> None:
+def test_a_shape_is_refused_by_the_module_itself(through: Through) -> None:
     class Hooked(nn.Linear):
         pass
 
@@ -183,7 +181,7 @@ def test_another_dtype_is_refused_before_anything_changes(through: Through) -> N
     assert same(found, before)
 
 
-def test_a_module_of_which_nothing_is_stored_is_missing_and_nothing_changes(through: Through) -> None:
+def test_a_module_with_nothing_stored_is_missing(through: Through) -> None:
     found = seq(nn.Linear(2, 2), Bank())
     before = copy.deepcopy(found)
     with pytest.raises(StateMismatchError, match=r"model.1.rows: in the state but not in the checkpoint"):
@@ -229,7 +227,7 @@ class TakesNoStrict(nn.Linear):
         return super().load_state_dict({key: value + 1 for key, value in state_dict.items()})
 
 
-def test_a_child_with_its_own_load_state_dict_is_asked_by_it(through: Through) -> None:
+def test_a_child_with_load_state_dict_is_asked(through: Through) -> None:
     saved, found = seq(TakesNoStrict(2, 2)), seq(TakesNoStrict(2, 2))
     through({"model": saved}, {"model": found})
     assert torch.equal(found[0].weight, saved[0].weight + 1)
@@ -265,7 +263,7 @@ class Unpacks(nn.Module):
         self.packed = state_dict[prefix + "scale"].tolist()
 
 
-def test_tensors_that_live_only_while_they_are_asked_for_are_no_tie(through: Through) -> None:
+def test_short_lived_tensors_are_no_tie(through: Through) -> None:
     saved, found = (seq(*(Unpacks(sign * number) for number in range(20))) for sign in (1.0, -1.0))
     through({"model": saved}, {"model": found})
     assert [member.packed[0] for member in found] == list(map(float, range(20)))
@@ -352,7 +350,7 @@ def test_what_only_one_side_has_is_still_a_difference(through: Through) -> None:
             through(saved, found)
 
 
-def test_a_lazy_and_a_warm_save_of_a_module_with_a_say_have_what_it_has_then(tmp_path: Path) -> None:
+def test_each_save_has_what_its_module_says_then(tmp_path: Path) -> None:
     model, fresh = seq(nn.Linear(2, 2), Bank()), seq(nn.Linear(2, 2), Bank())
     with aiockpt.Checkpointer(tmp_path / "run", snapshot="lazy") as ckpt:
         for step in range(3):
@@ -362,7 +360,7 @@ def test_a_lazy_and_a_warm_save_of_a_module_with_a_say_have_what_it_has_then(tmp
     assert same(model, fresh)
 
 
-def test_a_module_that_saves_itself_and_was_cut_by_fsdp1_is_refused_by_name() -> None:
+def test_a_self_saving_module_cut_by_fsdp1_is_refused() -> None:
     class Saves(nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return super().state_dict(*args, **kwargs)
@@ -432,7 +430,7 @@ def new_norm(rows: int, columns: int) -> Any:
     [(old_norm, new_norm), (Kernel, RenamesByHook), (Kernel, RenamesItself)],
     ids=lambda made: made.__name__,  # an address would differ between the workers that run the tests
 )
-def test_the_optimizer_follows_a_module_that_takes_a_parameter_from_another_key(
+def test_the_optimizer_follows_a_parameter_under_another_key(
     through: Through, old: Any, new: Any, first: str, as_dict: bool
 ) -> None:
     saved, found = seq(old(3, 2), nn.Linear(2, 2)), seq(new(3, 2), nn.Linear(2, 2))
@@ -446,7 +444,7 @@ def test_the_optimizer_follows_a_module_that_takes_a_parameter_from_another_key(
         assert all(torch.equal(order[0][key], order[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_a_module_that_no_copy_is_made_of_renames_nothing_and_nothing_changes(through: Through) -> None:
+def test_a_module_without_a_copy_renames_nothing(through: Through) -> None:
     saved, found = Kernel(3, 2), RenamesItself(3, 2)
     vars(found)["lock"] = threading.Lock()
     weight = found.weight.clone()

@@ -1,7 +1,5 @@
 """``strict=`` raises the differences of the parts that it is about, and reports those of the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ def test_a_part_that_is_not_strict_reports_and_the_rest_raises(save: Any) -> Non
     assert {line.split(":")[0].split(".")[0] for line in caught.value.problems} == {"model"}
 
 
-def test_where_no_part_is_strict_all_is_reported_and_what_fits_is_loaded(save: Any) -> None:
+def test_without_strict_parts_what_fits_is_loaded(save: Any) -> None:
     source, found = states()
     target = save(source).load(found, strict={"model": False, "config": False})
     everything = save(source).load(states()[1], strict=False)
@@ -46,7 +44,7 @@ def test_the_longest_name_decides(save: Any) -> None:
     assert problem.startswith("model.0.bias: in the state but not in the checkpoint")
 
 
-def test_what_only_the_checkpoint_has_belongs_to_the_part_that_it_would_be_in(save: Any) -> None:
+def test_unexpected_names_belong_to_their_part(save: Any) -> None:
     saved = save({"net": {"a": torch.ones(1), "b": torch.ones(1)}})
     found = {"model": {"a": torch.zeros(1)}}
     with pytest.raises(StateMismatchError, match=r"net.b: in the checkpoint but not in the state"):
@@ -55,13 +53,13 @@ def test_what_only_the_checkpoint_has_belongs_to_the_part_that_it_would_be_in(sa
     assert found["model"]["a"].item() == 1.0
 
 
-def test_on_ranks_only_what_a_rank_is_strict_about_is_asked_of_the_others(save: Any) -> None:
+def test_ranks_ask_others_about_strict_parts(save: Any) -> None:
     source, found = states()
     target = save(source).open(found, strict={"model": False, "config.new": False}, judge_unexpected=False)
     assert target.unexpected_claimed == ("config.gone",)
 
 
-def test_an_entry_that_names_nothing_is_refused_with_what_is_near_it(save: Any) -> None:
+def test_an_entry_that_names_nothing_is_refused(save: Any) -> None:
     source, found = states()
     with pytest.raises(UsageError, match=r"strict='modle' \(near it: 'model', 'model.0'\) is nothing in the state"):
         save(source).open(found, strict={"modle": False})
@@ -73,7 +71,7 @@ def test_what_says_neither_is_refused(save: Any, strict: Any) -> None:
         save({"a": 1}).open({"a": 1}, strict=strict)
 
 
-def test_a_part_under_another_key_is_reported_with_the_map_that_renames_it(save: Any) -> None:
+def test_a_part_under_another_key_is_reported(save: Any) -> None:
     stored = save({"model": nn.Linear(2, 2), "extra": 1})
     with pytest.raises(StateMismatchError, match=r"net\.bias: .* it below 'model': map=\{'net': 'model'\}"):
         stored.open({"net": nn.Linear(2, 2)})
@@ -96,9 +94,7 @@ def test_where_it_is_not_clear_no_map_is_named(save: Any, saved: dict[str, Any])
     assert "map={" not in str(caught.value.problems)
 
 
-def test_similar_names_are_searched_for_as_many_leaves_as_an_error_shows(
-    save: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_similar_names_are_searched_for_shown_leaves_only(save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def near(name: str, names: object) -> str:

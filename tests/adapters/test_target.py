@@ -1,7 +1,5 @@
 """A checkpoint finds its way back, and every difference is named before anything changes."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +35,7 @@ def job(value: float) -> dict[str, Any]:
     }
 
 
-def test_nothing_changes_before_it_is_applied_but_the_tensors_and_then_once(save: Any) -> None:
+def test_before_applying_only_tensors_change(save: Any) -> None:
     saved, found = save(job(1.0)), job(2.0)
     before = save(found)
     open_target(found, saved.stored)
@@ -161,7 +159,7 @@ def test_only_chooses_by_prefixes_of_names(save: Any, only: list[str], changed: 
         (["thing.mean"], r"'thing.mean' is a part of 'thing', which loads as a whole"),
     ],
 )
-def test_only_that_names_nothing_or_a_part_of_a_whole_is_refused(save: Any, only: list[str], message: str) -> None:
+def test_only_that_names_nothing_is_refused(save: Any, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         save(job(1.0)).open(job(2.0), only=only)
 

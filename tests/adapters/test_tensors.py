@@ -1,7 +1,5 @@
 """Tensors that are saved bit by bit, and those that are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +156,7 @@ def freed() -> torch.Tensor:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("place", [lambda t: {"x": t}, lambda t: {"x": {"y": [t]}}])
-def test_a_tensor_whose_bytes_are_not_its_value_is_refused_by_path(
+def test_a_tensor_whose_bytes_lie_is_refused(
     make: Callable[[], torch.Tensor], reason: str, place: Callable[[torch.Tensor], dict[str, Any]]
 ) -> None:
     with pytest.raises(UnsupportedStateError, match=rf"^x(\.y\[0\])?: .*({reason})"):

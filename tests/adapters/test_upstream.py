@@ -4,8 +4,6 @@ Ruff's SLF001 forbids private names of others; ``pyproject.toml`` lists the modu
 is pinned: by a digest of the source that gives it its meaning, or by what it does where it has no source in Python.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -67,6 +65,7 @@ BY_WHAT_THEY_DO = {
     "_make_wrapper_subclass",
     *("_indices", "_values", "_coalesced_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
     *("_C", "_cdata", "_getframe", "_register_atexit", "_adjust_thread_count", "_threads", "_rmdir"),
+    *("_daemonic", "_threads_queues", "_get_running_loop", "_shutdown"),
 }
 
 
@@ -106,7 +105,7 @@ def test_each_private_name_of_others_that_is_used_is_pinned() -> None:
     assert used == pinned
 
 
-def test_a_sparse_tensor_gives_what_it_is_made_of_without_summing_it_up() -> None:
+def test_a_sparse_tensor_gives_its_parts_unsummed() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
     assert not sparse.is_coalesced()
     assert sparse._indices().tolist() == [[0, 0]]
@@ -126,7 +125,7 @@ def test_empty_quantised_tensors_have_the_scales_that_they_were_given() -> None:
     assert (each.q_per_channel_scales().tolist(), each.q_per_channel_zero_points().tolist()) == ([0.5, 0.25], [1, 2])
 
 
-def test_a_class_with_a_say_in_what_is_read_of_it_has_none_under_the_guard() -> None:
+def test_a_class_has_no_say_under_the_guard() -> None:
     class Talkative(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """A plain value whose type changed is a difference, and nothing that is only a usual turn of events."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import PurePosixPath
 from typing import Any
@@ -174,7 +172,7 @@ def test_of_many_differences_within_one_value_the_first_are_told(save: Any) -> N
         saved.open({"v": {str(number): "x" for number in range(5)}})
 
 
-def test_a_rank_that_was_not_there_is_told_how_to_go_on_without_its_own_value() -> None:
+def test_a_new_rank_is_told_how_to_go_on() -> None:
     world = World([{"mine": per_rank(1)}, {"mine": per_rank(2)}])
     found: dict[str, Any] = {"mine": per_rank(0)}
     message = r"mine: .*\(saved by 2 ranks, and here are 3\); strict=False keeps what is here, only= leaves it out"
@@ -184,7 +182,7 @@ def test_a_rank_that_was_not_there_is_told_how_to_go_on_without_its_own_value() 
     assert found["mine"].value == 0
 
 
-def test_a_value_that_was_of_all_ranks_is_not_taken_for_one_of_this_rank(save: Any) -> None:
+def test_a_value_of_all_ranks_is_nobodys_own(save: Any) -> None:
     with pytest.raises(StateMismatchError, match=r"v: one value for all ranks .* without aiockpt.per_rank"):
         save({"v": 1}).open({"v": per_rank(0)})
 

@@ -1,7 +1,5 @@
 """Models and their ``state_dict()``s find each other whatever was wrapped around them, and their optimizers with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("here", FORMS)
 @pytest.mark.parametrize("before", WRAPPERS)
 @pytest.mark.parametrize("now", WRAPPERS)
-def test_what_was_wrapped_in_one_way_loads_into_what_is_in_another(
+def test_what_was_wrapped_loads_into_another_wrapping(
     before: str, now: str, there: str, here: str, optimizers: str
 ) -> None:
     (source, saved_optimizer), (target, optimizer) = trained(0), trained(1)
@@ -56,7 +54,7 @@ def test_what_was_wrapped_in_one_way_loads_into_what_is_in_another(
         }
 
 
-def test_of_two_dicts_that_were_wrapped_otherwise_each_difference_is_told_by_its_own_name() -> None:
+def test_differences_have_the_names_of_their_own_dict() -> None:
     saved = {f"module.{key}": value for key, value in nn.Linear(2, 2).state_dict().items()} | {
         "module.old": torch.ones(1)
     }

@@ -1,7 +1,5 @@
 """A checkpoint of several ranks in memory: each rank's walk, united as a commit would, and offered to another world."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buckets that are mounted as folders: refused at the first write, with the address that works; doctor says it, too."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -14,7 +12,6 @@ import pytest
 import aiockpt
 from aiockpt.backends import local_mounts
 from aiockpt.backends.local_mounts import Mount, explain_bucket, find_mount
-from aiockpt.errors import UsageError
 from aiockpt.tools.cli.doctor import examine
 from tests.servers.seaweed import BUCKET, CREDENTIALS, Seaweed
 
@@ -77,10 +74,10 @@ def test_a_bucket_that_is_mounted_is_refused_with_its_address(
     with aiockpt.Checkpointer(folder / "run") as ckpt:
         assert ckpt.load({"x": 1}).result() is None
         save = ckpt.save(1, {"x": 1})
-        with pytest.raises(UsageError, match=f"the store's own address: {address} "):
+        with pytest.raises(aiockpt.UsageError, match=f"the store's own address: {address} "):
             save.result()
     assert not (folder / "run").exists()
-    found = examine(folder, 8 << 20)
+    found = examine(folder)
     assert found.problems
     assert make.__name__ in found.problems[0]
 
@@ -109,7 +106,7 @@ def test_a_write_to_such_a_mount_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_mounts, "find_mount", lambda path: Mount("store:b", str(tmp_path), "fuse.rclone"))
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt, pytest.raises(UsageError, match="s3://b/run "):
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt, pytest.raises(aiockpt.UsageError, match="s3://b/run "):
         ckpt.save(1, {"x": 1}).result()
     assert list(tmp_path.iterdir()) == []
 

@@ -1,7 +1,5 @@
 """Azure's own server keeps the contract, with files of many parts too. Skipped, with the reason, where it cannot be had."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Each thing that a cloud store or the network can say becomes the right error of ours; said by a real HTTP server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -93,6 +91,7 @@ CUT_SHORT = (
         (said(403), StorageAccessError, False),
         (said(429), StorageThrottledError, True),
         (said(503), StorageThrottledError, True),
+        (said(529), StorageThrottledError, True),
         (said(500), StorageError, True),
         (said(502), StorageError, True),
         (said(504), StorageTimeoutError, True),
@@ -102,7 +101,7 @@ CUT_SHORT = (
         (b"", StorageError, True),
         (CUT_SHORT, StorageTransferError, True),
     ],
-    ids=["404", "401", "403", "429", "503", "500", "502", "504", "507", "400", "hangs", "hangs up", "cut short"],
+    ids=["404", "401", "403", "429", "503", "529", "500", "502", "504", "507", "400", "hangs", "hangs up", "cut short"],
 )
 async def test_an_answer_becomes_our_error(
     open_at: Callable[[str], Backend], response: bytes, error: type[StorageError], retryable: bool
@@ -134,7 +133,7 @@ def test_a_url_that_obstore_cannot_read_is_refused() -> None:
         CloudBackend("nosuch://bucket")
 
 
-def test_google_opens_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_opens_without_a_request() -> None:
     backend = CloudBackend("gs://bucket/run/")
     assert isinstance(backend._store, GCSStore)
     assert backend._store.prefix == "run"

@@ -1,7 +1,5 @@
 """Every backend that we ship keeps the contract, plain and wrapped."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile
@@ -19,9 +17,9 @@ from aiockpt.storage.transfer import walk
 from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.faults import FaultyBackend, FaultyFiles
 from aiockpt.testing.recording import RecordingBackend, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import simulated_world
 from tests.servers.seaweed import Seaweed
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import simulated_world
 
 SHARED_MEMORY = "/dev/shm"
 

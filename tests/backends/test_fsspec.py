@@ -1,7 +1,5 @@
 """What the conformance suite cannot ask of fsspec: who is refused, what is tried, and how its many dialects are read."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Places that only fsspec knows keep the contract: its memory, local files through it, and, wrapped, a real SFTP server."""
 
-from __future__ import annotations
-
 import itertools
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkpoints in a real HDFS from end to end: save, load, verify, prune, racing committers, a DataNode that dies."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from aiockpt.backends.hdfs import HdfsBackend
 from aiockpt.storage.backend import Seen, Upload
 from tests.servers.hdfs.fixture import hdfs
 from tests.servers.hdfs.server import HdfsServer
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 
 __all__ = ["hdfs"]
 
@@ -42,11 +40,11 @@ def below(url: str) -> list[str]:
 def test_a_run_is_saved_and_loaded_bit_by_bit(url: str) -> None:
     run = Run(seed=1)
     run.train(2)
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(url) as ckpt:
         ckpt.save(2, run.state)
         saved = run.digest()
     other = Run(seed=2)
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(url) as ckpt:
         loaded = ckpt.load(other.state).result(WAIT_S)
     assert loaded is not None
     assert loaded.step == 2
@@ -56,11 +54,11 @@ def test_a_run_is_saved_and_loaded_bit_by_bit(url: str) -> None:
 
 def test_steps_are_verified_pruned_and_deleted(url: str) -> None:
     run = Run()
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+    with small_checkpointer(url, retention=aiockpt.Retention(last=2)) as ckpt:
         for step in (1, 2, 3):
             run.train()
             ckpt.save(step, run.state).result(WAIT_S)
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(url) as ckpt:
         assert ckpt.verify(3).result(WAIT_S).step == 3
         ckpt.prune(aiockpt.Retention(last=2)).result(WAIT_S)
         assert [info.step for info in ckpt.steps().result(WAIT_S)] == [3, 2]
@@ -71,7 +69,7 @@ def test_steps_are_verified_pruned_and_deleted(url: str) -> None:
 
 async def test_of_committers_that_race_for_a_step_the_winners_stand_whole(url: str) -> None:
     runs = [Run(seed=seed) for seed in range(4)]
-    checkpointers = [aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) for _ in runs]
+    checkpointers = [small_checkpointer(url) for _ in runs]
     try:
         saves = [ckpt.save(1, run.state) for ckpt, run in zip(checkpointers, runs, strict=True)]
         outcomes = await asyncio.gather(*saves, return_exceptions=True)
@@ -84,7 +82,7 @@ async def test_of_committers_that_race_for_a_step_the_winners_stand_whole(url: s
     manifests = [path for path in below(url) if "/MANIFEST-" in path]
     assert 1 <= len(manifests) <= len(won)  # one that began when another had committed takes its place
     other = Run(seed=9)
-    async with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(url) as ckpt:
         await ckpt.load(other.state)
     assert other.digest() in won
 
@@ -128,20 +126,18 @@ class _DyingUpload:
 def test_a_datanode_killed_in_the_middle_of_a_save_harms_no_earlier_step(url: str, hdfs: HdfsServer) -> None:
     run = Run()
     run.train()
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(url) as ckpt:
         ckpt.save(1, run.state).result(WAIT_S)
     saved = run.digest()
     run.train()
     try:
-        with aiockpt.Checkpointer(
-            KillsItsDataNode(url, hdfs), limits=aiockpt.Limits(io=SMALL), on_error="warn"
-        ) as ckpt:
+        with small_checkpointer(KillsItsDataNode(url, hdfs), on_error="warn") as ckpt:
             failed = ckpt.save(2, run.state)
             assert isinstance(failed.exception(WAIT_S), aiockpt.StorageError)
     finally:
         hdfs.start_datanode()
     other = Run(seed=5)
-    with aiockpt.Checkpointer(url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(url) as ckpt:
         loaded = ckpt.load(other.state).result(WAIT_S)
         assert loaded is not None
         assert loaded.step == 1

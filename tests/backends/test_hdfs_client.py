@@ -1,7 +1,5 @@
 """What hdfs-native raises becomes our errors, and files are flushed block by block: no server is needed for these."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

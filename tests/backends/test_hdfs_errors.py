@@ -1,7 +1,5 @@
 """What the servers of HDFS refuse becomes an error of ours, and what they acknowledged survives their deaths."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """Data files reach HDFS in parts that are joined, or as one stream, and leave nothing behind when they fail."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Blocks in any order become one stream, and a stream that broke stays broken."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Sequence

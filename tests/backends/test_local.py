@@ -1,7 +1,5 @@
 """What is particular to the local backend: links, leftovers, folders, O_DIRECT, the two ways to read."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import functools
@@ -15,17 +13,17 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES
-from aiockpt.backends.local_tree import Handle
+from aiockpt.backends.local_tree import Tree
 from aiockpt.backends.ranges import Buffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.open import open_backend
 from aiockpt.testing.backend_suite import download, patterned, upload
 from aiockpt.testing.recording import RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import simulated_world
-from aiockpt.testing.virtual_time import run_virtually
 from tests.fails import fails
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import simulated_world
+from tests.simulated.virtual_time import run_virtually
 
 
 def on(files: SimulatedFiles | RecordingFiles, *, direct: bool | None = None) -> LocalBackend:
@@ -508,7 +506,7 @@ async def test_nothing_is_read_of_an_object_known_to_be_too_short() -> None:
     await reader.close()
 
 
-async def test_an_object_replaced_while_it_is_read_is_not_mixed(tmp_path: Path) -> None:
+async def test_an_object_replaced_while_it_is_read_is_not_mixed() -> None:
     files = SimulatedFiles(page_cache="cold")
     backend = on(files)
     await backend.put("k", bytes(patterned(10_000)))
@@ -576,7 +574,7 @@ def test_one_call_gets_no_more_buffers_than_the_system_takes() -> None:
 
 
 async def test_a_handle_in_use_is_not_retired_until_it_is_free() -> None:
-    handle = Handle(SimulatedFiles(), "k")
+    handle = Tree(SimulatedFiles(), "/r").handle("k")
     with handle.use():
         retiring = asyncio.ensure_future(handle.retire())
         await asyncio.sleep(0)
@@ -588,7 +586,7 @@ async def test_a_handle_in_use_is_not_retired_until_it_is_free() -> None:
 
 
 async def test_a_cancelled_retirement_leaves_the_handle_to_the_next() -> None:
-    handle = Handle(SimulatedFiles(), "k")
+    handle = Tree(SimulatedFiles(), "/r").handle("k")
     with handle.use():
         retiring = asyncio.ensure_future(handle.retire())
         await asyncio.sleep(0)
@@ -600,7 +598,7 @@ async def test_a_cancelled_retirement_leaves_the_handle_to_the_next() -> None:
 def test_closing_a_handle_closes_the_rest_when_one_fails() -> None:
     files = SimulatedFiles()
     files.mkdir("/r")
-    handle = Handle(files, "k")
+    handle = Tree(files, "/r").handle("k")
     fds = [handle.open(f"/r/{name}", os.O_WRONLY | os.O_CREAT) for name in "abc"]
     files.close(fds[1])
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -1,6 +1,4 @@
-"""What if a system call of the local backend fails? Every call of every verb, with every errno and more."""
-
-from __future__ import annotations
+"""Failing system calls of the local backend: every call of every verb, with every errno and more."""
 
 import errno
 import functools
@@ -18,11 +16,11 @@ from aiockpt.runtime.world import Files, World
 from aiockpt.testing.backend_suite import download, patterned, upload
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_nodes import Folder, walk
-from aiockpt.testing.simulation import SimulatedClock, crash_states, run_inline
-from aiockpt.testing.virtual_time import run_virtually
 from tests.fails import fails
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulated_nodes import Folder, walk
+from tests.simulated.simulation import SimulatedClock, crash_states, run_inline
+from tests.simulated.virtual_time import run_virtually
 
 DATA = patterned(3 * 4096 + 77)
 OLD = b"old" * 100

@@ -1,9 +1,9 @@
-"""What if the root itself is wrong? It is named, with the next action, by the first call that needs it."""
-
-from __future__ import annotations
+"""A root that is itself wrong: named, with the next action, by the first call that needs it."""
 
 import errno
 import os
+import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,15 +13,16 @@ import aiockpt
 from aiockpt.backends import local_mounts
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_mounts import Mount
-from aiockpt.errors import StorageAccessError, StorageError, StorageFullError
-from aiockpt.runtime.world import Files, World
+from aiockpt.runtime.world import Files, OsFiles, World
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyFiles
+from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from aiockpt.testing.recording import RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import simulated_world
+from tests.crash.test_full_disk import call
 from tests.fails import fails
-from tests.small_run import SMALL, Run
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import simulated_world
+from tests.small_run import Run, small_checkpointer
 
 Verb = Callable[[LocalBackend], Awaitable[object]]
 
@@ -75,7 +76,7 @@ async def test_a_root_that_is_no_folder_is_named_by_every_verb(
     root = tmp_path / at
     if link == "gone" and verb is list_step:
         pytest.skip("a step that is not there needs no look at the root, which the first listing has had")
-    error = await fails(verb(LocalBackend(root)), StorageError, what)
+    error = await fails(verb(LocalBackend(root)), aiockpt.StorageError, what)
     assert str(error).startswith(str(root))
     assert "name another one" in str(error)
 
@@ -90,25 +91,17 @@ async def test_a_root_that_is_a_link_to_a_folder_is_used(tmp_path: Path, verb: V
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_save_and_load_name_a_root_that_is_a_file(tmp_path: Path, run: Run, call: str) -> None:
     (tmp_path / "run").write_bytes(b"")
-    with (
-        aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
-        pytest.raises(StorageError, match="run is a file"),
-    ):
+    with small_checkpointer(tmp_path / "run") as ckpt, pytest.raises(aiockpt.StorageError, match="run is a file"):
         (ckpt.save(1, run.state) if call == "save" else ckpt.load(run.state)).result()
-
-
-@pytest.fixture
-def run() -> Run:
-    return Run()
 
 
 def test_a_root_that_cannot_be_made_is_not_taken_for_a_full_disk(run: Run) -> None:
     with (
-        aiockpt.Checkpointer("/proc/aiockpt-run", limits=aiockpt.Limits(io=SMALL)) as ckpt,
-        pytest.raises(StorageError, match="/proc/aiockpt-run: this folder cannot be made") as caught,
+        small_checkpointer("/proc/aiockpt-run") as ckpt,
+        pytest.raises(aiockpt.StorageError, match="/proc/aiockpt-run: this folder cannot be made") as caught,
     ):
         ckpt.save(1, run.state).result()
-    assert not isinstance(caught.value, StorageFullError)
+    assert not isinstance(caught.value, aiockpt.StorageFullError)
     assert not caught.value.retryable
 
 
@@ -119,16 +112,16 @@ async def test_a_file_system_that_tells_no_size_says_so() -> None:
 @pytest.mark.parametrize("verb", WRITERS)
 async def test_a_root_that_this_user_may_not_write_is_named_with_what_to_do(verb: Verb) -> None:
     faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="mkdir", error=errno.EACCES, times=None)])
-    await fails(verb(on(faulty)), StorageAccessError, r"^/data/r: creating .* give this user the right")
+    await fails(verb(on(faulty)), aiockpt.StorageAccessError, r"^/data/r: creating .* give this user the right")
 
 
 async def test_a_root_that_this_user_may_not_read_is_named_with_what_to_do() -> None:
     faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="listdir", error=errno.EACCES)])
-    await fails(on(faulty).list(""), StorageAccessError, r"^listing '/data/r': .* give this user the right")
+    await fails(on(faulty).list(""), aiockpt.StorageAccessError, r"^listing '/data/r': .* give this user the right")
 
 
 async def test_a_file_that_finds_no_room_says_how_much_it_needs_and_where() -> None:
-    with pytest.raises(StorageFullError, match=r"^/data/r: creating a file of 10,001 bytes, 'f'"):
+    with pytest.raises(aiockpt.StorageFullError, match=r"^/data/r: creating a file of 10,001 bytes, 'f'"):
         await on(SimulatedFiles(capacity_bytes=10_000)).create("f", 10_001)
 
 
@@ -165,7 +158,7 @@ class _NothingIsThere(SimulatedFiles):
 
 @pytest.mark.parametrize("verb", [put_new, create, space])
 async def test_a_file_system_that_denies_its_own_root_is_an_error_and_no_endless_loop(verb: Verb) -> None:
-    await fails(verb(on(_NothingIsThere())), StorageError, "not even '/' is there")
+    await fails(verb(on(_NothingIsThere())), aiockpt.StorageError, "not even '/' is there")
 
 
 @pytest.mark.parametrize("verb", WRITERS)
@@ -176,4 +169,63 @@ async def test_a_flush_that_says_no_such_file_is_a_failed_flush(verb: Verb) -> N
     assert flushes
     for at in range(1, flushes + 1):
         faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="fsync", at=at, error=errno.ENOENT)])
-        await fails(verb(on(faulty)), StorageError, "flushing")
+        await fails(verb(on(faulty)), aiockpt.StorageError, "flushing")
+
+
+@pytest.mark.parametrize("inner", ["run", ""])
+def test_a_volume_that_is_unmounted_fails_the_save(tmp_path: Path, inner: str) -> None:
+    volume, spare, kept = tmp_path / "volume", tmp_path / "spare", tmp_path / "kept"
+
+    def mount(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        call("mount", "-t", "tmpfs", "-o", "size=8m", "none", folder)
+
+    mount(volume)
+    try:
+        with small_checkpointer(volume / inner, on_error="warn") as ckpt:
+            ckpt.save(1, {"x": 1}).result()
+            ckpt.wait()
+            shutil.copytree(volume, kept)
+            subprocess.run(["umount", "-l", str(volume)], check=True)
+            for what in (lambda: ckpt.save(2, {"x": 2}), ckpt.latest):
+                with pytest.raises(
+                    aiockpt.StorageError, match=f"^{volume / inner}.* is not mounted any more: .* Mount it again"
+                ):
+                    what().result()
+            assert list(volume.iterdir()) == []
+            mount(spare)  # it gets the number of the device
+            mount(volume)
+            with pytest.raises(aiockpt.StorageError, match="is not mounted any more"):  # another volume
+                ckpt.save(2, {"x": 2}).result()
+            shutil.copytree(kept, volume, dirs_exist_ok=True)  # the same one, under another number of its device
+            ckpt.save(3, {"x": 3}).result()
+            assert ckpt.latest().result() == 3
+    finally:
+        subprocess.run(["umount", str(volume), str(spare)], check=False)
+
+
+async def test_a_root_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path / "run")
+    await put_new(backend)
+    shutil.rmtree(tmp_path / "run")
+    await put_new(backend)
+    assert await backend.get("s/k", 1) == b"x"
+
+
+class NoReplacing(ForwardingFiles):
+    """A file system whose rename replaces no file."""
+
+    def forward(self, call: FilesCall) -> object:
+        if call.verb == "rename" and os.path.lexists(call.arguments[1]):
+            raise FileExistsError(errno.EEXIST, "no replacing here", call.arguments[1])
+        return call()
+
+
+def test_without_replacing_renames_retention_and_hints_work(tmp_path: Path) -> None:
+    world = World(files=NoReplacing(OsFiles()))
+    rules = aiockpt.Retention(last=1)
+    with small_checkpointer(tmp_path, retention=rules, world=world) as ckpt:
+        for step in range(3):
+            ckpt.save(step, {"x": step}).result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
+    assert (tmp_path / "LATEST").read_text() == "step-00000002\n"

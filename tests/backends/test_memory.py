@@ -1,7 +1,5 @@
 """What is particular to the memory backend: names, its clock, what an open reader keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 
@@ -11,8 +9,8 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import ObjectNotFoundError, StorageFullError
 from aiockpt.runtime.world import World
 from aiockpt.testing.backend_suite import download, patterned, upload
-from aiockpt.testing.simulation import SimulatedClock
 from tests.fails import fails
+from tests.simulated.simulation import SimulatedClock
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
 """File systems and sandboxes that refuse what is optional: simulated, in user space, and by a filter of system calls."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -31,12 +27,13 @@ from aiockpt.testing.backend_suite import download, patterned, upload
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from aiockpt.testing.recording import RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import simulated_world
-from aiockpt.testing.virtual_time import run_virtually
 from tests import seccomp
 from tests.fails import fails
+from tests.run_python import run_python
 from tests.servers import fuse
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import simulated_world
+from tests.simulated.virtual_time import run_virtually
 
 DATA = patterned(5 * 4096 + 77)
 VERBS = {"fallocate": "fallocate", "link": "link", "statfs": "statvfs", "fsync of a folder": "fsync"}
@@ -316,13 +313,7 @@ from tests.backends.test_optional_calls import save_and_load
 
 def in_a_sandbox(calls: dict[str, int], body: str) -> str:
     """Run *body* in a process whose *calls* are refused; return its log."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(calls=calls, body=body)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM.format(calls=calls, body=body), status=None)
     if "no filter" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr

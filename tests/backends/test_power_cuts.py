@@ -1,10 +1,8 @@
-"""Is what the local backend acknowledged there after a power cut, and is every flush needed for that?
+"""What the local backend acknowledged, after a power cut, and the need for every flush.
 
 Each program runs once on recorded simulated files. Then every prefix of its calls is looked at in the states that a
 power cut may leave; then again with each flush left out, which must show.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -20,8 +18,8 @@ from aiockpt.errors import ObjectNotFoundError
 from aiockpt.runtime.world import Files, World
 from aiockpt.testing.backend_suite import patterned, upload
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import SimulatedClock, power_cuts, run_inline
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import SimulatedClock, power_cuts, run_inline
 
 ROOT = "/data/run"
 OLD = bytes(patterned(1500, seed=1))
@@ -177,10 +175,12 @@ def test_an_exclusive_object_survives_power_cuts_also_without_hard_links() -> No
 
 async def write_data_files(trial: Trial) -> None:
     data = patterned(3 * 4096 + 700, seed=3)
-    with trial.change("s/a/d/f", bytes(data)):
-        await upload(trial.backend, "s/a/d/f", data, block_bytes=8192)
-    with trial.change("s/a/d/empty", b""):
-        await upload(trial.backend, "s/a/d/empty", memoryview(b""))
+    await upload(trial.backend, "s/a/d/f", data, block_bytes=8192)
+    await upload(trial.backend, "s/a/d/empty", memoryview(b""))
+    await put_new(trial, "s/a/r/vote", OLD)
+    # From the moment on at which the record can be seen.
+    seen = next(index for index, call in enumerate(trial.calls) if call.verb == "link")
+    trial.told += [Told(0, seen, "s/a/d/f", bytes(data)), Told(0, seen, "s/a/d/empty", b"")]
 
 
 def lost_files(trial: Trial, skip: Collection[int] = ()) -> Iterator[str]:
@@ -191,13 +191,18 @@ def lost_files(trial: Trial, skip: Collection[int] = ()) -> Iterator[str]:
                 yield f"after {done} calls {told.key} is not whole"
 
 
-def test_a_finished_file_survives_every_power_cut() -> None:
+def test_a_finished_file_survives_every_power_cut_from_the_record_beside_it_on() -> None:
     assert list(lost_files(run(write_data_files))) == []
 
 
 def test_each_flush_of_a_file_left_out_is_caught() -> None:
     trial = run(write_data_files)
-    # The second file is empty and made in a known folder: its bytes need no flush, its name does.
+    assert [trial.calls[index].path for index in flushes(trial) if trial.calls[index].verb == "fsync"] == [
+        *("/", "/data"),
+        *(f"{ROOT}/s/a/d", ROOT, f"{ROOT}/s", f"{ROOT}/s/a"),
+        f"{ROOT}/s/a/r",
+    ]
+    # The second file is empty: its bytes need no flush, its name does.
     needed = [index for index in flushes(trial) if (trial.calls[index].verb, trial.calls[index].path) != EMPTY_FLUSH]
     needless = [str(trial.calls[index]) for index in needed if next(lost_files(trial, {index}), None) is None]
     assert len(needed) == len(flushes(trial)) - 1

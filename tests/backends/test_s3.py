@@ -1,7 +1,5 @@
 """The S3 backend: where it finds its settings, how it cuts parts, whose loop its client is on, and what it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

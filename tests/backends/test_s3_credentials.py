@@ -1,9 +1,5 @@
 """Credential providers that fail: what is said, what is tried again, and that no client is left open."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,10 +13,10 @@ from botocore.utils import ContainerMetadataFetcher
 import aiockpt
 from aiockpt.backends import s3_errors
 from aiockpt.backends.s3 import S3Backend
-from aiockpt.errors import StorageAccessError, StorageError, UsageError
 from aiockpt.storage.retry import Retrying
 from aiockpt.storage.retry_calls import RetryPolicy
 from tests.fails import fails
+from tests.run_python import run_python
 from tests.servers.seaweed import CREDENTIALS, Seaweed
 
 QUICK = RetryPolicy(first_wait_s=1e-3, longest_wait_s=1e-3)
@@ -78,12 +74,11 @@ def test_a_provider_that_fails_is_named_with_what_to_do(
     tmp_path: Path,
 ) -> None:
     make(no_keys, tmp_path, command)
-    with aiockpt.Checkpointer("s3://bucket/run") as ckpt, pytest.raises(StorageAccessError, match=says):
+    with aiockpt.Checkpointer("s3://bucket/run") as ckpt, pytest.raises(aiockpt.StorageAccessError, match=says):
         ckpt.load({"x": 1}).result()
     if make is web_identity:
-        command_line = [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", "s3://bucket/run"]
-        done = subprocess.run(command_line, capture_output=True, text=True, timeout=250, check=False)
-        assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+        done = run_python("-m", "aiockpt.tools.cli.main", "ls", "s3://bucket/run", status=3)
+        assert "Traceback" not in done.stderr
         assert "the web identity gives no credentials" in done.stderr
 
 
@@ -148,7 +143,7 @@ async def test_a_metadata_service_that_is_busy_is_asked_again(ask: Ask, kind: st
     ("kind", "status", "says"), [("container", 403, "of the container"), ("instance", 404, "credentials")]
 )
 async def test_a_metadata_service_that_refuses_is_not(ask: Ask, kind: str, status: int, says: str) -> None:
-    await fails(ask(kind, *[status] * 4), StorageAccessError, says, retryable=False)
+    await fails(ask(kind, *[status] * 4), aiockpt.StorageAccessError, says, retryable=False)
 
 
 async def test_a_metadata_service_that_never_answers_is_given_up(
@@ -167,13 +162,13 @@ async def test_a_metadata_service_that_never_answers_is_given_up(
         no_keys.setattr(
             s3_errors, "monotonic", lambda of=backend, later_s=later_s: later_s[0] + 3.0 * of.statistics().attempts
         )
-        await fails(backend.list(""), StorageError, said)
+        await fails(backend.list(""), aiockpt.StorageError, said)
         assert backend.statistics().attempts == attempts
-        await fails(backend.list(""), StorageError, said)
+        await fails(backend.list(""), aiockpt.StorageError, said)
         more = 1 if silent_s < 3600 else attempts  # it is dead already
         assert backend.statistics().attempts == attempts + more
         later_s[0] = 100.0  # and is waited for anew
-        await fails(backend.list(""), StorageError, said)
+        await fails(backend.list(""), aiockpt.StorageError, said)
         assert backend.statistics().attempts == 2 * attempts + more
         await backend.close()
 
@@ -187,7 +182,7 @@ def test_a_metadata_service_that_answered_in_between_is_not_taken_for_dead(no_ke
             with s3_errors._provider_errors("container-role", "s3://bucket", silent):
                 if not answers:
                     raise CredentialRetrievalError(provider="container-role", error_msg=s3_errors._NO_ANSWER)
-        except StorageError as error:
+        except aiockpt.StorageError as error:
             retryable.append(error.retryable)
     assert retryable == [True, True, False]
 
@@ -196,7 +191,7 @@ async def test_an_endpoint_with_a_password_is_refused_at_once(
     aws_environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     endpoint = "http://me:pw-of-mine@127.0.0.1:1"
-    with pytest.raises(UsageError, match="has a user in it"):
+    with pytest.raises(aiockpt.UsageError, match="has a user in it"):
         S3Backend("s3://bucket/run", endpoint_url=endpoint)
     (tmp_path / "config").write_text(f"[profile lab]\nendpoint_url = {endpoint}\n")
     aws_environment.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -204,7 +199,7 @@ async def test_an_endpoint_with_a_password_is_refused_at_once(
         with aws_environment.context() as env:
             env.setenv(name, value)
             backend = Retrying(S3Backend("s3://bucket/run"), policy=QUICK)
-            error = await fails(backend.list(""), UsageError, "has a user in it")
+            error = await fails(backend.list(""), aiockpt.UsageError, "has a user in it")
             assert "pw-of-mine" not in f"{error} {backend!r}"
             assert backend.statistics().attempts == 1
 
@@ -223,9 +218,6 @@ def test_a_checkpointer_that_is_dropped_leaves_no_session_open(
         f"{inside}read(); read(); gc.collect(); read()",
         f"kept = {read}",
     ):
-        done = subprocess.run(
-            [sys.executable, "-X", "dev", "-c", f"import aiockpt, gc\n{program}"],
-            capture_output=True, text=True, timeout=250, check=True,
-        )  # fmt: skip
+        done = run_python("-X", "dev", "-c", f"import aiockpt, gc\n{program}")
         assert "nclosed" not in done.stderr, program
         assert "Traceback" not in done.stderr, program

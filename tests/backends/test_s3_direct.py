@@ -1,7 +1,5 @@
 """Requests that are signed and sent past botocore: signed as it signs them, and left to it where it signs otherwise."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +17,10 @@ from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.s3_client import Bucket, Settings, _Direct
 from aiockpt.backends.s3_direct import ObjectRequests, Route, sign
 from aiockpt.errors import ObjectNotFoundError, StorageTimeoutError
-from aiockpt.testing.virtual_time import run_virtually
 from tests.fails import fails
 from tests.servers.proxy import Fault, Proxy
 from tests.servers.seaweed import Seaweed
+from tests.simulated.virtual_time import run_virtually
 
 NOW = datetime(2026, 11, 26, 17, 5, 9, tzinfo=UTC)
 USUAL = "AWS4-HMAC-SHA256 Credential=an-id/20261126/eu-west-1/s3/aws4_request, SignedHeaders=host"

@@ -1,6 +1,4 @@
-"""What does the S3 backend make of a network and a store that do it wrong? A proxy in front of a real server."""
-
-from __future__ import annotations
+"""The S3 backend before a network and a store that misbehave: a proxy in front of a real server."""
 
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -304,6 +302,11 @@ async def test_a_store_that_stands_still_is_given_up(s3: S3Backend, proxy: Proxy
         (500, "InternalError", StorageError, True),
         (502, "BadGateway", StorageError, True),
         (504, "GatewayTimeout", StorageError, True),
+        (509, "509", StorageThrottledError, True),
+        *((status, f"{status}", StorageError, True) for status in (520, 521, 522, 523, 524, 525, 527, 530)),
+        (529, "529", StorageThrottledError, True),
+        (408, "408", StorageError, True),
+        (505, "505", StorageError, False),
         (400, "RequestTimeout", StorageTimeoutError, True),
         (400, "ExpiredToken", StorageAccessError, True),
         (403, "AccessDenied", StorageAccessError, False),
@@ -414,6 +417,33 @@ async def test_what_another_host_says_is_not_asked_for(s3: S3Backend, proxy: Pro
     assert seen == []
     proxy.misbehave()
     assert await s3.get("key", 10) == b"data"
+
+
+_LIST = "<ListBucketResult><Name>test</Name>{}</ListBucketResult>"
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "retryable"),
+    [
+        ("", "no list of objects", False),
+        ("<html><head><title>Sign in</title></head><body/></html>", "no list of objects", False),
+        ("<Buckets/>", "no list of objects", False),
+        (_LIST.format("<IsTruncated>true</IsTruncated>"), "without the token", False),
+        ("<!doctype html><html><br>Sign in</html>", "no list of objects", False),
+        ('{"console": 1}', "no list of objects", False),
+        ("<ListBucketResult><Name>te", "500", True),  # a part of an answer: what botocore makes of it
+    ],
+)
+async def test_an_answer_that_is_no_list_is_refused(
+    s3: S3Backend, proxy: Proxy, said: str, words: str, retryable: bool
+) -> None:
+    await s3.put("key", b"data")
+    proxy.misbehave(Fault(do="answer", status=200, body=said, method="GET", match="list-type=2", times=None))
+    error = await fails(s3.list(""), StorageError, words, retryable=retryable)
+    assert retryable or "This answers, but is not S3" in str(error)
+    assert retryable or proxy.endpoint_url.removeprefix("http://") in str(error)
+    proxy.misbehave(Fault(do="answer", status=200, body=_LIST.format(""), method="GET", match="list-type=2"))
+    assert (await s3.list("")).objects == ()
 
 
 async def test_no_client_retries_behind_our_back_and_a_message_about_the_root_names_the_bucket(

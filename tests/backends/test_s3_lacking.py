@@ -1,7 +1,5 @@
 """Stores that lack a part of S3, and policies of a bucket: found out by the first refusal, and done without."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,14 +9,12 @@ import pytest
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.s3 import S3Backend
-from aiockpt.errors import StorageAccessError, StorageError
-from aiockpt.options import Retention
 from aiockpt.testing.backend_suite import patterned
 from aiockpt.testing.faults import Fault as BackendFault
 from aiockpt.testing.faults import FaultyBackend
 from tests.fails import fails
 from tests.servers.proxy import Fault, Proxy
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer, steps
 
 PART = 8 << 20
 UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, "InvalidRequest"), (403, "SignatureDoesNotMatch")]
@@ -85,38 +81,29 @@ async def test_bytes_that_were_damaged_once_are_no_store_without_checksums(s3: S
 
 async def test_what_is_refused_with_and_without_checksum_is_an_error(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", method="PUT", status=400, code="InvalidArgument", times=None))
-    await fails(s3.put("small", b"data"), StorageError, "InvalidArgument")
+    await fails(s3.put("small", b"data"), aiockpt.StorageError, "InvalidArgument")
     assert s3._checks.summing is not None
 
 
+WANTS_MD5 = [(400, "MissingContentMD5"), (400, "InvalidRequest"), (411, "MissingDigest")]
+HAS_NO_BATCHES = [(501, "NotImplemented"), (405, "MethodNotAllowed"), (404, "")]
+
+
 @pytest.mark.parametrize(
-    ("status", "code"), [(400, "MissingContentMD5"), (400, "InvalidRequest"), (411, "MissingDigest")]
+    ("status", "code", "lacks", "refusals"),
+    [*((*answer, "content-md5", 1) for answer in WANTS_MD5), *((*answer, "", 2) for answer in HAS_NO_BATCHES)],
 )
-async def test_a_store_that_wants_md5_for_a_batch_of_deletes_gets_it(
-    s3: S3Backend, proxy: Proxy, status: int, code: str
+async def test_a_refused_batch_of_deletes_gets_its_md5_or_each_is_asked_for(
+    s3: S3Backend, proxy: Proxy, status: int, code: str, lacks: str, refusals: int
 ) -> None:
     await write_all(s3)
-    proxy.misbehave(
-        Fault(do="answer", method="POST", match="delete", lacks="content-md5", status=status, code=code, times=None)
-    )
+    batch = Fault(do="answer", method="POST", match="delete", lacks=lacks, status=status, code=code, times=None)
+    proxy.misbehave(batch)
     for _ in range(2):
         await s3.put("small", b"data")
         await s3.delete(["small", "new", "large"])
         assert (await s3.list("")).objects[1:] == ()
-    assert len(proxy.met) == 1
-
-
-@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (405, "MethodNotAllowed"), (404, "")])
-async def test_a_store_without_batches_of_deletes_is_asked_for_each(
-    s3: S3Backend, proxy: Proxy, status: int, code: str
-) -> None:
-    await write_all(s3)
-    proxy.misbehave(Fault(do="answer", method="POST", match="delete", status=status, code=code, times=None))
-    for _ in range(2):
-        await s3.put("small", b"data")
-        await s3.delete(["small", "new", "large"])
-        assert (await s3.list("")).objects[1:] == ()
-    assert len(proxy.met) == 2
+    assert len(proxy.met) == refusals
 
 
 async def test_a_bucket_where_each_put_has_to_be_conditional(proxy: Proxy, s3_url: str) -> None:
@@ -128,7 +115,7 @@ async def test_a_bucket_where_each_put_has_to_be_conditional(proxy: Proxy, s3_ur
     await s3.put_new("new", b"data")
     assert len(proxy.met) == 1
     proxy.misbehave(Fault(do="answer", method="PUT", status=403, code="AccessDenied", times=None))
-    await fails(s3.put("LATEST", b"four"), StorageAccessError)
+    await fails(s3.put("LATEST", b"four"), aiockpt.StorageAccessError)
     await s3.close()
 
 
@@ -137,11 +124,10 @@ def test_clean_up_goes_on_without_the_hint(tmp_path: Path, caplog: pytest.LogCap
         LocalBackend(str(tmp_path)),
         [BackendFault(do="fail", verb="put", match="LATEST", times=None, error=errno.EACCES)],
     )
-    with aiockpt.Checkpointer(refused, limits=aiockpt.Limits(io=SMALL), retention=Retention(last=1)) as ckpt:
+    with small_checkpointer(refused, retention=aiockpt.Retention(last=1)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"x": step}).result()
-    with aiockpt.Checkpointer(tmp_path) as ckpt:
-        assert [info.step for info in ckpt.steps().result()] == [3]
+    assert steps(tmp_path) == [3]
     told = [record.getMessage() for record in caplog.records if "LATEST" in record.getMessage()]
     assert len(told) == 1
     assert "stays as it is" in told[0]
@@ -162,4 +148,4 @@ async def test_the_addressing_style_of_the_aws_configuration_is_kept(
 
 async def test_a_store_that_wants_the_bucket_in_its_name_says_which_setting(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", status=403, code="SecondLevelDomainForbidden", times=None))
-    await fails(s3.list(""), StorageError, "addressing_style = virtual")
+    await fails(s3.list(""), aiockpt.StorageError, "addressing_style = virtual")

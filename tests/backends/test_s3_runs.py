@@ -1,9 +1,6 @@
-"""Does a whole training run live in a bucket? Checkpointers and the command line against a real server."""
-
-from __future__ import annotations
+"""Whole training runs in a bucket: checkpointers and the command line against a real server."""
 
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from typing import Any
@@ -18,6 +15,7 @@ from aiockpt.backends.s3 import S3Backend
 from aiockpt.errors import CommitConflictError, StorageError
 from aiockpt.tools.cli.main import main
 from tests.gates import Gate, striking
+from tests.run_python import run_python
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import Run
 
@@ -138,10 +136,13 @@ async def sweep(url: str) -> tuple[int, int]:
 
 KILLED_IN_AN_UPLOAD = """
 import os, signal, sys
-import torch, aiockpt
+import msgspec, torch, aiockpt
 from aiockpt.backends.s3 import S3Backend
+from aiockpt.runtime import processes
 from tests.gates import striking
 
+here = processes.this_process()
+processes.this_process = lambda: msgspec.structs.replace(here, host="another")  # whether it is dead is not known
 backend = striking(S3Backend(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
 with aiockpt.Checkpointer(backend) as ckpt:
     ckpt.save(2, {"x": torch.ones(10 << 20)}).result()
@@ -160,8 +161,7 @@ def test_an_upload_that_a_killed_save_left_is_aborted(
 ) -> None:
     found = request.getfixturevalue(server)
     aws_environment.setenv("AWS_ENDPOINT_URL", found if isinstance(found, str) else found.endpoint_url)
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_AN_UPLOAD, s3_url], timeout=DEADLINE_S, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    run_python("-c", KILLED_IN_AN_UPLOAD, s3_url, status=-signal.SIGKILL)
     (key,) = anyio.run(leftovers, s3_url)
     assert key.startswith("step-00000002/a-")
     with aiockpt.Checkpointer(s3_url) as ckpt:
@@ -196,18 +196,6 @@ def test_the_command_line_lists_and_verifies_a_bucket(url: str) -> None:
     with aiockpt.Checkpointer(url) as ckpt:
         ckpt.save(12, {"x": torch.arange(5000)}).result(DEADLINE_S)
     for command, says in ((["ls", url], "12"), (["verify", url, "12"], "12")):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-W",
-                "default::ResourceWarning",
-                "-c",
-                "from aiockpt.tools.cli.main import main; main()",
-                *command,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        done = run_python("-W", "default::ResourceWarning", "-m", "aiockpt.tools.cli.main", *command)
+        assert done.stderr == "", done.stdout
         assert says in done.stdout

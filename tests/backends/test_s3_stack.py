@@ -1,10 +1,8 @@
-"""Does a checkpoint survive a network and a store that do it wrong? The whole stack, before a real server.
+"""Checkpoints over a network and a store that misbehave: the whole stack, before a real server.
 
 `Checkpointer`, `Retrying` and `S3Backend` together, through a proxy that misbehaves: what passes is not noticed, what lasts
 fails the save cleanly, and whatever happens the earlier step is unharmed and no step is committed twice.
 """
-
-from __future__ import annotations
 
 import random
 import stat

@@ -1,6 +1,4 @@
-"""Is a checkpoint streamed to S3 and back: without a file, and in no more memory than the pool? In its own process."""
-
-from __future__ import annotations
+"""Streams to S3 and back: without a file, and in no more memory than the pool. In its own process."""
 
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How large bodies pass between memory and a connection: by the socket itself, and through aiohttp where that cannot be."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import shutil
@@ -78,22 +76,36 @@ def served() -> Served:
 
 
 @pytest.fixture
-async def url(served: Served) -> AsyncIterator[str]:
-    async for one in _run(served, None):
-        yield one
-
-
-async def _run(served: Served, context: ssl.SSLContext | None) -> AsyncIterator[str]:
+async def url(request: pytest.FixtureRequest, served: Served, tmp_path: Path) -> AsyncIterator[str]:
+    """Where the body is served: plain, unless the test is marked `ENCRYPTED` or `BOTH`."""
+    scheme: str = getattr(request, "param", "http")
     application = web.Application()
     application.router.add_get("/", served.handle)
     application.router.add_put("/", served.take)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:
+        context = certified(tmp_path) if scheme == "https" else None
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        yield f"http{'s' if context else ''}://127.0.0.1:{runner.addresses[0][1]}/"
+        yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]}/"
     finally:
         await runner.cleanup()
+
+
+ENCRYPTED = pytest.mark.parametrize("url", ["https"], indirect=True)
+BOTH = pytest.mark.parametrize("url", ["http", "https"], indirect=True)
+
+
+def certified(folder: Path) -> ssl.SSLContext:
+    """Return a server's side of TLS, with a certificate of its own making."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = folder / "key", folder / "certificate"
+    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 @pytest.fixture
@@ -110,90 +122,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return tried
 
 
-async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryview]) -> int:
-    async with session.get(url, ssl=False) as response:
-        return await receive(response, Buffers(into), lambda: None)
-
-
-async def get_three_times(url: str, cuts: Sequence[int]) -> None:
-    """Get the body into buffers that are *cuts* of one memory, three times in one session, and compare it."""
-    async with aiohttp.ClientSession() as session:
-        for _ in range(3):
-            memory = memoryview(bytearray(SIZE))
-            edges = [0, *cuts, SIZE]
-            came_bytes = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
-            assert memory == BODY
-            assert came_bytes == SIZE
-
-
-@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
-async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
-    served: Served, url: str, opened: list[bool], cuts: Sequence[int]
-) -> None:
-    await get_three_times(url, cuts)
-    assert len(set(served.connections)) == 1
-    assert opened == [True] * 3
-
-
-async def test_a_body_that_does_not_say_its_length_goes_through_aiohttp(
-    served: Served, url: str, opened: list[bool]
-) -> None:
-    served.chunked = True
-    async with aiohttp.ClientSession() as session:
-        memory = memoryview(bytearray(SIZE))
-        await get(session, url, [memory])
-        assert memory == BODY
-    assert not opened
-
-
-async def test_more_than_there_is_room_for_is_counted_and_harms_no_later_answer(
-    served: Served, url: str, opened: list[bool]
-) -> None:
-    async with aiohttp.ClientSession() as session:
-        memory = memoryview(bytearray(SIZE - 5))
-        assert await get(session, url, [memory]) == SIZE
-        assert memory == BODY[:-5]
-        whole = memoryview(bytearray(SIZE))
-        await get(session, url, [whole])
-        assert whole == BODY
-    assert opened == [True]
-
-
-async def test_a_small_body_that_came_with_its_headers_needs_no_socket(served: Served, url: str) -> None:
-    served.body = b"small"
-    async with aiohttp.ClientSession() as session:
-        memory = memoryview(bytearray(5))
-        await get(session, url, [memory])
-        assert bytes(memory) == b"small"
-
-
-async def test_a_connection_that_ends_early_is_an_error_and_not_used_again(
-    served: Served, url: str, opened: list[bool]
-) -> None:
-    served.sent = 2_000_000
-    async with aiohttp.ClientSession() as session:
-        await fails(get(session, url, [memoryview(bytearray(SIZE))]), ClientPayloadError)
-        served.sent = SIZE
-        memory = memoryview(bytearray(SIZE))
-        await get(session, url, [memory])
-        assert memory == BODY
-    assert len(set(served.connections)) == 2
-    assert opened == [True, True]
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> ssl.SSLContext:
-    """A server's side of TLS, with a certificate of its own making."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("openssl is not installed")
-    key, certificate = tmp_path / "key", tmp_path / "certificate"
-    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"]
-    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return context
-
-
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for each body that was decrypted into the caller's memory."""
@@ -208,73 +136,105 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return fillers
 
 
+async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryview]) -> int:
+    async with session.get(url, ssl=False) as response:
+        return await receive(response, Buffers(into), lambda: None)
+
+
+async def get_whole(session: aiohttp.ClientSession, url: str, cuts: Sequence[int] = ()) -> None:
+    """Get the body into buffers that are *cuts* of one memory, and compare it."""
+    memory = memoryview(bytearray(SIZE))
+    came_bytes = await get(session, url, [memory[a:b] for a, b in itertools.pairwise([0, *cuts, SIZE])])
+    assert memory == BODY
+    assert came_bytes == SIZE
+
+
+def check_direct(url: str, opened: list[bool], filled: list[object], count: int) -> None:
+    """Check that *count* bodies went straight into memory: from a plain socket, or decrypted there."""
+    plain = url.startswith("http:")
+    assert opened == [plain] * count
+    assert len(filled) == (0 if plain else count)
+
+
+@BOTH
 @pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
-async def test_what_is_encrypted_is_decrypted_into_the_buffers_and_the_connection_is_used_again(
-    served: Served, opened: list[bool], filled: list[object], certificate: ssl.SSLContext, cuts: Sequence[int]
+async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
+    served: Served, url: str, opened: list[bool], filled: list[object], cuts: Sequence[int]
 ) -> None:
-    async for url in _run(served, certificate):
-        await get_three_times(url, cuts)
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):
+            await get_whole(session, url, cuts)
     assert len(set(served.connections)) == 1
-    assert opened == [False] * 3
-    assert len(filled) == 3
+    check_direct(url, opened, filled, 3)
 
 
-async def test_an_encrypted_connection_that_ends_early_is_an_error_and_not_used_again(
-    served: Served, filled: list[object], certificate: ssl.SSLContext
-) -> None:
-    served.sent = 2_000_000
-    async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session:
-            await fails(get(session, url, [memoryview(bytearray(SIZE))]), ClientPayloadError)
-            served.sent = SIZE
-            memory = memoryview(bytearray(SIZE))
-            await get(session, url, [memory])
-            assert memory == BODY
-    assert len(set(served.connections)) == 2
-    assert len(filled) == 2
-
-
-async def test_a_read_that_is_cancelled_leaves_the_memory_to_its_owner(
-    served: Served, filled: list[object], certificate: ssl.SSLContext
-) -> None:
-    async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session:
-            memory = memoryview(bytearray(SIZE))
-            reading = asyncio.ensure_future(get(session, url, [memory]))
-            while not filled:  # noqa: ASYNC110  there is nobody to set an event
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.wait([reading])
-            memory[:] = bytes(SIZE)
-            again = memoryview(bytearray(SIZE))
-            await get(session, url, [again])
-            assert again == BODY
-            assert memory == bytes(SIZE)
-
-
-async def test_an_encrypted_body_is_told_to_move_while_it_comes_by_the_task_that_waits(
-    served: Served, certificate: ssl.SSLContext
-) -> None:
-    tasks = []
-
-    async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session, session.get(url, ssl=False) as response:
-            buffers = Buffers([memoryview(bytearray(SIZE))])
-            await receive(response, buffers, lambda: tasks.append(asyncio.current_task()))
-    assert tasks
-    assert set(tasks) == {asyncio.current_task()}
-
-
-async def test_an_encrypted_body_that_does_not_say_its_length_goes_through_aiohttp(
-    served: Served, filled: list[object], certificate: ssl.SSLContext
+@BOTH
+async def test_a_body_that_does_not_say_its_length_goes_through_aiohttp(
+    served: Served, url: str, opened: list[bool], filled: list[object]
 ) -> None:
     served.chunked = True
-    async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session:
-            memory = memoryview(bytearray(SIZE))
-            await get(session, url, [memory])
-            assert memory == BODY
+    async with aiohttp.ClientSession() as session:
+        await get_whole(session, url)
+    assert not opened
     assert not filled
+
+
+async def test_more_than_there_is_room_for_is_counted_and_harms_no_later_answer(
+    served: Served, url: str, opened: list[bool]
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(SIZE - 5))
+        assert await get(session, url, [memory]) == SIZE
+        assert memory == BODY[:-5]
+        await get_whole(session, url)
+    assert opened == [True]
+
+
+async def test_a_small_body_that_came_with_its_headers_needs_no_socket(served: Served, url: str) -> None:
+    served.body = b"small"
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(5))
+        await get(session, url, [memory])
+        assert bytes(memory) == b"small"
+
+
+@BOTH
+async def test_a_connection_that_ends_early_is_an_error_and_not_used_again(
+    served: Served, url: str, opened: list[bool], filled: list[object]
+) -> None:
+    served.sent = 2_000_000
+    async with aiohttp.ClientSession() as session:
+        await fails(get(session, url, [memoryview(bytearray(SIZE))]), ClientPayloadError)
+        served.sent = SIZE
+        await get_whole(session, url)
+    assert len(set(served.connections)) == 2
+    check_direct(url, opened, filled, 2)
+
+
+@ENCRYPTED
+async def test_a_read_that_is_cancelled_leaves_the_memory_to_its_owner(
+    served: Served, url: str, filled: list[object]
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(SIZE))
+        reading = asyncio.ensure_future(get(session, url, [memory]))
+        while not filled:  # noqa: ASYNC110  there is nobody to set an event
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        memory[:] = bytes(SIZE)
+        await get_whole(session, url)
+        assert memory == bytes(SIZE)
+
+
+@ENCRYPTED
+async def test_an_encrypted_body_is_told_to_move_while_it_comes_by_the_task_that_waits(url: str) -> None:
+    tasks = []
+    async with aiohttp.ClientSession() as session, session.get(url, ssl=False) as response:
+        buffers = Buffers([memoryview(bytearray(SIZE))])
+        await receive(response, buffers, lambda: tasks.append(asyncio.current_task()))
+    assert tasks
+    assert set(tasks) == {asyncio.current_task()}
 
 
 # ------------------------------------------------------------------ sending
@@ -335,11 +295,9 @@ async def test_a_connection_that_is_cut_while_a_body_is_sent_is_an_error_and_not
     assert all(opened)
 
 
-async def test_what_is_to_be_encrypted_goes_through_aiohttp(
-    served: Served, opened: list[bool], certificate: ssl.SSLContext
-) -> None:
-    async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session:
-            assert await put(session, url, [memoryview(BODY)]) == 201
+@ENCRYPTED
+async def test_what_is_to_be_encrypted_goes_through_aiohttp(served: Served, url: str, opened: list[bool]) -> None:
+    async with aiohttp.ClientSession() as session:
+        assert await put(session, url, [memoryview(BODY)]) == 201
     assert served.received == [BODY]
     assert not any(opened)

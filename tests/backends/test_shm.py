@@ -1,11 +1,8 @@
-"""Shared memory: does it survive the process, keep others out, and say honestly how much room there is?"""
-
-from __future__ import annotations
+"""Shared memory: it survives the process, keeps others out, and reports honestly how much room there is."""
 
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,6 +23,7 @@ from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.faults import FaultyBackend
 from aiockpt.testing.recording import RecordingBackend, RecordingFiles
 from tests.fails import fails
+from tests.run_python import run_python
 
 pytestmark = pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}")
 
@@ -81,8 +79,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_step_outlives_the_trainer_that_was_killed(name: str) -> None:
     opened = "from aiockpt.backends.shm import ShmBackend as aiockpt_backend\n"
-    died = subprocess.run([sys.executable, "-c", opened + SAVER, name], timeout=250, stdin=subprocess.DEVNULL)
-    assert died.returncode == -signal.SIGKILL
+    run_python("-c", opened + SAVER, name, status=-signal.SIGKILL)
     state: dict[str, Any] = {"w": torch.zeros(100_000, dtype=torch.int64), "step": 0}
     with aiockpt.Checkpointer(ShmBackend(name)) as ckpt:
         loaded = ckpt.load(state).result()

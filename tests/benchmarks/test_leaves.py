@@ -1,7 +1,5 @@
 """The cost of a tensor in a load is measured, and printed for each kind of state."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import leaves

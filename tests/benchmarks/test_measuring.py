@@ -1,7 +1,5 @@
 """Parts of the measuring that decide what is cold, equal, lost, or met."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

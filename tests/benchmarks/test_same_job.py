@@ -1,7 +1,5 @@
 """Comparison of scripts: lines are counted as its rule says, and what a run did is read from the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """Each scenario runs, checks what it saved, and notices a contender that loses a byte."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

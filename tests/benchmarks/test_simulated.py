@@ -1,7 +1,5 @@
 """Simulated figures grow as they should, and the cadence holds its own against the best fixed interval."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import msgspec

@@ -1,7 +1,5 @@
 """Smoke run of the main comparison: contenders of each kind, and the floors, at a size whose figures mean nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiockpt.events import Event
+from aiockpt.events import Committed, Event, SaveStarted, SnapshotTaken
 from aiockpt.policies.cadence import Cadence
 from benchmarks.measure.cadence import Kind, Run
+from tests.simulated.simulation import SimulatedClock
 
 
 class Watched(Run):
@@ -33,6 +34,21 @@ class Watched(Run):
         self.events.append(event)
         super()._tell(event)
 
+    @classmethod
+    def whole(cls, seed: int = 0, **options: Any) -> Watched:
+        """Return a run that has ended."""
+        run = cls(seed, **options)
+        run.go()
+        return run
+
     def gaps(self) -> list[int]:
         """Steps from each save to the next."""
         return [later - earlier for earlier, later in zip(self.saved, self.saved[1:], strict=False)]
+
+
+def save(cadence: Cadence, clock: SimulatedClock, step: int, pause_s: float = 0.02) -> None:
+    """Have *cadence* hear of a save that takes that long."""
+    cadence.on_event(SaveStarted(at_ns=clock.now_ns, step=step, bytes=1, tensor_count=1))
+    clock.advance(pause_s)
+    cadence.on_event(SnapshotTaken(at_ns=clock.now_ns, step=step, bytes=1, pause_s=pause_s, copy_s=pause_s))
+    cadence.on_event(Committed(at_ns=clock.now_ns, step=step, bytes=1, seconds=pause_s, generation=1))

@@ -1,6 +1,4 @@
-"""Is a save made each so many minutes, on all ranks in the same step?"""
-
-from __future__ import annotations
+"""Saves each so many minutes, on all ranks in the same step."""
 
 import time
 from pathlib import Path
@@ -9,17 +7,16 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.policies.cadence import Cadence
-from aiockpt.policies.cadence.intervals import parse_duration_s
-from aiockpt.testing.simulation import SimulatedClock
+from aiockpt.units import parse_seconds
 from tests.cadence.test_ranks import members, on_all
-from tests.small_run import SMALL
+from tests.simulated.simulation import SimulatedClock
+from tests.small_run import small_checkpointer
 
 
 def saved_times(every: str, step_s: float, until_s: float, pause_s: float = 0.0) -> list[float]:
     """Return when a run saved whose steps take *step_s*, and each save *pause_s*."""
     clock = SimulatedClock(10**18)
-    cadence = Cadence.by_time(every)
+    cadence = aiockpt.Cadence.by_time(every)
     cadence._now_ns = clock.monotonic_ns
     began_ns, step, times = clock.now_ns, 0, []
     while clock.now_ns - began_ns < until_s * 1e9:
@@ -43,7 +40,7 @@ def test_steps_that_are_longer_than_the_time_are_saved_each() -> None:
 
 
 def test_all_ranks_save_the_same_steps_however_their_clocks_go() -> None:
-    with members(3, make=lambda: Cadence.by_time("2s")) as crew:
+    with members(3, make=lambda: aiockpt.Cadence.by_time("2s")) as crew:
         on_all(crew, lambda member: [member.train(step, step_s=0.05 + 0.01 * (step % 3)) for step in range(400)])
         assert all(member.saved == crew[0].saved for member in crew)
         assert 8 <= len(crew[0].saved) <= 13
@@ -51,7 +48,7 @@ def test_all_ranks_save_the_same_steps_however_their_clocks_go() -> None:
 
 def test_a_checkpointer_takes_a_time_in_place_of_a_number_of_steps(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(8)}
-    with aiockpt.Checkpointer(tmp_path, every="0.2s", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path, every="0.2s") as ckpt:
         saved = []
         for step in range(40):
             if ckpt.step(step, state) is not None:
@@ -64,7 +61,7 @@ def test_a_checkpointer_takes_a_time_in_place_of_a_number_of_steps(tmp_path: Pat
 
 @pytest.mark.parametrize(("given", "seconds"), [("90s", 90), ("30min", 1800), ("1.5h", 5400), (" 2 d ", 172800)])
 def test_a_time_is_a_number_and_a_unit(given: str, seconds: float) -> None:
-    assert parse_duration_s(given) == seconds
+    assert parse_seconds(given) == seconds
 
 
 @pytest.mark.parametrize("given", ["", "soon", "30", "0min", "-1h", "30 fortnights", "1h30"])

@@ -1,10 +1,8 @@
-"""Is what is called usual what a person would call so?"""
-
-from __future__ import annotations
+"""The usual value of measurements, as a person would call it."""
 
 import pytest
 
-from aiockpt.policies.cadence.controller import Recent, StepTimes, WriteTimes
+from aiockpt.policies.cadence.controller import Recent, StepTimes
 
 
 def test_the_first_save_is_forgotten_at_the_second_and_two_outliers_of_five_move_nothing() -> None:
@@ -15,21 +13,6 @@ def test_the_first_save_is_forgotten_at_the_second_and_two_outliers_of_five_move
     for value in (1.0, 50.0, 1.1, 60.0, 0.9):
         recent.add(value)
     assert recent.usual == 1.1
-
-
-@pytest.mark.parametrize(
-    ("beside_another_s", "every_s"),
-    [(20.0, 10.0), (10.0, 5.0), (15.0, 7.5), (9.0, 5.0), (99.0, 10.0)],
-    ids=["share the storage", "do not hinder each other", "in between", "noise below", "slow storage as well"],
-)
-def test_writes_at_once_tell_how_often_the_storage_takes_a_save(beside_another_s: float, every_s: float) -> None:
-    writes = WriteTimes(in_flight=2)
-    for _ in range(3):
-        writes.add(10.0, overlap=1.0)
-    assert writes.storage_s == 0.0
-    for _ in range(3):
-        writes.add(beside_another_s, overlap=2.0)
-    assert writes.storage_s == pytest.approx(every_s)
 
 
 def test_steps_beside_a_save_that_are_slower_within_the_noise_have_lost_nothing() -> None:

@@ -3,8 +3,6 @@
 The exit status is 0 when nothing was found, 1 when something was, 2 for a wrong call. ``--seed S`` repeats one case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -20,6 +18,7 @@ from tests.campaigns import (
     bit_flips,
     cancellations,
     decoders,
+    epoch_ends,
     even_ranks,
     failing_calls,
     histories,
@@ -27,9 +26,11 @@ from tests.campaigns import (
     late_training,
     mutants,
     object_store,
+    peer_memory,
     power_cuts,
     preemptions,
     reads,
+    restarts,
     sigkill,
     sigkill_ranks,
     states,
@@ -47,6 +48,7 @@ CAMPAIGNS = {
         preemptions.RANKS,
         late_training.CAMPAIGN,
         even_ranks.CAMPAIGN,
+        epoch_ends.CAMPAIGN,
         stragglers.CAMPAIGN,
         stragglers.QUIET,
         bit_flips.CAMPAIGN,
@@ -55,6 +57,9 @@ CAMPAIGNS = {
         cancellations.CAMPAIGN,
         object_store.CAMPAIGN,
         reads.CAMPAIGN,
+        peer_memory.CAMPAIGN,
+        restarts.CAMPAIGN,
+        restarts.PROCESSES,
         histories.CAMPAIGN,
         states.CAMPAIGN,
         mutants.CAMPAIGN,

@@ -15,12 +15,12 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, CorruptionError, StepNotFoundError
 from aiockpt.testing.faults import Fault, FaultyFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from
 from tests.file_surgery import ROOT, content, flip, paths
 from tests.inline_process import Process, local
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import run_inline, snapshot
 
 SHAPES = 8
 OLD, NEW = f"{ROOT}/step-00000001/", f"{ROOT}/step-00000002/"

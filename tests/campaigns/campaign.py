@@ -7,13 +7,14 @@ Guarantees:
 - What is counted is what was looked at (states, inputs, flips), not how often the campaign went around.
 """
 
-from __future__ import annotations
-
+import shutil
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -35,6 +36,21 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
+def in_folders(look: Callable[[int, Path], Outcomes]) -> Case:
+    """Return a case that gives *look*, beside the seed, a folder of its own, and removes it."""
+    above = tempfile.TemporaryDirectory(prefix="aiockpt-campaign-")
+
+    def case(seed: int) -> Outcomes:
+        place = Path(above.name) / f"case-{seed}"
+        place.mkdir()
+        try:
+            return look(seed, place)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    return case
+
+
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):
     """One question.
 
@@ -43,12 +59,14 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
         counts: what is counted, in the plural.
         prepare: makes what all cases share, and returns the case.
         smoke_count: the small end, which the tests run.
+        apart: its cases fork, or take long: the tests run it by its command, if at all.
     """
 
     name: str
     counts: str
     prepare: Callable[[], Case]
     smoke_count: int
+    apart: bool = False
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -3,8 +3,6 @@
 A case cancels one of two saves in flight, or a load, after a number of turns drawn at random.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -12,11 +10,11 @@ from contextlib import suppress
 
 from aiockpt import SaveFuture
 from aiockpt.errors import SaveCancelledError
-from aiockpt.testing.simulation import run_inline
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with, load_drawn, load_from
 from tests.campaigns.failing_calls import check_nothing_leaked
 from tests.inline_process import Process, local, states_equal
+from tests.simulated.simulation import run_inline
 
 TURNS = 250
 """More than a save takes."""

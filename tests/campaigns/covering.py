@@ -8,8 +8,6 @@ that it is in and its place there, so that the map outlives changes elsewhere in
 As a pytest plugin this module is the recorder; `coverage` is needed for nothing else here.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

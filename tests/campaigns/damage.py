@@ -9,18 +9,16 @@ The model knows what was saved and what was damaged, and nothing of how the engi
 - what is older may be told, a sound step never is.
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import re
 from collections.abc import Callable, Sequence
 
 from aiockpt.testing.faults import Fault, flip_bit
-from aiockpt.testing.simulated_nodes import Folder
-from aiockpt.testing.simulation import snapshot
 from tests.campaigns.history import OUTAGES, History, Save, folder_of, parse
 from tests.file_surgery import ROOT, content, paths, write
+from tests.simulated.simulated_nodes import Folder
+from tests.simulated.simulation import snapshot
 
 DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA)
 

@@ -3,8 +3,6 @@
 A target's `decode` says whether the bytes were accepted; what it raises besides our errors is a finding.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable

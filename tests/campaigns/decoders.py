@@ -4,8 +4,6 @@ A case is a run of inputs for one decoder: found by coverage with atheris (libFu
 its own, because it ends its process; made by mutation else. Both start from the same valid documents.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random
@@ -96,4 +94,4 @@ def _case(look: Callable[[Target, int], Outcomes]) -> Case:
 
 
 MUTATED = Campaign(name="decoders", counts="inputs", prepare=prepare_mutated, smoke_count=2000)
-GUIDED = Campaign(name="guided-decoders", counts="inputs", prepare=prepare_guided, smoke_count=0)
+GUIDED = Campaign(name="guided-decoders", counts="inputs", prepare=prepare_guided, smoke_count=0, apart=True)

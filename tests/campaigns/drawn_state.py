@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from aiockpt.runtime.world import Files
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import run_inline
 from tests.inline_process import Process, local, states_equal
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import run_inline
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 MAX_TENSORS = 5

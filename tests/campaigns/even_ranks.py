@@ -6,8 +6,6 @@ same number of batches and be in the same epoch; without ``drop_last`` each samp
 makes ranks even; with it no batch is short. Each round counts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -15,12 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiockpt
-from aiockpt.data.sampler import ShardedSampler
 from tests.campaigns.campaign import Campaign, Outcomes
 
 MOST_RANKS, MOST_SAMPLES, MOST_BATCH = 6, 70, 9
 Loader = aiockpt.Loader[list[int]]
-make_sampler: Callable[..., ShardedSampler] = ShardedSampler
+make_sampler: Callable[..., aiockpt.ShardedSampler] = aiockpt.ShardedSampler
 """What is tried; the tests see that one that is uneven is found."""
 
 

@@ -4,20 +4,18 @@ A case saves a step over a committed one, or loads, while faults drawn at random
 errno, without effect or after it, once or from then on, short transfers, and bits that flip on the way from the disk.
 """
 
-from __future__ import annotations
-
 import errno
 import random
 from collections import Counter
 
 from aiockpt.errors import CheckpointError
 from aiockpt.testing.faults import Fault, FaultyFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import crash_states, snapshot
-from aiockpt.testing.virtual_time import run_virtually
 from tests.campaigns.campaign import Campaign, Outcomes, noted
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from, load_told
 from tests.inline_process import Process, local
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import crash_states, snapshot
+from tests.simulated.virtual_time import run_virtually
 
 ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR,

@@ -8,8 +8,6 @@ new process does. Some looks then list, load by number, prune and save on the da
 well, and load again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Awaitable
@@ -19,14 +17,14 @@ from aiockpt.format.names import parse_step
 from aiockpt.options import Retention
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.testing.faults import FaultyFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import snapshot
 from aiockpt.tools.cli.survey import find_valid
 from tests.campaigns.campaign import Campaign, Outcomes, noted
 from tests.campaigns.damage import DAMAGES, Scene
 from tests.campaigns.history import STEPS, History, Save, load_value, parse, run_quickly, state_of
 from tests.file_surgery import content
 from tests.inline_process import Process, local
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import snapshot
 
 LOOKS = 16
 JOBS = 4

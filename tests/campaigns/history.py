@@ -23,11 +23,11 @@ from aiockpt import LoadResult
 from aiockpt.errors import CheckpointError, StepNotFoundError
 from aiockpt.options import Retention
 from aiockpt.testing.faults import Fault, FaultyFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import SimulatedClock
 from tests import inline_process
 from tests.file_surgery import ROOT, content, paths
 from tests.inline_process import local
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import SimulatedClock
 
 T = TypeVar("T")
 STEPS = (1, 2, 3, 4)

@@ -6,8 +6,6 @@ is loaded all the same is what the manifest may say: its values are the attacker
 checked blocks.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import tracemalloc
@@ -16,12 +14,12 @@ from collections import Counter
 from aiockpt.errors import CheckpointError
 from aiockpt.format.document import seal, unseal
 from aiockpt.testing.recording import RecordingFiles
-from aiockpt.testing.simulation import run_inline
 from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
 from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with
 from tests.campaigns.mutations import change_document, is_object
 from tests.file_surgery import ROOT, content, replaced
 from tests.inline_process import Process, local
+from tests.simulated.simulation import run_inline
 
 SHAPES = 8
 MAX_SECONDS, MAX_BYTES = 20.0, 64 << 20
@@ -47,8 +45,8 @@ def load(files: RecordingFiles, shape: DrawnShape, *, newest: bool) -> str:
 
 
 def check_opened(files: RecordingFiles, attempt: str) -> None:
-    """Fail when anything was opened but the folders above, the step's records, a reader's lease and the attempt's data."""
-    allowed = (f"{STEP}/a-{attempt}/", MANIFEST, f"{STEP}/lease-", f"{STEP}/.tmp-")
+    """Fail when anything was opened but the folders above, the hint, records of the step, a lease and the attempt's data."""
+    allowed = (f"{ROOT}/LATEST", f"{STEP}/a-{attempt}/", MANIFEST, f"{STEP}/lease-", f"{STEP}/.tmp-")
     for call in files.calls:
         inside = call.path in (ROOT, STEP, "/") or call.path.startswith(allowed)
         assert call.verb == "close" or inside, str(call)

@@ -7,14 +7,10 @@ the loader still gives: then each sample was trained once in each epoch. The nex
 another number of ranks and of workers. Each kill counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -30,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import aiockpt
-from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.campaigns.sigkill import RAISED, in_child
 from tests.inline_process import TINY
 
@@ -248,35 +244,30 @@ def kill_at_random(lives: Sequence[Callable[[Callable[[], object]], int]], after
     return any(map(os.WIFSIGNALED, ends))
 
 
+def look(seed: int, place: Path) -> Outcomes:
+    """Kill a training again and again, until all is trained; look at it after each kill."""
+    dice = random.Random(seed)
+    root, outcomes = place / "run", Counter[str]()
+    streamed = dice.random() < 0.5
+    sizes: list[int] = []
+    with noted(lambda: f"{'a stream' if streamed else 'a sampler'} on {sizes} ranks"):
+        for number in range(MOST_LIVES):
+            sizes.append(dice.choice((1, 1, 1, 2, 3)))
+            job = partial(live, root, place / f"store-{number}", sizes[-1], streamed, seed * 10 + number)
+            ranks = [partial(job, rank) for rank in range(sizes[-1])]
+            killed = kill_at_random(ranks, dice.random() * MOST_LIFE_S, early=dice.random() < 0.2)
+            _, verdict = in_child(partial(judge, root, streamed))
+            outcomes[_describe(killed, verdict)] += killed
+            if verdict == ALL_TRAINED:
+                break
+    return +outcomes
+
+
 def prepare() -> Case:
-    """Find a folder for all cases, and import here what each life would import anew."""
+    """Import here what each life would import anew."""
     for name in NEEDED:
         import_module(name)
-    folder = tempfile.TemporaryDirectory(prefix="aiockpt-late-training-")
-
-    def case(seed: int) -> Outcomes:
-        dice = random.Random(seed)
-        root, outcomes = Path(folder.name) / f"run-{seed}", Counter[str]()
-        streamed = dice.random() < 0.5
-        sizes: list[int] = []
-        try:
-            with noted(lambda: f"{'a stream' if streamed else 'a sampler'} on {sizes} ranks"):
-                for number in range(MOST_LIVES):
-                    sizes.append(dice.choice((1, 1, 1, 2, 3)))
-                    job = partial(
-                        live, root, root.with_name(f"store-{seed}-{number}"), sizes[-1], streamed, seed * 10 + number
-                    )
-                    ranks = [partial(job, rank) for rank in range(sizes[-1])]
-                    killed = kill_at_random(ranks, dice.random() * MOST_LIFE_S, early=dice.random() < 0.2)
-                    _, verdict = in_child(partial(judge, root, streamed))
-                    outcomes[_describe(killed, verdict)] += killed
-                    if verdict == ALL_TRAINED:
-                        break
-        finally:
-            shutil.rmtree(root, ignore_errors=True)
-        return +outcomes
-
-    return case
+    return in_folders(look)
 
 
 def _describe(killed: bool, verdict: int) -> str:
@@ -291,4 +282,4 @@ def _describe(killed: bool, verdict: int) -> str:
     return outcomes[verdict] if killed else "done before its killer"
 
 
-CAMPAIGN = Campaign(name="late-training", counts="kills", prepare=prepare, smoke_count=5)
+CAMPAIGN = Campaign(name="late-training", counts="kills", prepare=prepare, smoke_count=5, apart=True)

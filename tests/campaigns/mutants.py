@@ -12,8 +12,6 @@ Guarantees:
   `BUDGET_S`, from every file some. No test at all runs it: that is a survivor as well.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import importlib.util
@@ -222,4 +220,4 @@ def prepare(root: Path = covering.ROOT, modules: Iterable[str] = MODULES, path: 
     return Mutants(root, modules, covering.load_map(path)).case
 
 
-CAMPAIGN = Campaign(name="mutants", counts="mutants", prepare=prepare, smoke_count=3)
+CAMPAIGN = Campaign(name="mutants", counts="mutants", prepare=prepare, smoke_count=3, apart=True)

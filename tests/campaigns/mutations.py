@@ -4,8 +4,6 @@ Pure and seeded; what a coverage-guided fuzzer would not guess (a value of the r
 here, and what nobody would guess comes from the fuzzer.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from copy import deepcopy

@@ -167,10 +167,15 @@ def find(entry: Entry, among: Sequence[tuple[Entry, Mutation]]) -> Mutation | st
 
 
 def today(test: str, root: Path) -> str:
-    """Return the node id of *test* where its file lies now: base names of test files are unique."""
-    file, colons, rest = test.partition("::")
+    """Return the node id of *test*, with all of its cases, where its file lies now; "" where it is gone, or renamed.
+
+    Base names of test files are unique.
+    """
+    file, _, rest = test.partition("::")
+    name = rest.partition("[")[0]
     found = [root / file] if (root / file).exists() else list(root.glob(f"tests/**/{Path(file).name}"))
-    return f"{found[0].relative_to(root).as_posix()}{colons}{rest}" if found else ""
+    is_there = found and f"def {name.rpartition('::')[2]}(" in found[0].read_text()
+    return f"{found[0].relative_to(root).as_posix()}::{name}" if is_there else ""
 
 
 def attempt(

@@ -3,8 +3,6 @@
 What a rule holds for is counted with its reason, and not tried.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ and crashes of the client. Time is simulated and leaps. Afterwards another clien
 what is there.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -19,7 +17,10 @@ import msgspec
 from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError, CommitConflictError, ObjectExistsError
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from aiockpt.testing.object_troubles import (
+from tests.campaigns.campaign import Campaign, Outcomes
+from tests.campaigns.drawn_state import DrawnShape, load_drawn
+from tests.inline_process import Process
+from tests.simulated.object_troubles import (
     CRASHES,
     LASTING,
     TRANSIENT,
@@ -31,13 +32,10 @@ from aiockpt.testing.object_troubles import (
     Troubles,
     applies_to,
 )
-from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
-from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
-from aiockpt.testing.virtual_time import run_virtually
-from tests.campaigns.campaign import Campaign, Outcomes
-from tests.campaigns.drawn_state import DrawnShape, load_drawn
-from tests.inline_process import Process
+from tests.simulated.objects_client import ClientCrashedError, ObjectsBackend
+from tests.simulated.simulated_objects import ObjectStore
+from tests.simulated.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from tests.simulated.virtual_time import run_virtually
 
 POLICY = RetryPolicy(attempts=30, deadline_s=900.0, slowest_bytes_per_s=1 << 20)
 """So many attempts that troubles which pass never win: what fails then is a finding."""

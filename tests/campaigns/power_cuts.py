@@ -2,12 +2,10 @@
 
 A case is a job that is started, saves, saves again, deletes and prunes, on a disk that may have lived through a cut
 already. The power is cut at calls drawn at random, and the disk keeps what it likes of what was not flushed, in torn
-sectors (`aiockpt.testing.simulation.crash_states`). What is then found must be the steps that the acknowledged operations
+sectors (`tests.simulated.simulation.crash_states`). What is then found must be the steps that the acknowledged operations
 make, each of those that still ran done or not done: every step's values, which is the newest, and nothing besides but the
 steps that a reader held when the power went.
 """
-
-from __future__ import annotations
 
 import itertools
 import random
@@ -20,12 +18,12 @@ from aiockpt.errors import StepNotFoundError
 from aiockpt.format.names import step_id
 from aiockpt.options import Retention
 from aiockpt.testing.recording import RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import crash_states, replay, run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
 from tests.file_surgery import fingerprint, paths
 from tests.inline_process import Process, local
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import crash_states, replay, run_inline, snapshot
 
 STEPS = (1, 2, 3)
 ROUNDS = 3

@@ -7,16 +7,12 @@ signal came. In some cases the run is killed a moment after the signal, as where
 until then, if it did, is there, and else an older step, whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
 import random
-import shutil
 import signal
 import struct
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -27,7 +23,7 @@ import torch
 import torch.distributed
 
 import aiockpt
-from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.campaigns.sigkill import NEVER_SAVED, RAISED, fork, in_child
 from tests.campaigns.sigkill_ranks import load, state_of
 from tests.inline_process import TINY
@@ -52,7 +48,7 @@ class Plan:
         dice = random.Random(seed)
         self.every = dice.choice((7, 40, 1000))
         self.number = dice.choice((signal.SIGTERM, signal.SIGUSR1))
-        self.recent_s = dice.choice((0.0, None))
+        self.recent_s = dice.choice((0.0, 60.0))
         self.worker = "process" if world_size == 1 and dice.random() < 0.1 else "thread"
         ranks = sorted(dice.sample(range(world_size), dice.randint(1, world_size)))
         self.told = sorted((dice.random() * 0.4, rank) for rank in ranks)
@@ -163,19 +159,16 @@ def tell_and_look(place: Path, plan: Plan, world_size: int) -> str:
 
 def prepare(world_size: int) -> Case:
     """Return the cases of a run of so many ranks."""
-    folder = tempfile.TemporaryDirectory(prefix="aiockpt-preemptions-")
 
-    def case(seed: int) -> Outcomes:
-        place, plan = Path(folder.name) / f"case-{seed}", Plan(seed, world_size)
-        place.mkdir()
-        try:
-            with noted(lambda: f"{vars(plan)}"):
-                return Counter({tell_and_look(place, plan, world_size): 1})
-        finally:
-            shutil.rmtree(place)
+    def look(seed: int, place: Path) -> Outcomes:
+        plan = Plan(seed, world_size)
+        with noted(lambda: f"{vars(plan)}"):
+            return Counter({tell_and_look(place, plan, world_size): 1})
 
-    return case
+    return in_folders(look)
 
 
-CAMPAIGN = Campaign(name="preemptions", counts="signals", prepare=partial(prepare, 1), smoke_count=4)
-RANKS = Campaign(name="preemptions-ranks", counts="jobs told", prepare=partial(prepare, WORLD_SIZE), smoke_count=4)
+CAMPAIGN = Campaign(name="preemptions", counts="signals", prepare=partial(prepare, 1), smoke_count=4, apart=True)
+RANKS = Campaign(
+    name="preemptions-ranks", counts="jobs told", prepare=partial(prepare, WORLD_SIZE), smoke_count=4, apart=True
+)

@@ -10,8 +10,6 @@ retried; alone, with checksums, or with other copies of the step to go on with.
   would not be inverted in the end.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,11 +28,11 @@ from aiockpt.storage.backend import Backend, Reader, Seen
 from aiockpt.storage.forwarding import Forwarding, ForwardingReader
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.transfer import cut_views, walk
-from aiockpt.testing.simulation import SimulatedClock, simulated_world
-from aiockpt.testing.virtual_time import run_virtually
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.sabotaged_clients import HONEST, LYING, READERS, Saboteur, small_pieces
 from tests.inline_process import Process
+from tests.simulated.simulation import SimulatedClock, simulated_world
+from tests.simulated.virtual_time import run_virtually
 
 READS = 12
 """In a case, one after the other."""
@@ -204,8 +202,8 @@ class Sabotage:
         async def others() -> Sequence[StepCopy]:
             return places[1:]
 
-        fetcher = Fetcher(places[0].backend, places[0].manifest, (), read_bytes=8192, elsewhere=others)
-        return lambda offset, into: fetcher.fetch_span(0, offset, into), fetcher.close
+        fetcher = Fetcher(places[0].backend, places[0].manifest, read_bytes=8192, elsewhere=others)
+        return lambda offset, into: fetcher.fetch_span(0, offset, into, header=True), fetcher.close
 
     async def try_range(self, read: Read) -> None:
         """Read a range; what comes without an error is right."""

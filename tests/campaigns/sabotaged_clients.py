@@ -1,7 +1,5 @@
 """Readers of every backend on clients that answer as a `Saboteur` says: the seam is the library below each of them."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -29,8 +27,8 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Reader, Seen
 from aiockpt.storage.transfer import cut_views
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import SimulatedClock
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import SimulatedClock
 
 HONEST = ("short", "broken", "refused", "slow", "long")
 LYING = (*HONEST, "wrong", "repeated")

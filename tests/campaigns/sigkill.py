@@ -5,8 +5,6 @@ loads, and another saves on. The killer's calls are swept: any run of consecutiv
 Run it in a process without threads (the command line is one): a fork takes only its own thread along.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -21,7 +19,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.inline_process import TINY, states_equal, tiny_state
 
 RAISED, NEVER_SAVED = 255, 254
@@ -83,42 +81,37 @@ def count_calls(folder: Path) -> int:
     return files.call_count
 
 
-def kill_and_look(base: Path, root: Path, kills: list[int]) -> str:
-    """Save on a copy of *base*, killed at each of *kills* in turn, and look; return what came of it."""
-    shutil.copytree(base, root)
-    try:
-        killed = False
-        for at in kills:
-            killed, status = in_child(lambda: save(root, SECOND, at))  # noqa: B023  it runs at once
-            assert status == 0, f"the save returned {status}"
-        _, found = in_child(lambda: load(root))
-        assert found in ((FIRST, SECOND) if killed else (SECOND,)), f"killed {killed}, then loaded {found}"
-        _, status = in_child(lambda: save(root, LAST, None))
-        assert status == 0, f"saving on returned {status}"
-        _, newest = in_child(lambda: load(root))
-        assert newest == LAST, f"saved on, then loaded {newest}"
-    finally:
-        shutil.rmtree(root)
+def kill_and_look(root: Path, kills: list[int]) -> str:
+    """Save a second step in *root*, killed at each of *kills* in turn, and look; return what came of it."""
+    killed = False
+    for at in kills:
+        killed, status = in_child(lambda: save(root, SECOND, at))  # noqa: B023  it runs at once
+        assert status == 0, f"the save returned {status}"
+    _, found = in_child(lambda: load(root))
+    assert found in ((FIRST, SECOND) if killed else (SECOND,)), f"killed {killed}, then loaded {found}"
+    _, status = in_child(lambda: save(root, LAST, None))
+    assert status == 0, f"saving on returned {status}"
+    _, newest = in_child(lambda: load(root))
+    assert newest == LAST, f"saved on, then loaded {newest}"
     return f"killed, {found} is there" if killed else "outlived its killer"
 
 
 def prepare() -> Case:
     """Save a first step in a temporary folder and count the calls of a second: that is where the cases start from."""
     folder = tempfile.TemporaryDirectory(prefix="aiockpt-sigkill-")
-    base = Path(folder.name) / "base"
     _, calls = in_child(lambda: count_calls(Path(folder.name) / "counted"))
     assert 0 < calls < RAISED, f"{calls} calls"
-    assert in_child(lambda: save(base, FIRST, None)) == (False, 0)
+    assert in_child(lambda: save(Path(folder.name) / "base", FIRST, None)) == (False, 0)
 
-    def case(seed: int) -> Outcomes:
+    def look(seed: int, place: Path) -> Outcomes:
         dice = random.Random(seed)
         kills = [dice.randint(1, calls) for _ in range(dice.choice((0, 0, 0, 1, 2)))]
         kills.append(1 + seed * SPREAD % calls)
+        shutil.copytree(Path(folder.name) / "base", place / "run")
         with noted(lambda: f"killed at calls {kills} of {calls}"):
-            outcome = kill_and_look(base, Path(folder.name) / f"run-{seed}", kills)
-        return Counter({outcome: len(kills)})
+            return Counter({kill_and_look(place / "run", kills): len(kills)})
 
-    return case
+    return in_folders(look)
 
 
-CAMPAIGN = Campaign(name="sigkill", counts="kills", prepare=prepare, smoke_count=16)
+CAMPAIGN = Campaign(name="sigkill", counts="kills", prepare=prepare, smoke_count=16, apart=True)

@@ -5,8 +5,6 @@ deadlines: with the step committed, or with an error. Then a fresh process loads
 job of all ranks saves on. Seeds sweep ranks and calls; rank 0 between the last receipt and the manifest is among them.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections import Counter
@@ -22,7 +20,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, SPREAD, end_of, fork, in_child
 from tests.inline_process import TINY
 
@@ -89,17 +87,14 @@ def prepare() -> Case:
     first = Path(folder.name)
     assert save_with_ranks(first / "base", first / "store", FIRST, 0, None) == [(False, 0)] * WORLD_SIZE
 
-    def case(seed: int) -> Outcomes:
-        place = Path(folder.name)  # which is removed when nobody asks for it any more
-        root, victim, kill_at = place / f"run-{seed}", seed % WORLD_SIZE, 1 + seed // WORLD_SIZE * SPREAD % MOST_CALLS
-        shutil.copytree(place / "base", root)
-        try:
-            with noted(lambda: f"rank {victim} killed at call {kill_at}"):
-                return Counter({kill_and_look(root, place / f"store-{seed}", victim, kill_at): 1})
-        finally:
-            shutil.rmtree(root)
+    def look(seed: int, place: Path) -> Outcomes:
+        victim, kill_at = seed % WORLD_SIZE, 1 + seed // WORLD_SIZE * SPREAD % MOST_CALLS
+        # The base is removed when nobody asks for its folder any more.
+        shutil.copytree(Path(folder.name) / "base", place / "run")
+        with noted(lambda: f"rank {victim} killed at call {kill_at}"):
+            return Counter({kill_and_look(place / "run", place / "store", victim, kill_at): 1})
 
-    return case
+    return in_folders(look)
 
 
 MOST_CALLS = 130
@@ -125,4 +120,4 @@ def kill_and_look(root: Path, store: Path, victim: int, kill_at: int) -> str:
     return f"{who} killed, {'the others committed' if 0 in others else 'given up'}, {found} is there"
 
 
-CAMPAIGN = Campaign(name="sigkill-ranks", counts="kills", prepare=prepare, smoke_count=4)
+CAMPAIGN = Campaign(name="sigkill-ranks", counts="kills", prepare=prepare, smoke_count=4, apart=True)

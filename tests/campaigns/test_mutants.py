@@ -1,7 +1,5 @@
 """Planted mistakes are told apart: those that a test notices, those that none does, and those that need no test."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The list of mutants that a rebuilding must not let live: drawn the same again, found again, tried again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -10,8 +10,6 @@ another by now. A fork gives the functions that were imported the new code, and 
 done. So a run takes the seconds of its tests, and no import or collection.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

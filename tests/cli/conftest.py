@@ -1,16 +1,13 @@
 """The command line, run in this process on small checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 
-import aiockpt
 from aiockpt.tools.cli.main import main
 from tests.cli.small_checkpoints import Command, Outcome, save
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a root with the steps 100, 200 and 300 of one run, the second verified. Nobody changes it."""
     root = tmp_path_factory.mktemp("cli") / "run"
     save(root, [100, 200, 300])
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.verify(200).result()
     return root
 

@@ -1,7 +1,5 @@
 """Small checkpoints that an operator meets, and ways to damage them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 DAY_S = 86400.0
 ATTEMPT = "a-00112233aabb"
@@ -50,7 +48,7 @@ def make_state(value: float) -> dict[str, Any]:
 
 def save(root: Path, steps: list[int], load: int | None = None) -> None:
     """Save *steps* as one run, that went on from *load*."""
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         if load is not None:
             ckpt.load(make_state(0), load).result()
         for step in steps:
@@ -108,7 +106,7 @@ def save_partly(root: Path) -> None:
     model["lora"](torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "note": "x"}
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.save(1, state).result()
         for step in (2, 3):
             ckpt.save(step, state, only=aiockpt.trainable(), exclude=["optimizer", "note"]).result()

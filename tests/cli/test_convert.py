@@ -1,7 +1,5 @@
 """`aiockpt convert`: weights out of a step and into one, from the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from aiockpt.errors import UsageError
 from aiockpt.tools.cli.commands.app import parse_size
 from tests.cli.small_checkpoints import Command
 from tests.convert.small_models import Tied, all_same, load_folder, save_model
-from tests.convert.snapshot_states import WRITTEN
 
 
 @pytest.fixture
@@ -155,7 +152,12 @@ def test_sizes_are_read_as_hugging_face_writes_them() -> None:
             parse_size(text)
 
 
-def test_a_snapshot_of_torchsnapshot_becomes_a_step(aiockpt_command: Command, tmp_path: Path) -> None:
-    done = aiockpt_command("convert", WRITTEN / "two", tmp_path / "steps", "--step", "3", "--json").json()
-    assert (done["step"], done["tensor_count"]) == (3, 12)
-    assert aiockpt_command("verify", tmp_path / "steps").status == 0
+def test_a_file_of_torch_is_written_for_a_name_that_is_one(
+    aiockpt_command: Command, models: Path, tmp_path: Path
+) -> None:
+    outcome = aiockpt_command("convert", models, tmp_path / "out.pt", "--step", 1)
+    assert (outcome.status, "for torch" in outcome.out) == (0, True), outcome.err
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() >= {"model", "optimizer"}
+    assert aiockpt_command("convert", models, tmp_path / "out.pt").status == 2
+    assert aiockpt_command("convert", models, tmp_path / "a.bin", "--to", "torch", "--dtype", "bfloat16").status == 2
+    assert aiockpt_command("convert", tmp_path / "out.pt", tmp_path / "back", "--step", 4).status == 0

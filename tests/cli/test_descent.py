@@ -1,7 +1,5 @@
 """Descent of steps, and how it is drawn."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

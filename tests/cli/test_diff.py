@@ -1,7 +1,5 @@
 """Differences of two tensors, and of two steps."""
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -16,13 +14,12 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import StorageError
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.tools.cli import diff
 from aiockpt.tools.cli.diff import LeafChange, Progress, diff_steps, measure_difference
 from tests.cli.small_checkpoints import data_file, flip, make_state
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 EVERY_DTYPE = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
@@ -117,7 +114,7 @@ def test_what_came_went_or_changed_its_shape_is_told_without_reading_it(made: Pa
     state["extra"] = [1.5]
     state["own"] = aiockpt.per_rank({"seed": 6})
     del state["also tied"], state["layers"]["2"], state["name"]
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, make_state(100)).result()
         ckpt.save(2, state, user="me").result()
     found = compare(tmp_path / "run", 1, 2)
@@ -158,7 +155,7 @@ def test_a_lease_guards_the_step_while_it_is_read_and_is_gone_afterwards(root: P
 def test_a_place_that_may_only_be_read_is_read_without_a_lease(root: Path) -> None:
     class ReadOnly(RecordingBackend):
         async def put(self, key: str, data: bytes) -> None:
-            raise StorageError("read-only file system")
+            raise aiockpt.StorageError("read-only file system")
 
     backend = ReadOnly(LocalBackend(root))
     assert compare(backend, 100, 200)["tied"].kind == "changed"

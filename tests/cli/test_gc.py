@@ -1,7 +1,5 @@
 """``aiockpt gc``: of dead runs below a folder the newest step stays, and of runs that may live everything does."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -13,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import aiockpt
 from tests.cli.small_checkpoints import Command, data_file, make_older, save, save_aged, snapshot_of
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 
 def steps(root: Path) -> list[int]:
@@ -65,7 +62,7 @@ def test_yes_leaves_the_newest_step_of_dead_runs_and_what_is_not_theirs(aiockpt_
     assert by_name(runs, done.json()) == found
     assert [steps(runs / name) for name in ("a", "team/b c/d", "young")] == [[3], [3], [1, 2, 3]]
     assert (runs / "data" / "step-5" / "mine.bin").exists()
-    with aiockpt.Checkpointer(runs / "a", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(runs / "a") as ckpt:
         assert ckpt.verify().result().step == 3
     again = aiockpt_command("gc", runs, "--yes")
     assert (again.status, "nothing to delete of 3 runs" in again.out) == (0, True)
@@ -118,7 +115,7 @@ def test_a_run_that_fell_silent_long_ago_is_dead(aiockpt_command: Command, runs:
 
 @pytest.mark.parametrize("keep", [("--keep", 1), ("--keep", 0, "--all")])
 def test_a_run_with_a_held_step_is_left_alone(aiockpt_command: Command, runs: Path, keep: tuple[object, ...]) -> None:
-    with aiockpt.Checkpointer(runs / "a", limits=aiockpt.Limits(io=SMALL)) as ckpt, ckpt.hold(1):
+    with small_checkpointer(runs / "a") as ckpt, ckpt.hold(1):
         time.sleep(1.1)  # by the storage's clock: so the lease is older than what counts as dead
         (run,) = aiockpt_command("gc", runs / "a", "--older-than", "1s", *keep, "--yes", "--json").json()["runs"]
     assert "step 1: it is held by process" in run["stays"]
@@ -174,7 +171,7 @@ def test_runs_in_a_bucket_are_found_below_a_prefix(
 ) -> None:
     aws_environment.setenv("AWS_ENDPOINT_URL", moto)
     for name in ("a", "team/b"):
-        with aiockpt.Checkpointer(f"{s3_url}/{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(f"{s3_url}/{name}") as ckpt:
             for step in (1, 2):
                 ckpt.save(step, {"x": step}).result()
     young = aiockpt_command("gc", s3_url, "--yes", "--json").json()["runs"]
@@ -185,5 +182,5 @@ def test_runs_in_a_bucket_are_found_below_a_prefix(
     done = aiockpt_command("gc", f"{s3_url}/team", "--older-than", "1s", "--yes", "--json")
     assert (done.status, [run["kept"] for run in done.json()["runs"]]) == (0, [[2]])
     for name, left in (("a", [2, 1]), ("team/b", [2])):
-        with aiockpt.Checkpointer(f"{s3_url}/{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(f"{s3_url}/{name}") as ckpt:
             assert [info.step for info in ckpt.steps().result()] == left

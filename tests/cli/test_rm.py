@@ -1,23 +1,18 @@
 """``aiockpt rm``: one step or the run goes, after a question, and nothing that is not ours."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
-import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import SHARED_MEMORY
+from aiockpt.pipeline.collect import plan_removal, remove
 from tests.cli.small_checkpoints import Command, snapshot_of
-from tests.small_run import SMALL
-
-
-def steps(root: object) -> list[int]:
-    with aiockpt.Checkpointer(str(root), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        return [info.step for info in ckpt.steps().result()]
+from tests.small_run import small_checkpointer, steps
 
 
 class Person:
@@ -56,7 +51,7 @@ def test_the_question_is_asked_and_the_newest_step_is_named(
 @pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}")
 def test_what_a_job_left_in_shared_memory_is_removed(aiockpt_command: Command) -> None:
     name = f"test-{uuid.uuid4().hex}"
-    with aiockpt.Checkpointer(f"shm://{name}", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(f"shm://{name}") as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.ones(5)}).result()
     assert aiockpt_command("rm", f"shm://{name}", 1, "-y").status == 0
@@ -67,11 +62,6 @@ def test_what_a_job_left_in_shared_memory_is_removed(aiockpt_command: Command) -
 
 
 def test_a_removal_that_is_interrupted_leaves_the_newest_steps(root: Path) -> None:
-    import anyio
-
-    from aiockpt.backends.local import LocalBackend
-    from aiockpt.pipeline.collect import plan_removal, remove
-
     class Stopped(Exception):  # noqa: N818
         pass
 

@@ -4,8 +4,6 @@ A scene changes a run with the steps 100, 200 (verified) and 300, and yields com
 the folder that it is in. The output is compared with ``transcripts/<scene>.txt``; ``ACCEPT=1`` in the environment writes it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints with weights to convert."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,4 @@
-"""Are two states the same, bit by bit?"""
-
-from __future__ import annotations
+"""The comparison of two states, bit by bit."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models with what makes a conversion hard, and ways to compare what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-import aiockpt
 from aiockpt.convert import Converted, from_hugging_face, to_hugging_face
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 DEADLINE_S = 250
 
@@ -34,24 +31,36 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def save_state(root: Path | str, state: dict[str, Any], step: int = 1) -> None:
+    with small_checkpointer(root) as ckpt:
+        ckpt.save(step, state).result(DEADLINE_S)
+
+
 def save_model(root: Path | str, step: int, seed: int = 1) -> Tied:
     """Save a model beside an optimizer and values; return it."""
     model = Tied(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.dtype == torch.float32])
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(step, {"model": model, "optimizer": optimizer, "epoch": 3}).result(DEADLINE_S)
+    save_state(root, {"model": model, "optimizer": optimizer, "epoch": 3}, step)
+    return model
+
+
+def load_model(root: Path | str) -> Tied:
+    """Return a model that was filled from the newest step."""
+    model = Tied(seed=9)
+    with small_checkpointer(root) as ckpt:
+        ckpt.load({"model": model}).result(DEADLINE_S)
     return model
 
 
 def export(root: Path | str, folder: Any, **options: Any) -> Converted:
     """Convert a step to a folder, through windows of 32 KiB."""
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         return to_hugging_face(ckpt, folder, **options).result(DEADLINE_S)
 
 
 def take_in(root: Path | str, folder: Any, **options: Any) -> Converted:
     """Convert a folder to a step, through windows of 16 KiB."""
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         return from_hugging_face(ckpt, folder, **options).result(DEADLINE_S)
 
 

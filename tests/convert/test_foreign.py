@@ -1,6 +1,4 @@
-"""Do checkpoints that others wrote come back bit by bit, as steps and in live objects, and can a bad one do no harm?"""
-
-from __future__ import annotations
+"""Checkpoints that others wrote, bit by bit, as steps and in live objects; a bad one does no harm."""
 
 import os
 import pickle
@@ -9,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import aiockpt
-from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step, write_dcp
+from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step, write_dcp, write_torch
 from aiockpt.errors import CorruptionError, StateMismatchError, StepExistsError, UsageError
 from aiockpt.runtime.world import OsFiles
 from tests.cli.small_checkpoints import flip
@@ -386,6 +385,58 @@ def test_extra_state_with_tensors_and_keys_with_dots_go_to_dcp_and_names_that_be
         with pytest.raises(UsageError, match=r"two names of the state are one in DCP.* a\.b.*: rename one"):
             write_dcp(ckpt, tmp_path / "other")
         assert not (tmp_path / "other").exists()
+
+
+def test_a_restricted_torch_load_opens_what_a_step_became(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    plain = {
+        "lr": np.float32(0.5),
+        "many": set(range(9000)),
+        "t": (1, torch.ones(2, dtype=torch.bfloat16)),
+        "none": None,
+    }
+    odd = {"path": Path("/data"), "rng": aiockpt.RNG()}
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "plain": {**plain, **odd}}
+    state["tied"] = dict(model.named_parameters())["0.weight"]
+    file = tmp_path / "new" / "step.pt"
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(7, state).result()
+        assert write_torch(ckpt, file) == ("plain.rng", "plain.path")
+        with pytest.raises(UsageError, match="--force"):
+            write_torch(ckpt, file)
+        with pytest.raises(UsageError, match=r"one file of torch\.save"):
+            write_torch(ckpt, tmp_path)
+        write_torch(ckpt, file, step=7, replace=True)
+    found = torch.load(file, weights_only=True)
+    assert_same(found["plain"], {**plain, "lr": 0.5, "rng": None})
+    assert found["tied"].data_ptr() == found["model"]["0.weight"].data_ptr()
+    other, other_optimizer = trained(1)
+    other_schedule = torch.optim.lr_scheduler.CosineAnnealingLR(other_optimizer, 10)
+    for live, name in ((other, "model"), (other_optimizer, "optimizer"), (other_schedule, "schedule")):
+        live.load_state_dict(found[name])
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+    assert other_schedule.state_dict() == schedule.state_dict()
+    assert [path.name for path in file.parent.iterdir()] == ["step.pt"]
+
+
+def test_a_damaged_step_becomes_no_file_of_torch(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(1, {"x": torch.ones(20_000)}).result()
+        (data,) = tmp_path.glob("steps/step-00000001/a-*/d/*.safetensors")
+        flip(data, 70_000)
+        with pytest.raises(CorruptionError):
+            write_torch(ckpt, tmp_path / "out" / "step.pt")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_long_list_is_a_list_in_a_folder_of_dcp(tmp_path: Path) -> None:
+    state = {"set": set(range(9000)), "pair": (tuple(range(9000)), 1), "bytes": bytes(300_000), "x": torch.ones(1)}
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(1, state).result()
+        write_dcp(ckpt, tmp_path / "dcp")
+    assert_same(open_checkpoint(tmp_path / "dcp").state, state)
 
 
 def test_a_conjugated_tensor_is_read_with_its_conjugation(tmp_path: Path) -> None:

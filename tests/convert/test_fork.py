@@ -1,7 +1,5 @@
 """A run begun from what another program wrote: filled once, told in its manifests, and resumed from its own steps."""
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import aiockpt
 from aiockpt.convert import to_hugging_face
-from aiockpt.errors import CorruptionError, StateMismatchError, UsageError
 from tests.convert.test_foreign import trained
 from tests.ranks.crew import Crew
 
@@ -114,7 +111,7 @@ def test_what_a_foreign_checkpoint_cannot_do_is_said_and_changes_nothing(
     tmp_path: Path, fork: str, options: Any, told: str
 ) -> None:
     state = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt, pytest.raises(UsageError, match=told):
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt, pytest.raises(aiockpt.UsageError, match=told):
         ckpt.load(state, fork=fork, **options).result()
 
 
@@ -123,12 +120,12 @@ def test_a_foreign_checkpoint_that_does_not_fit_names_all_and_changes_nothing(tm
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4), nn.Linear(4, 1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        with pytest.raises(StateMismatchError, match=r"hf://.* does not fit the state:\n.*0\.bias") as found:
+        with pytest.raises(aiockpt.StateMismatchError, match=r"hf://.* does not fit the state:\n.*0\.bias") as found:
             ckpt.load({"model": model}, fork=f"hf://{tmp_path}/weights").result()
         assert len(found.value.problems) == 2
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         next(iter(sorted((tmp_path / "weights").glob("*.safetensors")))).unlink()
-        with pytest.raises(CorruptionError, match="is missing"):
+        with pytest.raises(aiockpt.CorruptionError, match="is missing"):
             ckpt.load({"model": model}, fork=f"hf://{tmp_path}/weights").result()
 
 
@@ -151,7 +148,7 @@ def test_ranks_begin_from_a_foreign_checkpoint_together_or_not_at_all(tmp_path: 
     before = models[0][0].weight.clone()
 
     def refused(rank: int, ckpt: aiockpt.Checkpointer) -> bool:
-        with pytest.raises(StateMismatchError, match=r"does not fit the state:\n(.*\n)*.*\(rank 1\)"):
+        with pytest.raises(aiockpt.StateMismatchError, match=r"does not fit the state:\n(.*\n)*.*\(rank 1\)"):
             ckpt.resume({"model": models[rank]}, fork=f"{kind}://{folder}")
         return torch.equal(models[0][0].weight, before)
 

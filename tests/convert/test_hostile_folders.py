@@ -1,7 +1,5 @@
 """Folders that are cut short, lie, or want to lead somewhere else are refused, and nothing becomes visible."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Is a folder of links what a written one is, and is a step that cannot serve as it is refused with the reason?"""
-
-from __future__ import annotations
+"""Folders of links, equal to written ones; a step that cannot serve as it is, refused with the reason."""
 
 import errno
 import json
@@ -16,8 +14,8 @@ from torch import nn
 import aiockpt
 from aiockpt.errors import CorruptionError, ObjectExistsError, UsageError
 from tests.cli.small_checkpoints import flip
-from tests.convert.small_models import Tied, all_same, export, load_folder, save_model
-from tests.small_run import SMALL
+from tests.convert.small_models import Tied, all_same, export, load_folder, save_model, save_state
+from tests.small_run import small_checkpointer
 
 
 def plain(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,14 +51,13 @@ def test_several_files_get_an_index_that_says_where_each_weight_is(tmp_path: Pat
 
 def test_links_stay_when_the_step_is_deleted(root: Path, tmp_path: Path) -> None:
     export(root, tmp_path / "out", link=True)
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.delete(7).result()
     assert all_same(load_folder(tmp_path / "out"), plain(Tied(1)))
 
 
 def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"model": Tied(1), "ema": Tied(2), "teacher": {"net": Tied(3)}}).result()
+    save_state(tmp_path / "run", {"model": Tied(1), "ema": Tied(2), "teacher": {"net": Tied(3)}})
     for prefix, seed in (("ema", 2), ("teacher.net", 3)):
         export(tmp_path / "run", tmp_path / prefix, link=True, prefix=prefix)
         assert all_same(load_folder(tmp_path / prefix), plain(Tied(seed)))
@@ -68,7 +65,7 @@ def test_modules_beside_each_other_have_files_of_their_own(tmp_path: Path) -> No
 
 def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
     models = {f"m{number}": nn.Linear(2, 2) for number in range(9)}
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, models).result()
         found = {name: nn.Linear(2, 2) for name in models}
         ckpt.load(found).result()
@@ -80,7 +77,7 @@ def test_a_state_of_many_modules_keeps_them_in_one_file(tmp_path: Path) -> None:
 
 def test_tensors_that_something_else_holds_too_are_no_file_of_the_module(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"first": model.weight, "model": model}).result()
         found: dict[str, Any] = {"first": torch.zeros(3, 3), "model": nn.Linear(3, 3)}
         ckpt.load(found).result()
@@ -107,8 +104,7 @@ def test_tensors_that_something_else_holds_too_are_no_file_of_the_module(tmp_pat
 def test_what_cannot_serve_as_it_is_is_refused_and_leaves_nothing(
     state: dict[str, Any], options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, state).result()
+    save_state(tmp_path / "run", state)
     for dry_run in (True, False):
         with pytest.raises(UsageError, match=why):
             export(tmp_path / "run", tmp_path / "out", link=True, dry_run=dry_run, **options)
@@ -116,8 +112,7 @@ def test_what_cannot_serve_as_it_is_is_refused_and_leaves_nothing(
 
 
 def test_names_that_change_places_are_refused_as_the_files_have_their_own(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"model": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}).result()
+    save_state(tmp_path / "run", {"model": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})})
     with pytest.raises(UsageError, match="or under other names"):
         export(
             tmp_path / "run", tmp_path / "out", link=True, rename=lambda name: {"a": "b", "b": "a"}[name[0]] + name[1:]

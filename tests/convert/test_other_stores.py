@@ -1,7 +1,5 @@
 """Folders of weights in HDFS, in Azure and in shared memory, on real servers: out of one place, into the next."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Weights go out and come in bit by bit, whatever their shapes, dtypes, ties and shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +23,16 @@ from tests.convert.small_models import (
     all_same,
     export,
     load_folder,
+    load_model,
     metadata,
     same_bits,
     save_model,
+    save_state,
     take_in,
 )
 from tests.example_counts import examples
 from tests.ranks.crew import Crew
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 NATIVE = sorted(torch_name(code) for code in CODES if is_native(code))
 
@@ -53,7 +53,7 @@ def test_a_model_comes_back_bit_by_bit_and_tied(tmp_path: Path, root: Path) -> N
     export(root, tmp_path / "out", max_shard_bytes=10_000)
     take_in(tmp_path / "back", tmp_path / "out", step=3)
     other = Tied(seed=9)
-    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "back") as ckpt:
         loaded = ckpt.load({"model": other}).result(DEADLINE_S)
         assert ckpt.verify(3).result(DEADLINE_S).generation == 1
         assert ckpt.describe(3).result(DEADLINE_S).alias == {"model.head.weight": "model.embed.weight"}
@@ -80,10 +80,7 @@ def test_what_safetensors_wrote_comes_in_with_its_ties(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     save_by_safetensors(model, str(tmp_path / "in" / "model.safetensors"))
     take_in(tmp_path / "run", tmp_path / "in" / "model.safetensors", step=0)
-    other = Tied(seed=9)
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.load({"model": other}).result(DEADLINE_S)
-    assert all_same(other.state_dict(), model.state_dict())
+    assert all_same(load_model(tmp_path / "run").state_dict(), model.state_dict())
 
 
 def test_a_tie_that_no_file_notes_can_be_said(tmp_path: Path) -> None:
@@ -91,9 +88,7 @@ def test_a_tie_that_no_file_notes_can_be_said(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in Tied(seed=4).state_dict().items() if name != "head.weight"}
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     take_in(tmp_path / "run", tmp_path / "in", ties={"head.weight": "embed.weight"})
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.load({"model": (other := Tied(seed=9))}).result(DEADLINE_S)
-    assert all_same(other.state_dict(), Tied(seed=4).state_dict())
+    assert all_same(load_model(tmp_path / "run").state_dict(), Tied(seed=4).state_dict())
     with pytest.raises(UsageError, match="no tensor 'embed'"):
         take_in(tmp_path / "other", tmp_path / "in", ties={"head.weight": "embed"})
     with pytest.raises(UsageError, match="elements of its own"):
@@ -122,12 +117,11 @@ def test_any_dtypes_and_shapes_survive_the_way_out_and_back(
 ) -> None:
     place = tmp_path_factory.mktemp("drawn")
     held = {f"t{index}": elements(shape, dtype, seed + index) for index, (dtype, shape) in enumerate(tensors)}
-    with aiockpt.Checkpointer(place / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(1, {"weights": held}).result(DEADLINE_S)
+    save_state(place / "run", {"weights": held})
     export(place / "run", place / "out", prefix="weights.", max_shard_bytes=max_shard_bytes)
     assert all_same(load_folder(place / "out"), held)
     take_in(place / "back", place / "out", prefix="again")
-    with aiockpt.Checkpointer(place / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place / "back") as ckpt:
         for name, tensor in held.items():
             assert same_bits(ckpt.read(0, f"again.{name}").result(DEADLINE_S), tensor)
 
@@ -143,7 +137,7 @@ def test_floating_point_is_rounded_as_torch_rounds_it_and_the_rest_stays(
         assert same_bits(tensor, held.to(kind) if held.is_floating_point() else held), name
     assert done.dtypes["I64"] == 1
     take_in(tmp_path / "back", tmp_path / "out", dtype="float32")
-    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "back") as ckpt:
         found = ckpt.read(0, "model.embed.weight").result(DEADLINE_S)
     assert same_bits(found, Tied(seed=1).embed.weight.to(kind).to(torch.float32))
 
@@ -188,8 +182,7 @@ def test_weights_of_eight_bits_and_scalars_keep_their_dtypes_and_shapes(
 def test_a_number_that_would_become_infinite_is_refused_by_name(tmp_path: Path, way: str) -> None:
     weights = {"fine": torch.tensor([float("inf"), 1.0]), "big": torch.full((9, 9), 70_000.0)}
     (tmp_path / "in").mkdir()
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"w": weights}).result(DEADLINE_S)
+    save_state(tmp_path / "run", {"w": weights})
     save_file(weights, tmp_path / "in" / "model.safetensors")
     ways: dict[str, Callable[[], object]] = {
         "out": lambda: export(tmp_path / "run", tmp_path / "out", prefix="w", dtype="float16"),
@@ -226,7 +219,7 @@ def test_one_shard_of_an_unfinished_download_is_not_the_model(tmp_path: Path) ->
 @pytest.mark.parametrize("key", [0, 7])
 def test_weights_below_a_number_load_into_a_dict_and_for_0_into_a_list(tmp_path: Path, key: int) -> None:
     save_file({"weight": torch.ones(1, 2)}, tmp_path / "model.safetensors")
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         from_hugging_face(ckpt, tmp_path, prefix=f"models[{key}]").result(DEADLINE_S)
         for make in (lambda net: {key: net}, lambda net: [net]) if key == 0 else (lambda net: {key: net},):
             net = torch.nn.Linear(2, 1, bias=False)
@@ -236,7 +229,7 @@ def test_weights_below_a_number_load_into_a_dict_and_for_0_into_a_list(tmp_path:
 
 def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path) -> None:
     state: dict[str, Any] = {"nets": {"generator": Tied(1), "critic": Tied(2)}, "note": torch.ones(3)}
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, state).result(DEADLINE_S)
         ckpt.save(2, {"nets": {"critic": Tied(2)}}).result(DEADLINE_S)
         ckpt.save(3, {"w": torch.ones(3)}).result(DEADLINE_S)
@@ -262,8 +255,7 @@ def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path)
 
 def test_memory_that_is_stored_under_a_name_elsewhere_comes_out_under_its_own(tmp_path: Path) -> None:
     shared = torch.randn(30, 3)
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"ema": {"x": shared}, "w": {"a": shared, "b": shared, "c": shared + 1}}).result(DEADLINE_S)
+    save_state(tmp_path / "run", {"ema": {"x": shared}, "w": {"a": shared, "b": shared, "c": shared + 1}})
     done = export(tmp_path / "run", tmp_path / "out", prefix="w")
     assert all_same(load_folder(tmp_path / "out"), {"a": shared, "c": shared + 1})
     assert done.ties == {"b": "a"}
@@ -305,8 +297,7 @@ def test_parts_of_values_are_no_weights_whatever_their_names(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), aiockpt.per_rank(torch.ones(2))])
 def test_a_tensor_that_is_no_plain_one_is_refused_by_name_and_not_lost(value: Any, tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"w": {"x": torch.ones(2), "odd": value}}).result(DEADLINE_S)
+    save_state(tmp_path / "run", {"w": {"x": torch.ones(2), "odd": value}})
     with pytest.raises(UnsupportedStateError, match=r"w\.odd.*: a part of a composite tensor.* or of one rank"):
         export(tmp_path / "run", tmp_path / "out", prefix="w")
     assert not (tmp_path / "out").exists()
@@ -314,8 +305,7 @@ def test_a_tensor_that_is_no_plain_one_is_refused_by_name_and_not_lost(value: An
 
 def test_the_keys_of_a_saved_state_dict_are_the_names(tmp_path: Path) -> None:
     model = Tied(1)
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(1, {"model": model.state_dict()}).result(DEADLINE_S)
+    save_state(tmp_path / "run", {"model": model.state_dict()})
     export(tmp_path / "run", tmp_path / "out", prefix="model")
     assert load_folder(tmp_path / "out").keys() == model.state_dict().keys() - {"head.weight"}
 
@@ -342,10 +332,7 @@ def test_names_change_on_the_way_out_and_back(root: Path, tmp_path: Path) -> Non
     assert all_same(found, {Rules(out)(name): expected[name] for name in expected if name != "head.weight"})
     back = take_in(tmp_path / "back", tmp_path / "out", rename=[("^wte", "embed"), (r"^top\.", "")])
     assert back.ties == {"model.head.weight": "model.embed.weight"}
-    other = Tied(seed=9)
-    with aiockpt.Checkpointer(tmp_path / "back", limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.load({"model": other}).result(DEADLINE_S)
-    assert all_same(other.state_dict(), expected)
+    assert all_same(load_model(tmp_path / "back").state_dict(), expected)
 
 
 def test_rules_that_make_one_name_of_two_are_refused_both_ways(root: Path, tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 """Conversions from and to a real object store, and what they need of memory."""
 
-from __future__ import annotations
-
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,9 @@ from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.errors import CorruptionError, ObjectExistsError, UsageError
 from aiockpt.storage.open import open_backend
 from tests.convert.small_models import DEADLINE_S, Tied, all_same, export, load_folder, save_model, take_in
+from tests.run_python import run_python
 from tests.servers.seaweed import Seaweed
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def test_a_run_begins_from_weights_in_a_bucket_and_what_is_not_there_is_said(url
     was = save_model(f"{url}/run", 7)
     export(f"{url}/run", f"{url}/out", max_shard_bytes=10_000)
     model = Tied(2)
-    with aiockpt.Checkpointer(f"{url}/begun", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(f"{url}/begun") as ckpt:
         with pytest.raises(UsageError, match=r"nothing-here has neither model\.safetensors nor"):
             ckpt.resume({"model": model}, fork=f"hf://{url}/nothing-here")
         assert ckpt.resume({"model": model}, fork=f"hf://{url}/out") == 0
@@ -66,7 +63,7 @@ async def put(url: str, key: str, data: bytes) -> None:
 
 SAVE = """
 import sys, torch, aiockpt
-with aiockpt.Checkpointer(sys.argv[1] + "/run", io=aiockpt.IO(pool_bytes=64 << 20)) as ckpt:
+with aiockpt.Checkpointer(sys.argv[1] + "/run", limits=aiockpt.Limits(io=aiockpt.IO(pool_bytes=64 << 20))) as ckpt:
     ckpt.save(1, {"w": {str(number): torch.full((1 << 26,), float(number)) for number in range(4)}})
 """
 CONVERT = """
@@ -102,8 +99,6 @@ def test_where_weights_came_from_is_kept_without_its_secrets(root: Path, tmp_pat
 
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     """1 GiB of weights passes through windows, with the reads and casts under way."""
-    subprocess.run([sys.executable, "-c", SAVE, tmp_path], check=True, timeout=250)
+    run_python("-c", SAVE, tmp_path)
     for way in ("out", "in"):
-        command = [sys.executable, "-c", CONVERT, str(tmp_path), way]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-        assert int(done.stdout) < 512, way
+        assert int(run_python("-c", CONVERT, tmp_path, way).stdout) < 512, way

@@ -1,7 +1,5 @@
 """A folder of weights is whole or not there, whatever is there before and whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
@@ -31,18 +29,17 @@ from aiockpt.errors import (
     StorageFullError,
     UsageError,
 )
-from aiockpt.futures import Future
 from aiockpt.options import Options, Tier
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
-from aiockpt.testing.inline_loop import InlineLoop
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.convert.small_models import DEADLINE_S, all_same, export, load_folder, save_model, take_in
 from tests.inline_process import TINY, Process, local
-from tests.small_run import SMALL
+from tests.simulated.inline_loop import InlineLoop
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import power_cuts, run_inline, snapshot
+from tests.small_run import small_checkpointer
 
 OUT = "/out"
 Content = dict[str, bytes]
@@ -419,14 +416,14 @@ def test_what_another_conversion_has_created_in_a_store_stays(root: Path, tmp_pa
 
 
 def test_a_cancelled_conversion_leaves_nothing(tmp_path: Path) -> None:
-    futures: list[Future[Converted]] = []
+    futures: list[aiockpt.Future[Converted]] = []
     written: list[int] = []
 
     def on_written(size: int) -> None:
         written.append(size)
         futures[0].cancel()
 
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"w": {"x": torch.randn(300_000)}}).result(DEADLINE_S)
         futures.append(to_hugging_face(ckpt, tmp_path / "out", prefix="w", on_written=on_written))
         assert futures[0].exception(DEADLINE_S) is not None

@@ -1,4 +1,4 @@
-"""Does the library that the folders are for load them, and do its own folders load here? A real, tiny model."""
+"""The library that the folders are for: it loads them, and its own folders load here. A real, tiny model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import aiockpt
 from aiockpt.convert import from_hugging_face, to_hugging_face
 from tests.convert.small_models import DEADLINE_S, all_same
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 pytest.importorskip("transformers", reason="pip install transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -41,7 +40,7 @@ def test_from_pretrained_loads_what_was_converted_and_answers_the_same(
     tmp_path: Path, tied: bool, max_shard_bytes: int
 ) -> None:
     model = make_model(tied)
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(5, {"model": model, "epoch": 1}).result(DEADLINE_S)
         model.config.save_pretrained(tmp_path / "out")
         done = to_hugging_face(ckpt, tmp_path / "out", max_shard_bytes=max_shard_bytes).result(DEADLINE_S)
@@ -60,7 +59,7 @@ def test_what_save_pretrained_wrote_becomes_a_step_bit_by_bit(tmp_path: Path, ti
     model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     other = make_model(tied, seed=1)
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         done = from_hugging_face(ckpt, tmp_path / "in", step=3, ties=ties).result(DEADLINE_S)
         loaded = ckpt.load({"model": other}).result(DEADLINE_S)
     assert len(done.files) > 1
@@ -72,7 +71,7 @@ def test_what_save_pretrained_wrote_becomes_a_step_bit_by_bit(tmp_path: Path, ti
 
 def test_a_model_in_bfloat16_is_the_one_that_torch_would_make(tmp_path: Path) -> None:
     model = make_model(tied=True)
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(5, {"model": model}).result(DEADLINE_S)
         model.config.save_pretrained(tmp_path / "out")
         to_hugging_face(ckpt, tmp_path / "out", dtype=torch.bfloat16).result(DEADLINE_S)

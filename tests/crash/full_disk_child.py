@@ -4,8 +4,6 @@ It begins as any user and goes on as one without rights, for whom no block is ke
 act, as JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -21,7 +19,7 @@ import torch
 
 import aiockpt
 from aiockpt.tools.cli.main import main as command_line
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 NOBODY = 65534
 DAYS_AGO = 1e9
@@ -93,14 +91,12 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
     """*fill* what *folder* lies on, and delete from it by every way there is; return what came of each."""
     root = folder / "run"
     done: dict[str, Any] = {}
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
+    with small_checkpointer(root, on_error="warn") as ckpt:
         for step in range(1, 9):
             ckpt.save(step, state(step)).result()
     dead = dead_save(root, 1)
     fill(folder)
-    with aiockpt.Checkpointer(
-        root, limits=aiockpt.Limits(io=SMALL), on_error="warn", retention=aiockpt.Retention(last=4)
-    ) as ckpt:
+    with small_checkpointer(root, on_error="warn", retention=aiockpt.Retention(last=4)) as ckpt:
         ckpt.load(state(0)).result()
         done["a save with retention"] = save(ckpt, 9)
         done["is left"] = [steps(root), dead.exists()]
@@ -116,10 +112,10 @@ def run(folder: Path, fill: Callable[[Path], object]) -> dict[str, Any]:
     for other in folder.glob("empty-*"):
         other.unlink()
     (folder / "filler").unlink(missing_ok=True)
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
+    with small_checkpointer(root, on_error="warn") as ckpt:
         ckpt.save(10, state(10)).result()
     target = state(0)
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.load(target).result()
     done["loaded"] = target["x"][0].item()
     return done

@@ -1,17 +1,14 @@
 """Whatever is changed in a checkpoint's files is noticed: one bit, a length, a swapped or stale file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
 import pytest
 
 import aiockpt
-from aiockpt.errors import CorruptionError, NoValidCheckpointError
-from aiockpt.testing.simulated_files import SimulatedFiles
 from tests.file_surgery import ROOT, content, paths, replaced
 from tests.inline_process import TINY, load_value, saved_files, tiny_state
+from tests.simulated.simulated_files import SimulatedFiles
 
 DATA = "/d/r00000-0000.safetensors"
 BLOCK_BYTES = 4096
@@ -28,7 +25,7 @@ def assert_detected(files: SimulatedFiles, what: str) -> None:
     value: object = "nothing"
     try:
         value = load_value(files, step=1)
-    except CorruptionError:
+    except aiockpt.CorruptionError:
         return
     pytest.fail(f"{what}: loaded {value}")
 
@@ -107,7 +104,7 @@ def test_when_no_step_is_valid_nothing_is_started_from_scratch_by_mistake() -> N
     for step in (1, 2):
         path = the_file(files, step, "/MANIFEST-1.json")
         files = replaced(files, path, b"torn")
-    with pytest.raises(NoValidCheckpointError, match="step-00000001"):
+    with pytest.raises(aiockpt.NoValidCheckpointError, match="step-00000001"):
         load_value(files)
 
 

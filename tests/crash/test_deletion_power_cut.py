@@ -1,7 +1,5 @@
 """The power is cut while a step, or an older generation, is deleted: it is whole, or gone for good, and others are safe."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Awaitable, Callable
 
@@ -10,11 +8,11 @@ import pytest
 from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import power_cuts, replay, run_inline, snapshot
 from tests.file_surgery import ROOT, paths
 from tests.inline_process import Process, Restarts, load_value, local, saved_files, tiny_state
 from tests.seams import give_up_voted
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import power_cuts, replay, run_inline, snapshot
 
 LIMIT = 24
 

@@ -1,9 +1,8 @@
 """Every call of a save fails, in every way: the save fails with our error or succeeds, and nothing else happens."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -11,9 +10,9 @@ import pytest
 from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, StorageFullError
 from aiockpt.testing.faults import Fault, FaultyFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import crash_states, run_inline
 from tests.inline_process import Process, Restarts, local, saved_files, tiny_state
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import crash_states, run_inline
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EINTR]
 
@@ -21,15 +20,20 @@ ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errn
 RESTARTS = Restarts()
 
 
-def save_under(faults: list[Fault]) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, Process]:
-    """Save step 2 over a committed step 1 while *faults* happen; return what is left, and how the save ended."""
+def save_under(
+    faults: list[Fault], watch: Callable[[SaveFuture], None] | None = None
+) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, Process]:
+    """Save step 2 over a committed step 1 while *faults* happen; return what is left, and how the save ended.
+
+    *watch* is given the save's future at once.
+    """
     files = saved_files(1)
     faulty = FaultyFiles(files, faults)
     backend, world = local(faulty, seed=5)
 
     async def main() -> tuple[BaseException | None, Process]:
         process = Process(backend, world)
-        future = await process.save(2, tiny_state(2))
+        future = await process.save(2, tiny_state(2), watch)
         await backend.close()
         return future.exception(), process
 
@@ -108,8 +112,6 @@ def test_cancellation_at_every_turn_of_the_loop_leaks_nothing() -> None:
 
 def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, Process]:
     """Save step 2 and cancel it after so many turns of the event loop."""
-    files = saved_files(1)
-    backend, world = local(files, seed=5)
 
     def watch(future: SaveFuture) -> None:
         def turn(left: int) -> None:
@@ -120,11 +122,5 @@ def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, Proc
 
         turn(turns)
 
-    async def main() -> tuple[BaseException | None, Process]:
-        process = Process(backend, world)
-        future = await process.save(2, tiny_state(2), watch)
-        await backend.close()
-        return future.exception(), process
-
-    error, process = run_inline(main)
+    files, error, _, process = save_under([], watch)
     return files, error, process

@@ -1,11 +1,8 @@
 """A disk without room, inodes or quota is emptied by retention, `delete`, ``prune`` and ``rm`` all the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.crash.full_disk_child import NOBODY
+from tests.run_python import run_python
 
 MOUNTS = {
     "tmpfs, no room": ("tmpfs", ["size=4m"], 0),
@@ -57,10 +55,7 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
 
 
 def test_a_full_file_system_is_left_by_every_way_to_delete(full: tuple[Path, str]) -> None:
-    child = [sys.executable, "-m", "tests.crash.full_disk_child", *map(str, full)]
-    ended = subprocess.run(child, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    done: dict[str, Any] = json.loads(ended.stdout)
+    done: dict[str, Any] = json.loads(run_python("-m", "tests.crash.full_disk_child", *full, timeout=300).stdout)
     assert done.pop("a save with retention") in ("saved", "StorageFullError, saved")
     assert done == {
         "is left": [[9, 8, 7, 6], False],

@@ -1,14 +1,13 @@
 """Every request of a save to an object store goes wrong, in every way: the step is whole or absent, and told truly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from aiockpt.errors import CheckpointError, CommitConflictError, ObjectExistsError
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from aiockpt.testing.object_troubles import (
+from tests.inline_process import Process, states_equal, tiny_state
+from tests.simulated.object_troubles import (
     EVERYWHERE,
     LASTING,
     TRANSIENT,
@@ -19,11 +18,10 @@ from aiockpt.testing.object_troubles import (
     Troubles,
     applies_to,
 )
-from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
-from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
-from aiockpt.testing.virtual_time import run_virtually
-from tests.inline_process import Process, states_equal, tiny_state
+from tests.simulated.objects_client import ClientCrashedError, ObjectsBackend
+from tests.simulated.simulated_objects import ObjectStore
+from tests.simulated.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from tests.simulated.virtual_time import run_virtually
 
 ONCE = sorted(TRANSIENT)
 

@@ -5,8 +5,6 @@ acknowledgement on the new one does; in between either. From `written` on a rest
 removed once, to see that this very test fails without it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -15,10 +13,10 @@ from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError
 from aiockpt.events import DataWritten, Event
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.file_surgery import ROOT
 from tests.inline_process import Process, Restarts, local, tiny_state
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import power_cuts, run_inline, snapshot
 
 LIMIT = 24
 """Crash states looked at after each operation; the large campaign is `pytest -m slow`."""

@@ -1,12 +1,8 @@
 """The trainer is killed while the bucket is down: the next one goes on from memory, and brings the bucket up to date."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +13,9 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import SHARED_MEMORY
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.run_python import run_python
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 from tests.tiers.test_tiers import flip
 
 pytestmark = [
@@ -46,9 +43,7 @@ def server(aws_environment: pytest.MonkeyPatch) -> Iterator[Seaweed]:
 
 def train_and_die(memory: str, disk: Path, bucket: str) -> str:
     """Run the child to its death; return the digest of the last state that it had committed on the disk."""
-    command = [sys.executable, "-m", "tests.crash.tiers_child", memory, str(disk), bucket]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr
+    child = run_python("-m", "tests.crash.tiers_child", memory, disk, bucket, status=-signal.SIGKILL)
     return child.stdout.strip()
 
 
@@ -61,17 +56,17 @@ def test_a_killed_trainer_goes_on_from_memory_and_what_it_could_not_copy_is_copi
     server.start()
     no_data = [Fault(do="fail", verb="open", match="*", times=None)]
     unread = FaultyBackend(LocalBackend(str(tmp_path)), no_data)
-    with aiockpt.Checkpointer([memory, unread, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, unread, s3_url]) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url, loaded.skipped) == (2, memory, ())
         assert run.digest() == saved
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, s3_url]) as ckpt:
         assert ckpt.resume(run.state) == 3
         run.train()
         ckpt.save(3, run.state).result(DEADLINE_S)
     other = Run(8)
-    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(s3_url) as ckpt:
         assert [info.step for info in ckpt.steps().result(DEADLINE_S)] == [3, 2]
         assert ckpt.load(other.state, 2).result(DEADLINE_S) is not None
     assert other.digest() == saved
@@ -81,15 +76,15 @@ def test_what_memory_has_lost_is_read_from_the_disk(server: Seaweed, s3_url: str
     memory, run = f"shm://{name}", Run(9)
     saved = train_and_die(memory, tmp_path, s3_url)
     flip(HOME / name, 2, 9000)
-    with aiockpt.Checkpointer(memory, limits=aiockpt.Limits(io=SMALL)) as ckpt, pytest.raises(aiockpt.CorruptionError):
+    with small_checkpointer(memory) as ckpt, pytest.raises(aiockpt.CorruptionError):
         ckpt.load(run.state, 2).result(DEADLINE_S)
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, s3_url]) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url, loaded.skipped) == (2, memory, ())
     assert run.digest() == saved
     shutil.rmtree(HOME / name)
-    with aiockpt.Checkpointer([memory, tmp_path, s3_url], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, s3_url]) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (2, f"file://{tmp_path}")

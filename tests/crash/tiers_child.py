@@ -3,23 +3,20 @@
 Run as ``python -m tests.crash.tiers_child MEMORY DISK BUCKET``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 
-import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 
 
 def main(memory: str, disk: str, bucket: str) -> None:
     """Save two steps, each committed on the disk, print the digest of the second, and die."""
     run = Run(1)
     away = Retrying(S3Backend(bucket, connect_timeout_s=1), RetryPolicy(attempts=1))
-    ckpt = aiockpt.Checkpointer([memory, disk, away], limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer([memory, disk, away])
     for step in (1, 2):
         run.train()
         ckpt.save(step, run.state).result()

@@ -1,6 +1,4 @@
-"""Does all of it hold on real CUDA devices? Skipped, with the reason, where there are none."""
-
-from __future__ import annotations
+"""Everything on real CUDA devices. Skipped, with the reason, where there are none."""
 
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.engine.job import Unguarded
+from aiockpt.engine.job import SaveGuard
 from aiockpt.events import SnapshotTaken
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.snapshot import CopyProgram
@@ -119,7 +117,7 @@ def test_a_snapshot_of_many_kinds_of_tensors_is_exact(pool_slabs: int) -> None:
         expected = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
         writer = Writer(plan, pool)
         program.run(
-            pool, writer, wanted=lambda: True, timeout_s=30, after=[(device, cuda.now(device))], guard=Unguarded()
+            pool, writer, wanted=lambda: True, timeout_s=30, after=[(device, cuda.now(device))], guard=SaveGuard()
         )
         found = read_back(walked, plan, writer.files)
         for name, tensor in expected.items():

@@ -3,8 +3,6 @@
 It finds the newest step of a place in a file system, checks all that the page asks a reader to check, and returns bytes.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

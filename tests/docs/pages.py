@@ -1,7 +1,5 @@
 """The pages of the documentation: their headings, links and blocks of code, read without the generator."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Blocks of code on pages, run as a reader would run them."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import shlex

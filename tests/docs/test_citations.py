@@ -1,7 +1,5 @@
 """Citations in comments, docstrings and pages: every citation of a page or a section leads somewhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

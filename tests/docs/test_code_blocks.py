@@ -4,16 +4,14 @@ What a page takes for granted (a model, ``train()``, a run that was saved before
 their names, as the reader does. The README has a test of its own (`tests.test_readme`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,11 @@ import typer
 from torch.utils.data import TensorDataset
 
 import aiockpt
+from aiockpt.prove import Proof, certify
 from aiockpt.tools.cli.main import app
 from tests.docs.pages import ROOT, blocks, pages
 from tests.docs.running import command_lines, run_block, run_command
+from tests.run_python import run_python
 
 DOCS = ROOT / "docs"
 Scope = dict[str, Any]
@@ -93,6 +93,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "index.md": make_scope,
     "migrating.md": make_scope,
     "guide/load.md": with_a_run,
+    "guide/epochs.md": make_scope,
     "guide/optimizers.md": with_a_run,
     "guide/commandline.md": with_a_run,
     "guide/states.md": with_adapters,
@@ -103,8 +104,17 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "guide/sizing.md": make_scope,
 }
 """What each page takes for granted."""
-ELSEWHERE = {"guide/save.md", "guide/ranks.md", "guide/prove.md", "guide/tiers.md"}
-"""Pages whose blocks have a test of their own, below or in `tests.docs.test_real_places`."""
+ELSEWHERE = {
+    "architecture.md",
+    "guide/notebooks.md",
+    "guide/save.md",
+    "guide/ranks.md",
+    "guide/prove.md",
+    "guide/tiers.md",
+    "guide/recovery.md",
+}
+"""Pages whose blocks have a test of their own: below, in `tests.docs.test_real_places`, `tests.test_notebooks` or
+`tests.adapters.test_tensor_kinds`."""
 
 
 def python_of(page: str) -> list[str]:
@@ -146,12 +156,37 @@ def test_the_python_of_a_page_runs_as_it_stands(page: str, folder: Path) -> None
     assert not [thread for thread in ours if thread not in before]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_program_with_work_at_the_end_of_an_epoch_is_certified(seed: int, folder: Path) -> None:
+    program = compile(python_of("guide/epochs.md")[0], "epochs.md", "exec")
+    certify(lambda: exec(program, {}), Proof(kills=4, seed=seed)).check()
+
+
+def test_the_program_with_work_at_the_end_of_an_epoch_resumes_at_its_last_batch(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (program, *_) = python_of("guide/epochs.md")
+    scopes: list[Scope] = [{"stop": stop} for stop in (None, 9, None)]
+    straight, killed, resumed = scopes
+    for scope, place in ((straight, "straight"), (killed, "killed"), (resumed, "killed")):
+        code = program.replace("runs/14", place).replace(
+            "            step += 1\n", "            if step == stop: raise KeyboardInterrupt\n            step += 1\n"
+        )
+        with suppress(KeyboardInterrupt):
+            exec(code, scope)
+    assert "the first loop is empty" in caplog.text
+    assert killed["loader"].epoch == 0
+    assert resumed["progress"] == straight["progress"]
+    assert resumed["scheduler"].state_dict() == straight["scheduler"].state_dict()
+    assert all(map(torch.equal, resumed["model"].parameters(), straight["model"].parameters()))
+
+
 def test_what_the_pages_promise_of_their_runs_is_there(folder: Path) -> None:
     scope = make_scope()
     for block in python_of("guide/save.md"):
         run_block(block, scope)
     steps = {run: sorted(int(path.name[5:]) for path in (folder / "runs").glob(f"{run}/step-*")) for run in (7, 8, 10)}
-    assert steps == {7: [0, 10, 20, 40, 50], 8: [0, 10, 20], 10: [17, 18, 19]}
+    assert steps == {7: [0, 10, 20, 40, 50], 8: [10, 20, 29], 10: [17, 18, 19]}
 
 
 def test_the_fragments_of_the_guide_to_ranks_run_on_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,16 +217,13 @@ def test_the_fragments_of_the_guide_to_ranks_run_on_one_rank(folder: Path, monke
 def test_the_whole_program_of_the_guide_to_ranks_runs_as_it_stands(folder: Path) -> None:
     (folder / "train.py").write_text(python_of("guide/ranks.md")[-1])
     run_under_torchrun(folder)
-    assert sorted(step.name for step in (folder / "runs/10").glob("step-*"))[-1] == "step-00000030"
+    assert sorted(step.name for step in (folder / "runs/10").glob("step-*"))[-1] == "step-00000039"
 
 
 def run_under_torchrun(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    two = "--standalone", "--nproc-per-node", 2
+    run_python("-m", "torch.distributed.run", *two, "train.py", cwd=folder, env=environment, timeout=150)
 
 
 SCRIPT = """

@@ -1,7 +1,5 @@
 """What docs/format.md says is enough to read a checkpoint: a reader written from it alone finds every bit."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from collections.abc import Callable
@@ -43,7 +41,7 @@ def test_the_reader_knows_nothing_of_ours() -> None:
     tree = ast.parse(Path(format_reader.__file__).read_text())
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules == {"__future__", "base64", "json", "math", "re", "stat", "pathlib", "typing", "xxhash"}
+    assert modules == {"base64", "json", "math", "re", "stat", "pathlib", "typing", "xxhash"}
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=[path.name for path in RELEASES])

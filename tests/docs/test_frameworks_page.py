@@ -1,7 +1,5 @@
 """The table of tried frameworks says what their certificates and requirements say."""
 
-from __future__ import annotations
-
 import json
 import re
 

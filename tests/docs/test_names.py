@@ -1,7 +1,5 @@
 """Each name of a module or a class means one thing in the package, and is the field's word."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict
@@ -17,13 +15,6 @@ SHARED_MODULES = {
     "coordinator": {"engine", "ranks"},
     "load": {"engine", "ranks"},
     "save": {"engine", "ranks"},
-}
-SHARED_CLASSES = {
-    # A protocol and what implements it.
-    "Throttle": {"lazy", "pipeline"},
-    # An event, and the record of it that a proof writes; the name is the tag in its file.
-    "Committed": {"events", "prove"},
-    "Loaded": {"events", "prove"},
 }
 _WORDS = """
 rung climb leisure rhythm stillness owners census elsewhere errand orders hello heeding doubt renounce withdraw asking
@@ -88,9 +79,7 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    names = list(classes())
-    assert named_twice(names, SHARED_CLASSES) == {}
-    assert not stale(names, SHARED_CLASSES)
+    assert named_twice(classes(), {}) == {}
 
 
 def test_modules_and_classes_have_the_words_of_the_field() -> None:

@@ -1,7 +1,5 @@
 """What the guides say of tiers and copies, against a real object store, and what they say is to be installed."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import uuid
@@ -59,6 +57,23 @@ def test_the_tiers_of_the_guide_are_real(places: dict[str, str]) -> None:
     finally:
         with aiockpt.Checkpointer(places["shm://run-7"]) as ckpt:
             ckpt.delete(1000).result()
+
+
+def test_the_memory_of_hosts_in_the_guide_is_real(places: dict[str, str]) -> None:
+    scope: dict[str, Any] = {"state": make_state(5)}
+    made, saving = blocks((GUIDE / "recovery.md").read_text(), "python")
+    url = f"peer://{uuid.uuid4().hex}"
+    real = {**places, "peer://run-7": url}
+    try:
+        run_block(at(real, made), scope)
+        run_block(at(real, saving), scope)
+        scope["ckpt"].close()
+        with aiockpt.Checkpointer(url) as ckpt:
+            assert ckpt.latest().result() == 1000
+        with aiockpt.Checkpointer(places["s3://bucket/"] + "run-7") as ckpt:
+            assert ckpt.latest().result() == 1000
+    finally:
+        run_command(["aiockpt", "rm", url, "--all", "--yes"])
 
 
 def test_the_copies_of_the_guide_are_real(places: dict[str, str]) -> None:

@@ -1,7 +1,5 @@
 """What the generator of the site would not tell, or only to who has it: the menu, and the reference."""
 
-from __future__ import annotations
-
 import re
 
 import aiockpt

@@ -1,7 +1,5 @@
 """The page of errors has every error that there is, and no other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

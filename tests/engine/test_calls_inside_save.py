@@ -1,7 +1,5 @@
 """A signal handler runs in the middle of a save: what it calls there is refused, or works; nothing waits for itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -14,10 +12,9 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import UsageError
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from tests.gates import Gate
-from tests.small_run import SMALL
+from tests.small_run import SMALL, small_checkpointer
 from tests.watch import Watch, until
 
 SOON_S = 250
@@ -40,13 +37,13 @@ class Handler:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.ckpt: aiockpt.Checkpointer | None = None
-        self.refused: list[UsageError] = []
+        self.refused: list[aiockpt.UsageError] = []
 
     def __call__(self, number: int, frame: object) -> None:
         assert self.ckpt is not None
         try:
             self.call(self.ckpt)
-        except UsageError as error:
+        except aiockpt.UsageError as error:
             self.refused.append(error)
 
 
@@ -74,11 +71,11 @@ class ToldMeanwhile:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_handler_calls_while_the_state_is_read_is_refused(
+def test_calls_of_a_handler_while_the_state_is_read(
     tmp_path: Path, name: str, install: Callable[[Call], Handler]
 ) -> None:
     handler = install(REFUSED[name])
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), every=1) as ckpt:
+    with small_checkpointer(tmp_path, every=1) as ckpt:
         handler.ckpt = ckpt
         ckpt.save(0, {"part": ToldMeanwhile()}).result(SOON_S)
         assert len(handler.refused) == 1
@@ -88,9 +85,7 @@ def test_what_a_handler_calls_while_the_state_is_read_is_refused(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_handler_calls_while_a_save_waits_for_another_is_refused(
-    tmp_path: Path, name: str, install: Callable[[Call], Handler]
-) -> None:
+def test_calls_of_a_handler_while_a_save_waits(tmp_path: Path, name: str, install: Callable[[Call], Handler]) -> None:
     handler, gate = install(REFUSED[name]), Gate(LocalBackend(str(tmp_path)), "put_new", "*")
     with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL, max_in_flight=1), every=1) as ckpt:
         handler.ckpt = ckpt
@@ -114,19 +109,17 @@ def _tell_and_open(thread: int, gate: Gate, handler: Handler) -> None:
     gate.open_up()
 
 
-def test_what_a_handler_asks_for_without_waiting_for_the_save_is_answered(
-    tmp_path: Path, install: Callable[[Call], Handler]
-) -> None:
+def test_what_a_handler_does_not_wait_for_is_answered(tmp_path: Path, install: Callable[[Call], Handler]) -> None:
     answers: list[object] = []
     handler = install(lambda ckpt: answers.append(ckpt.latest().result(SOON_S)))
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         handler.ckpt = ckpt
         ckpt.save(0, {"x": 1}).result(SOON_S)
         ckpt.save(1, {"part": ToldMeanwhile()}).result(SOON_S)
     assert answers == [0]
 
 
-def test_no_more_saves_run_at_once_than_allowed_though_several_threads_call_at_once(tmp_path: Path) -> None:
+def test_no_more_saves_run_at_once_than_allowed(tmp_path: Path) -> None:
     watch, all_there = Watch(), threading.Barrier(5)
     gate = Gate(LocalBackend(str(tmp_path)), "put_new", "*")
 
@@ -153,7 +146,7 @@ def test_no_more_saves_run_at_once_than_allowed_though_several_threads_call_at_o
     )
 
 
-def test_states_are_copied_in_the_order_of_the_calls_though_several_threads_call(tmp_path: Path) -> None:
+def test_states_are_copied_in_the_order_of_calls(tmp_path: Path) -> None:
     """The first state has many slabs, the pool two, and none is written before the second save has been called."""
     watch, gate = Watch(), Gate(LocalBackend(str(tmp_path)), "upload.write")
     io = aiockpt.IO(pool_bytes=2 << 14, slab_bytes=1 << 14, block_bytes=4096, read_bytes=1 << 14)

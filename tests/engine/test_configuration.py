@@ -1,6 +1,4 @@
-"""Is what of the configuration has changed since a step was saved told, and nothing secret?"""
-
-from __future__ import annotations
+"""What of the configuration has changed since a step was saved, reported without anything secret."""
 
 import logging
 from pathlib import Path
@@ -40,7 +38,7 @@ def load(root: Path, config: Any) -> aiockpt.LoadResult:
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_what_has_changed_since_the_step_was_saved_is_one_line_at_the_load(
+def test_what_has_changed_is_one_line_at_the_load(
     tmp_path: Path, worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 4, OLD, worker=worker)
@@ -57,7 +55,7 @@ def test_what_has_changed_since_the_step_was_saved_is_one_line_at_the_load(
     assert not any(secret in f"{line}{found}" for secret in ("s3cr3t", "pass@", "word@"))
 
 
-def test_the_same_configuration_none_and_one_of_an_older_step_are_no_change(tmp_path: Path) -> None:
+def test_same_absent_and_older_configurations_are_no_change(tmp_path: Path) -> None:
     save(tmp_path, 1, OLD)
     assert load(tmp_path, OLD).config_changes == ()
     assert load(tmp_path, None).config_changes == ()
@@ -69,7 +67,7 @@ def test_the_same_configuration_none_and_one_of_an_older_step_are_no_change(tmp_
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_configuration_given_with_a_save_is_that_of_its_step_alone(tmp_path: Path, worker: Any) -> None:
+def test_a_configuration_of_a_save_holds_for_its_step(tmp_path: Path, worker: Any) -> None:
     with aiockpt.Checkpointer(tmp_path, config=OLD, worker=worker) as ckpt:
         ckpt.save(1, {"x": torch.ones(2)}).result()
         ckpt.save(2, {"x": torch.ones(2)}, config={**OLD, "lr": 0.3}).result()

@@ -1,15 +1,12 @@
 """A process that saves alone into one place asks nobody, and loads nothing of what it does not use."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from aiockpt.engine.alone import Alone
 from aiockpt.errors import RankTimeoutError
+from tests.run_python import run_python
 
 ONE_PROCESS = """
 import sys
@@ -22,11 +19,8 @@ print(*sorted(name for name in sys.modules if name.startswith(("aiockpt.ranks", 
 """
 
 
-def test_one_process_and_one_place_import_nothing_of_ranks_tiers_and_writers(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=250
-    )
-    assert done.stdout.split() == []
+def test_one_process_and_place_import_no_wings(tmp_path: Path) -> None:
+    assert run_python("-c", ONE_PROCESS, tmp_path).stdout.split() == []
 
 
 async def test_alone_what_is_found_is_all_that_is_heard() -> None:

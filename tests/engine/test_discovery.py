@@ -1,8 +1,7 @@
-"""Which step is found when something is bad? The newest that is whole; what was passed over is told, and only that."""
-
-from __future__ import annotations
+"""The step that is found when something is bad: the newest whole one; what was passed over is reported, and only that."""
 
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -21,30 +20,21 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import NewerFormatError, archived
-from aiockpt.events import Event, StepSkipped
+from aiockpt.events import StepSkipped
 from aiockpt.format.document import digest128, seal, unseal
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.options import Worker
 from aiockpt.pipeline import discover
 from aiockpt.pipeline.discover import StepEntry, dated_ns
 from aiockpt.pipeline.lineage import Lineage
+from aiockpt.runtime.world import OsClock, World
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Around
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
+from tests.watch import Lines, Watch
 
 NEWEST = 5
-
-
-class Watching:
-    """Keeps the reasons of skipped steps."""
-
-    def __init__(self) -> None:
-        self.skipped: list[int] = []
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, StepSkipped):
-            self.skipped.append(event.step)
 
 
 def state(step: float) -> dict[str, Any]:
@@ -52,7 +42,7 @@ def state(step: float) -> dict[str, Any]:
 
 
 def save(place: Path | Backend, *steps: int, value: float | None = None, **options: Any) -> None:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
+    with small_checkpointer(place, **options) as ckpt:
         ckpt.load(state(-1)).result()
         for step in steps:
             ckpt.save(step, state(step if value is None else value)).result()
@@ -69,34 +59,25 @@ def run(tmp_path: Path) -> Path:
 def load(place: Path | Backend, step: int | None = None) -> tuple[float | None, dict[str, str]]:
     """Return the value that is loaded, and what was skipped; the event and the log of a new process must say the same."""
     discover.logged.clear()
-    loaded, watching, lines = state(-1), Watching(), Lines()
-    logging.getLogger("aiockpt").addHandler(lines)
-    try:
-        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[watching]) as ckpt:
-            result = ckpt.load(loaded, step).result()
-    finally:
-        logging.getLogger("aiockpt").removeHandler(lines)
+    loaded, watch = state(-1), Watch()
+    with Lines() as lines, small_checkpointer(place, observers=[watch]) as ckpt:
+        result = ckpt.load(loaded, step).result()
     if result is None:
         return None, {}
     assert torch.equal(loaded["x"], state(loaded["step"])["x"])
-    assert len(watching.skipped) == len(result.skipped)
+    assert len(watch.of(StepSkipped)) == len(result.skipped)
     assert sum("is skipped" in line for line in lines.said) == len(result.skipped)
     return loaded["step"], dict(result.skipped)
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+def passed_over(place: Path | Backend) -> tuple[float | None, list[str]]:
+    """Return the value that is loaded, and the steps that were skipped."""
+    value, skipped = load(place)
+    return value, list(skipped)
 
 
 def latest(place: Path | Backend) -> int | None:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         return ckpt.latest().result()
 
 
@@ -113,8 +94,8 @@ def data_file(root: Path, step: int) -> Path:
     return path
 
 
-def unreadable(root: Path, match: str, error: int = errno.EIO, verb: str = "*") -> FaultyBackend:
-    """Return the place, in which what *match* fits can never be read."""
+def failing_at(root: Path, match: str, error: int = errno.EIO, verb: str = "*") -> FaultyBackend:
+    """Return the place, in which no call of *verb* works for what *match* fits."""
     return FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb=verb, match=match, times=None, error=error)])
 
 
@@ -171,16 +152,14 @@ WAYS: list[Way] = [link, pipe, directory, emptied, truncated, flipped, too_long]
 def test_where_nothing_is_damaged_nothing_is_told(run: Path) -> None:
     assert load(run) == (NEWEST, {})
     save(run, 5, 5, value=7.0)
-    with aiockpt.Checkpointer(
-        run, limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:  # a branch: sound steps of another one are nobody's business
+    with small_checkpointer(run) as ckpt:  # a branch: sound steps of another one are nobody's business
         ckpt.load(state(-1), 2).result()
         ckpt.save(3, state(33.0)).result()
     assert load(run) == (33.0, {})
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bad_generation_of_an_old_step_does_not_make_it_the_newest(run: Path, way: Way) -> None:
+def test_a_bad_generation_makes_no_step_the_newest(run: Path, way: Way) -> None:
     """A crash can leave an empty one where there are no hard links."""
     bad = manifest(run, 2, 2)
     shutil.copy(manifest(run, 2), bad)
@@ -197,24 +176,20 @@ def test_a_bad_generation_of_an_old_step_does_not_make_it_the_newest(run: Path, 
     assert load(run) == (22.0, {})
 
 
-def test_a_bad_generation_falls_back_at_its_own_place_in_the_order(run: Path) -> None:
+def test_a_bad_generation_falls_back_in_its_place(run: Path) -> None:
     save(run, 3, value=33.0)
     shutil.copy(manifest(run, 3, 2), run.parent / "kept")
     emptied(manifest(run, 3, 2))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST, [folder(3)])  # its first generation was collected
+    assert passed_over(run) == (NEWEST, [folder(3)])  # its first generation was collected
 
 
 def test_both_generations_of_the_newest_step_are_tried(run: Path) -> None:
-    keeping = FaultyBackend(
-        LocalBackend(str(run)), [Fault(do="fail", verb="delete", match="*/MANIFEST-1*", times=None)]
-    )
+    keeping = failing_at(run, "*/MANIFEST-1*", verb="delete")
     save(keeping, 5, value=55.0)
     assert load(run) == (55.0, {})
     (path,) = _data_of(run, 5, 2)
     flipped(path)
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (
+    assert passed_over(run) == (
         5.0,
         [folder(5)],
     )  # the data of the second one are bad, the first is older and whole
@@ -228,16 +203,14 @@ def _data_of(root: Path, step: int, generation: int) -> tuple[Path, ...]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bad_manifest_of_the_newest_step_is_told(run: Path, way: Way) -> None:
     way(manifest(run, NEWEST))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(run) == (NEWEST - 1, [folder(NEWEST)])
     assert latest(run) == NEWEST - 1
 
 
 @pytest.mark.parametrize("way", [link, pipe, plain_file])
 def test_a_bad_folder_of_the_newest_step_is_told(run: Path, way: Way) -> None:
     way(run / folder(NEWEST))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(run) == (NEWEST - 1, [folder(NEWEST)])
     save(run, 6)
     assert load(run)[0] == 6
 
@@ -245,16 +218,14 @@ def test_a_bad_folder_of_the_newest_step_is_told(run: Path, way: Way) -> None:
 @pytest.mark.parametrize("way", [*WAYS, lambda path: path.unlink()])
 def test_bad_data_of_the_newest_step_are_told(run: Path, way: Way) -> None:
     way(data_file(run, NEWEST))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(run) == (NEWEST - 1, [folder(NEWEST)])
 
 
 @pytest.mark.parametrize("way", [link, pipe, directory, _clear])
 def test_an_attempt_that_is_not_there_any_more_is_told(run: Path, way: Way) -> None:
     (attempt,) = (run / folder(NEWEST)).glob("a-*")
     way(attempt)
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(run) == (NEWEST - 1, [folder(NEWEST)])
 
 
 def test_a_link_that_is_called_otherwise_is_nobodys_business(run: Path) -> None:
@@ -270,7 +241,7 @@ def test_the_manifest_of_another_step_and_one_from_before_are_told(run: Path) ->
     value, skipped = load(run)
     assert value == 4
     assert "was it copied here" in skipped[folder(NEWEST)]
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         ckpt.delete(NEWEST).result()
     save(run, NEWEST, value=50.0)
     manifest(run, NEWEST).write_bytes(before)  # of the save that was deleted
@@ -279,13 +250,12 @@ def test_the_manifest_of_another_step_and_one_from_before_are_told(run: Path) ->
     assert "names the attempt" in skipped[folder(NEWEST)]
 
 
-def test_a_flipped_bit_in_the_head_of_the_newest_manifest_is_told(run: Path) -> None:
+def test_a_flipped_bit_in_a_head_is_told(run: Path) -> None:
     path = manifest(run, NEWEST)
     data = path.read_bytes()
     assert b'"sequence":5' in data
     path.write_bytes(data.replace(b'"sequence":5', b'"sequence":0'))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (4, [folder(NEWEST)])
+    assert passed_over(run) == (4, [folder(NEWEST)])
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -309,8 +279,7 @@ def test_manifests_from_before_their_heads_had_a_digest_are_read(run: Path) -> N
         unsealed_head(manifest(run, step))
     assert load(run) == (NEWEST, {})
     flipped(manifest(run, 2))
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (NEWEST, [folder(2)])  # it cannot be told whether that was the newest
+    assert passed_over(run) == (NEWEST, [folder(2)])  # it cannot be told whether that was the newest
 
 
 # What cannot be read
@@ -319,11 +288,10 @@ def test_manifests_from_before_their_heads_had_a_digest_are_read(run: Path) -> N
 @pytest.mark.parametrize("error", [errno.EIO, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA])
 @pytest.mark.parametrize("match", ["step-00000002/MANIFEST-1.json", "step-00000002*"])
 def test_a_bad_sector_in_an_old_step_stops_nothing(run: Path, match: str, error: int) -> None:
-    place = unreadable(run, match, error)
-    value, skipped = load(place)
-    assert (value, list(skipped)) == (NEWEST, [folder(2)])
+    place = failing_at(run, match, error)
+    assert passed_over(place) == (NEWEST, [folder(2)])
     assert latest(place) == NEWEST
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+    with small_checkpointer(place, retention=aiockpt.Retention(last=2)) as ckpt:
         assert {info.step: info.problem is None for info in ckpt.steps().result()} == {
             5: True, 4: True, 3: True, 2: False, 1: True,
         }  # fmt: skip
@@ -338,8 +306,7 @@ def test_a_bad_sector_in_an_old_step_stops_nothing(run: Path, match: str, error:
 
 @pytest.mark.parametrize("verb", ["get", "open", "reader.read"])
 def test_a_bad_sector_in_the_newest_step_is_told(run: Path, verb: str) -> None:
-    value, skipped = load(unreadable(run, "step-00000005*", verb=verb))
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(failing_at(run, "step-00000005*", verb=verb)) == (NEWEST - 1, [folder(NEWEST)])
 
 
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT, errno.ECONNRESET]
@@ -351,16 +318,16 @@ OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDO
 )
 def test_an_outage_is_no_damage(run: Path, match: str, error: int) -> None:
     """What does not say how new it is may be the newest; a step whose data alone are away is, if it is."""
-    place = unreadable(run, match, error)
+    place = failing_at(run, match, error)
     with pytest.raises(aiockpt.StorageError, match=match.partition("/")[0].rstrip("*")):
         load(place)
     assert load(run) == (NEWEST, {})
 
 
 @pytest.mark.parametrize("error", OUTAGES)
-def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(run: Path, error: int) -> None:
-    place = unreadable(run, "step-00000005*", error)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+def test_an_outage_of_a_step_stops_no_save(run: Path, error: int) -> None:
+    place = failing_at(run, "step-00000005*", error)
+    with small_checkpointer(place, retention=aiockpt.Retention(last=2)) as ckpt:
         assert any(info.step == 5 and info.problem for info in ckpt.steps().result())
         ckpt.save(3, state(33.0)).result()  # of a lower number than the one that is away
         pruned = ckpt.prune().result()
@@ -369,21 +336,16 @@ def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(
 
 
 @pytest.mark.parametrize("match", ["step-00000005", "step-00000005/*"])
-def test_a_step_that_a_disk_does_not_read_now_and_reads_later_is_not_newer_than_what_was_saved_meanwhile(
-    run: Path, match: str
-) -> None:
+def test_a_step_that_reads_again_later_is_older(run: Path, match: str) -> None:
     place = FaultyBackend(
         LocalBackend(str(run)),
         [Fault(do="fail", verb=verb, match=match, error=errno.EIO, times=None) for verb in ("get", "list")],
     )
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, state(33.0)).result()
+    save_without_loading(place, 3, 33.0)
     assert load(run) == (33.0, {})
 
 
-def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_meanwhile(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_inode_reads_later_is_older(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend(str(run))
     honest = backend.list
 
@@ -395,13 +357,12 @@ def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_mea
         return Listing(listing.objects, folders, (*listing.others, "step-00000005"))
 
     monkeypatch.setattr(backend, "list", list_without_inode)
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(3, state(33.0)).result()
+    save_without_loading(backend, 3, 33.0)
     assert load(run) == (33.0, {})
 
 
 def test_an_older_step_that_is_away_is_not_asked_for(run: Path) -> None:
-    assert load(unreadable(run, "step-00000002/a-*", errno.EACCES)) == (NEWEST, {})
+    assert load(failing_at(run, "step-00000002/a-*", errno.EACCES)) == (NEWEST, {})
 
 
 # What may not be read, and is older
@@ -426,12 +387,12 @@ def days_back(path: Path, days: float) -> None:
 def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None:
     days_back(manifest(run, 2), 0.5)
     save(run, 6, 7)
-    place = unreadable(run, "step-00000002/MANIFEST-1.json", errno.EACCES, verb="get")
+    place = failing_at(run, "step-00000002/MANIFEST-1.json", errno.EACCES, verb="get")
     value, skipped = load(place)
     assert (value, list(skipped)) == (7, [folder(2)])
     assert "Permission denied" in skipped[folder(2)]
     assert latest(place) == 7
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+    with small_checkpointer(place, retention=aiockpt.Retention(last=2)) as ckpt:
         loaded = state(-1)
         assert (ckpt.resume(loaded), loaded["step"]) == (8, 7)
         assert {info.step for info in ckpt.steps().result() if info.problem} == {2}
@@ -440,9 +401,9 @@ def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_refused_step_that_this_very_process_has_saved_is_passed_over(tmp_path: Path, worker: Worker) -> None:
+def test_a_refused_step_of_this_process_is_passed_over(tmp_path: Path, worker: Worker) -> None:
     root = tmp_path / "run"
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), worker=worker) as ckpt:
+    with small_checkpointer(root, worker=worker) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result()
         ckpt.save(2, state(22)).result()
@@ -450,10 +411,9 @@ def test_a_refused_step_that_this_very_process_has_saved_is_passed_over(tmp_path
     assert decode_manifest(manifest(root, 4).read_bytes()).older == ((folder(2), 2), (folder(3), 1), (folder(1), 1))
     assert decode_manifest(manifest(root, 1).read_bytes()).older is msgspec.UNSET
     days_back(manifest(root, 2, 2), 0.01)
-    value, skipped = load(unreadable(root, "step-00000002/MANIFEST-*.json", errno.EACCES, verb="get"))
-    assert (value, list(skipped)) == (4, [folder(2)])
+    assert passed_over(failing_at(root, "step-00000002/MANIFEST-*.json", errno.EACCES, verb="get")) == (4, [folder(2)])
     with pytest.raises(aiockpt.StorageError, match=folder(4)):
-        load(unreadable(root, "step-00000004/MANIFEST-1.json", errno.EACCES, verb="get"))
+        load(failing_at(root, "step-00000004/MANIFEST-1.json", errno.EACCES, verb="get"))
 
 
 async def test_a_save_names_nothing_that_was_called_after_it() -> None:
@@ -466,13 +426,11 @@ async def test_a_save_names_nothing_that_was_called_after_it() -> None:
         assert attempt.older == tuple((folder(step), 1) for step in named)
 
 
-def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> None:
+def test_a_save_names_a_refused_step(run: Path) -> None:
     days_back(manifest(run, 2), 0.5)
     place = archive(run, 2)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(6, state(6)).result()
-    value, skipped = load(place)
-    assert (value, list(skipped)) == (6, [folder(2)])
+    save_without_loading(place, 6)
+    assert passed_over(place) == (6, [folder(2)])
     (run / folder(2) / "MANIFEST-2.json").write_bytes(b"")  # a bad one that is dated now
     with pytest.raises(aiockpt.StorageError, match="restore it first"):
         load(place)
@@ -480,19 +438,18 @@ def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> 
 
 def unlistable(root: Path, step: int) -> FaultyBackend:
     """Return the place, in which the folder of *step* is another user's."""
-    return unreadable(root, folder(step), errno.EACCES, verb="list")
+    return failing_at(root, folder(step), errno.EACCES, verb="list")
 
 
 @pytest.mark.parametrize(("days", "named"), [(0.5, True), (0.5, False), (1.1, False)])
-def test_a_step_that_may_not_be_listed_is_older_by_the_date_of_its_folder(run: Path, days: float, named: bool) -> None:
+def test_an_unlistable_step_is_as_old_as_its_folder(run: Path, days: float, named: bool) -> None:
     """Any name in it may be that of its newest manifest: the last of them must be older than all of the newer step."""
     days_back(run / folder(2), days)
     save(run, 6)
     if not named:
         changed(run, 6, older=((folder(1), 1),))
     if named or days > 1:
-        value, skipped = load(unlistable(run, 2))
-        assert (value, list(skipped)) == (6, [folder(2)])
+        assert passed_over(unlistable(run, 2)) == (6, [folder(2)])
     else:
         with pytest.raises(aiockpt.StorageError, match=folder(2)):
             load(unlistable(run, 2))
@@ -502,20 +459,19 @@ def test_a_step_that_may_not_be_listed_is_older_by_the_date_of_its_folder(run: P
         load(unlistable(run, 2))
 
 
-def test_a_step_that_may_not_be_listed_is_named_by_a_save_that_could_not_list_it(run: Path) -> None:
+def test_a_save_names_an_unlistable_step(run: Path) -> None:
     days_back(run / folder(NEWEST), 0.5)
     place = unlistable(run, NEWEST)
     with pytest.raises(aiockpt.StorageError, match=folder(NEWEST)):
         load(place)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(6, state(6)).result()
+    save_without_loading(place, 6)
     assert load(place)[0] == 6
     named = decode_manifest(manifest(run, 6).read_bytes()).older
     assert named
     assert (folder(NEWEST), 1) in named
 
 
-def test_where_folders_have_no_date_a_step_that_may_not_be_listed_is_raised() -> None:
+def test_an_unlistable_step_without_a_date_is_raised() -> None:
     for place in (MemoryBackend("undated"), LocalBackend("/nowhere")):
         with pytest.raises(aiockpt.StorageError):
             anyio.run(dated_ns, place, folder(2), 0)
@@ -544,7 +500,7 @@ with aiockpt.Checkpointer(sys.argv[1], retention=aiockpt.Retention(last=2)) as c
 
 
 @pytest.mark.skipif(not os.geteuid() and shutil.which("setpriv") is None, reason="root may read anything")
-def test_a_folder_of_another_user_is_gone_round_by_all_that_is_done_with_a_run(run: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_passed_over(run: Path, tmp_path: Path) -> None:
     save(run, 6)
     bare = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]  # root without its powers
     listed = [*bare, sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(run)]
@@ -563,7 +519,7 @@ def test_a_folder_of_another_user_is_gone_round_by_all_that_is_done_with_a_run(r
     assert load(tmp_path / "copy")[0] == 6
 
 
-def test_a_refused_step_is_told_once_where_the_newer_ones_turn_out_damaged(run: Path) -> None:
+def test_a_refused_step_is_told_once_beside_damaged_ones(run: Path) -> None:
     days_back(manifest(run, 2), 0.5)
     save(run, 6, 7)
     flipped(data_file(run, 7))
@@ -571,35 +527,30 @@ def test_a_refused_step_is_told_once_where_the_newer_ones_turn_out_damaged(run: 
     assert (value, sorted(skipped)) == (6, [folder(2), folder(7)])
 
 
-def test_a_refused_step_is_told_once_for_a_process_and_not_called_newer(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_step_is_told_once_for_a_process(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     days_back(manifest(run, 2), 0.5)
     caplog.set_level(logging.INFO, "aiockpt")
     discover.logged.clear()
     for _ in range(2):
-        with aiockpt.Checkpointer(archive(run, 2), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(archive(run, 2)) as ckpt:
             ckpt.load(state(-1)).result()
     assert caplog.text.count("step-00000002 is skipped") == 1
     assert caplog.text.count(", passed over: step-00000002\n") == 2
 
 
-def test_a_manifest_names_the_lowest_generation_of_all_places_and_the_newest_steps_first(tmp_path: Path) -> None:
+def test_a_manifest_names_older_steps_the_newest_first(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, *range(66))
-    with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(near) as ckpt:
         ckpt.copy(65, far).result()
     save(near, 65, value=1.0)
-    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(66, state(66)).result()
+    save_without_loading([near, far], 66)
     older = decode_manifest(manifest(near, 66).read_bytes()).older
     assert older == tuple((folder(step), 1) for step in range(65, 1, -1))
 
 
 def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(
-        [run, aiockpt.Tier(tmp_path / "weights", content="weights")], limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([run, aiockpt.Tier(tmp_path / "weights", content="weights")]) as ckpt:
         model = torch.nn.Linear(2, 2)
         ckpt.save(6, {"model": model, "step": 6}).result()
     copied = decode_manifest(manifest(tmp_path / "weights", 6).read_bytes())
@@ -607,7 +558,7 @@ def test_a_copy_of_the_weights_alone_names_what_is_older_too(run: Path, tmp_path
 
 
 @pytest.mark.parametrize(("days", "found"), [(2, True), (0.9, False)])
-def test_a_refused_step_that_is_older_by_a_day_is_passed_over(run: Path, days: float, found: bool) -> None:
+def test_a_refused_step_of_yesterday_is_passed_over(run: Path, days: float, found: bool) -> None:
     for step in range(1, NEWEST + 1):
         changed(run, step, older=msgspec.UNSET)
     days_back(manifest(run, 2), days)
@@ -620,7 +571,7 @@ def test_a_refused_step_that_is_older_by_a_day_is_passed_over(run: Path, days: f
             load(archive(run, 2))
 
 
-def test_a_late_copy_of_an_old_step_does_not_prove_by_its_date_that_the_newest_is_older(run: Path) -> None:
+def test_the_date_of_a_late_copy_proves_nothing(run: Path) -> None:
     for path in run.rglob("*"):  # the newest was copied here first
         if folder(NEWEST) in str(path):
             days_back(path, -3)
@@ -631,14 +582,14 @@ def test_a_late_copy_of_an_old_step_does_not_prove_by_its_date_that_the_newest_i
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
-def test_what_may_pass_is_waited_for_although_a_newer_one_names_it(run: Path, error: int) -> None:
+def test_what_may_pass_is_waited_for(run: Path, error: int) -> None:
     days_back(manifest(run, 2), 9)
     save(run, 6)
     with pytest.raises(aiockpt.StorageError, match=folder(2)):
-        load(unreadable(run, "step-00000002/MANIFEST-1.json", error, verb="get"))
+        load(failing_at(run, "step-00000002/MANIFEST-1.json", error, verb="get"))
 
 
-def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of_it_is_raised(run: Path) -> None:
+def test_a_refused_step_that_older_ones_name_is_raised(run: Path) -> None:
     days_back(manifest(run, NEWEST), 0.5)
     changed(run, 1, older=((folder(NEWEST), 9),))
     changed(run, 4, older=((folder(NEWEST), 0), (folder(3), 1)))
@@ -648,9 +599,9 @@ def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of
     assert load(archive(run, NEWEST))[0] == 4
 
 
-def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: Path) -> None:
+def test_a_refused_step_that_was_saved_anew_is_raised(run: Path) -> None:
     save(run, 6)
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         ckpt.delete(2).result()
     save(run, 2, value=22.0)
     days_back(manifest(run, 2), -0.01)
@@ -660,7 +611,7 @@ def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: P
         load(archive(run, 2))
 
 
-def test_a_refused_step_is_the_next_where_the_one_that_names_it_turns_out_damaged(run: Path) -> None:
+def test_a_refused_step_behind_a_damaged_one_is_raised(run: Path) -> None:
     days_back(manifest(run, NEWEST), 0.5)
     save(run, 6)
     assert load(archive(run, NEWEST))[0] == 6
@@ -686,18 +637,18 @@ def test_a_newer_format_is_no_damage(run: Path, changes: dict[str, Any]) -> None
         load(run, NEWEST)
     assert load(run, 4) == (4, {})
     save_without_loading(run, 6)
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         ckpt.prune(aiockpt.Retention(last=1)).result()
         assert any(info.step == NEWEST and info.problem for info in ckpt.steps().result())
     assert manifest(run, NEWEST).exists()
 
 
-def save_without_loading(root: Path, step: int) -> None:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(step, state(step)).result()
+def save_without_loading(place: Any, step: int, value: float | None = None) -> None:
+    with small_checkpointer(place) as ckpt:
+        ckpt.save(step, state(step if value is None else value)).result()
 
 
-def test_an_old_step_of_a_newer_format_whose_head_says_so_is_no_business_of_a_load(run: Path) -> None:
+def test_an_old_step_of_a_newer_format_stops_nothing(run: Path) -> None:
     path = manifest(run, 2)
     newer = encode_manifest(decode_manifest(path.read_bytes())).replace(b'"version":1', b'"version":2')
     path.write_bytes(_resealed(newer))
@@ -713,7 +664,7 @@ def _resealed(data: bytes) -> bytes:
 # What is damaged on its way
 
 
-def test_a_manifest_that_comes_damaged_is_read_again_as_other_calls_are(run: Path) -> None:
+def test_a_manifest_that_comes_damaged_is_read_again(run: Path) -> None:
     wire = [Fault(do="flip", verb="get", match="*5/MANIFEST-1.json", at=at, times=1, bit=97 * at) for at in range(1, 8)]
     assert load(FaultyBackend(LocalBackend(str(run)), wire)) == (NEWEST, {})
 
@@ -722,8 +673,7 @@ def test_a_manifest_that_always_comes_damaged_is_told(run: Path) -> None:
     wire = [
         Fault(do="flip", verb="get", match="*5/MANIFEST-1.json", at=at, times=1, bit=97 * at) for at in range(1, 99)
     ]
-    value, skipped = load(FaultyBackend(LocalBackend(str(run)), wire))
-    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert passed_over(FaultyBackend(LocalBackend(str(run)), wire)) == (NEWEST - 1, [folder(NEWEST)])
 
 
 # Garbage
@@ -740,20 +690,20 @@ def dead_save(root: Path, step: int) -> Path:
     return attempt
 
 
-def test_a_receipt_that_is_too_long_is_not_read_and_its_save_is_garbage(run: Path) -> None:
+def test_a_receipt_that_is_too_long_is_garbage(run: Path) -> None:
     receipt = dead_save(run, 9) / "r" / "r00000.json"
     os.truncate(receipt, 10 << 30)
     os.utime(receipt, (1e9, 1e9))
     place = FaultyBackend(LocalBackend(str(run)), [Fault(do="hang", verb="get", match="*/r00000.json", times=None)])
     assert load(place) == (NEWEST, {})
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         pruned = ckpt.prune().result()
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(9)]
     assert not (run / folder(9)).exists()
 
 
 @pytest.mark.parametrize("way", [directory, pipe, emptied, too_long])
-def test_a_bad_decision_record_of_a_dead_save_is_told_and_holds_up_no_prune(run: Path, way: Way) -> None:
+def test_a_bad_decision_record_holds_up_no_prune(run: Path, way: Way) -> None:
     record = dead_save(run, 9) / "DECISION.json"
     record.write_text("{}")
     way(record)
@@ -763,15 +713,14 @@ def test_a_bad_decision_record_of_a_dead_save_is_told_and_holds_up_no_prune(run:
     os.utime(record.parent / "r" / "r00000.json", (1e9, 1e9))
     other = dead_save(run, 8)
     (other / "r" / "r00000.json").unlink()
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         pruned = ckpt.prune().result()
     assert [garbage.step_id for garbage in pruned.garbage] == [folder(8)]
     ((step_id, reason),) = pruned.left
     assert step_id == folder(9)
     assert "DECISION.json" in reason
     assert load(run) == (NEWEST, {})
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        ckpt.save(9, state(9)).result()
+    save_without_loading(run, 9)
     assert load(run) == (9, {})
 
 
@@ -780,7 +729,7 @@ def test_a_committed_step_with_anything_in_it_can_be_deleted(run: Path, way: Way
     (record,) = (run / folder(2)).glob("a-*/DECISION.json")
     way(record)
     (run / folder(2) / "dangling").symlink_to("nowhere")
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         ckpt.delete(2).result()
     assert not (run / folder(2)).exists()
     assert load(run) == (NEWEST, {})
@@ -788,7 +737,7 @@ def test_a_committed_step_with_anything_in_it_can_be_deleted(run: Path, way: Way
 
 def test_generations_decide_whether_there_is_something_to_finish(run: Path) -> None:
     """An attempt that was overtaken is garbage; one whose number is the next is a commit to be finished."""
-    keeping = FaultyBackend(LocalBackend(str(run)), [Fault(do="fail", verb="delete", times=None)])
+    keeping = failing_at(run, "*", verb="delete")
     save(keeping, 5, value=52.0)
     save(keeping, 5, value=53.0)
     assert [manifest(run, 5, number).exists() for number in (1, 2, 3)] == [True] * 3
@@ -835,20 +784,20 @@ def test_a_step_that_is_being_deleted_is_not_damaged(run: Path) -> None:
 # What is deleted
 
 
-def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newer(run: Path) -> None:
+def test_pruning_keeps_what_can_be_loaded(run: Path) -> None:
     way_of = {5: truncated, 4: flipped}
     for step, way in way_of.items():
         way(manifest(run, step))
     _clear(data_file(run, 3))
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(last=1)).result()
     assert [step.step for step in pruned.steps] == [1]
     assert load(run)[0] == 2
 
 
-def test_who_has_found_a_step_damaged_does_not_keep_it_in_place_of_another(run: Path) -> None:
+def test_a_damaged_step_is_not_kept_for_another(run: Path) -> None:
     flipped(data_file(run, NEWEST))
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         loaded = ckpt.load(state(-1)).result()
         assert loaded is not None
         pruned = ckpt.prune(aiockpt.Retention(last=1)).result()
@@ -857,10 +806,8 @@ def test_who_has_found_a_step_damaged_does_not_keep_it_in_place_of_another(run: 
 
 
 @pytest.mark.parametrize("bad", ["manifest", "data", "attempt", "data that a load has read"])
-def test_an_older_generation_is_no_garbage_while_the_newer_one_is_bad(run: Path, bad: str) -> None:
-    keeping = FaultyBackend(
-        LocalBackend(str(run)), [Fault(do="fail", verb="delete", match="*/MANIFEST-1*", times=None)]
-    )
+def test_an_older_generation_behind_a_bad_one_stays(run: Path, bad: str) -> None:
+    keeping = failing_at(run, "*/MANIFEST-1*", verb="delete")
     save(keeping, 5, value=55.0)
     (data,) = _data_of(run, 5, 2)
     if bad == "manifest":
@@ -869,14 +816,13 @@ def test_an_older_generation_is_no_garbage_while_the_newer_one_is_bad(run: Path,
         flipped(data)
     else:
         _clear(data if bad == "data" else data.parent.parent)
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(run) as ckpt:
         ckpt.load(state(-1)).result()
         ckpt.prune(aiockpt.Retention(last=5, grace_s=0)).result()
-    value, skipped = load(run)
-    assert (value, list(skipped)) == (5.0, [folder(5)])
+    assert passed_over(run) == (5.0, [folder(5)])
 
 
-def test_votes_that_wait_for_their_commit_are_no_newer_than_a_save_that_comes_later(run: Path) -> None:
+def test_votes_are_older_than_a_later_save(run: Path) -> None:
     """A job died between its votes and its manifest. The next one does not load, and saves a step of a lower number."""
     manifest(run, NEWEST).unlink()
     save_without_loading(run, 3)
@@ -888,13 +834,11 @@ def test_votes_that_wait_for_their_commit_are_no_newer_than_a_save_that_comes_la
 
 
 def resume(place: Path | Backend) -> int:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         return ckpt.resume(state(-1))
 
 
-def test_a_run_begins_from_nothing_only_where_nothing_of_ours_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_begins_only_where_nothing_of_ours_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "notes.txt").write_text("")
     assert resume(tmp_path) == 0
     assert not caplog.records
@@ -920,7 +864,7 @@ def test_an_attempt_alone_is_told_however_old(run: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe"])
-def test_an_attempt_of_which_only_something_in_place_of_a_record_is_left_is_told(
+def test_an_attempt_without_a_readable_record_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     left = tmp_path / folder(9) / "a-0123456789ab" / "DECISION.json"
@@ -957,7 +901,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+    with small_checkpointer(run, retention=aiockpt.Retention(last=2)) as ckpt:
         ckpt.save(1, state(10.0)).result()
         ckpt.save(2, state(20.0)).result()
         ckpt.save(3, state(30.0)).result()
@@ -969,30 +913,65 @@ def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pyt
 
 def test_who_has_loaded_is_not_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(run, 6)
-    with aiockpt.Checkpointer(run, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # going back is deliberate
+    with small_checkpointer(run) as ckpt:  # going back is deliberate
         ckpt.load(state(-1), 2).result()
         ckpt.save(3, state(33.0)).result()
     assert warnings(caplog) == []
 
 
-def test_two_jobs_on_one_folder_are_told_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as one,
-        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as other,
-    ):
+class Skipping(OsClock):
+    """A clock on which a minute passes with each look."""
+
+    def __init__(self) -> None:
+        self._looks = itertools.count()
+
+    def monotonic_ns(self) -> int:
+        return OsClock.monotonic_ns() + next(self._looks) * 60 * 10**9
+
+
+@pytest.mark.parametrize("apart", [0, 1], ids=["the same numbers", "other numbers"])
+def test_two_jobs_in_one_folder_are_both_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, apart: int) -> None:
+    def told() -> list[str]:
+        words = ("of another run", "another job saves to", "saves of two jobs")
+        found = [record.getMessage() for record in caplog.records if any(word in record.getMessage() for word in words)]
+        caplog.clear()
+        return found
+
+    worlds = [World(clock=Skipping()) for _ in range(2)]
+    one, other = (small_checkpointer(tmp_path, world=world) for world in worlds)
+    with one, other:
         one.load(state(-1)).result()
         other.load(state(-1)).result()
-        one.save(1, state(1)).result()
-        other.save(1, state(2)).result()
-    assert len(warnings(caplog)) == 1
+        one.save(10, state(1)).result()
+        other.save(10 + apart, state(2)).result()
+        other.wait()
+        (line,) = told()
+        assert "of another run that were not loaded" in line
+        for step in (20, 30, 40):  # they take turns
+            other.save(step + apart, state(3)).result()
+            other.wait()
+            one.save(step, state(4)).result()
+            one.wait()
+        (line,) = told()
+        assert "another job saves to" in line
+    with small_checkpointer(tmp_path) as ckpt:
+        ckpt.load(state(-1)).result()
+        if apart:
+            (line,) = told()
+            assert "step 41 is the newest" in line
+            assert "load(state, 40)" in line
+        ckpt.save(50, state(5)).result()
+    with small_checkpointer(tmp_path) as ckpt:
+        ckpt.load(state(-1)).result()  # one line goes on, and is the newest
+        assert told() == []
 
 
 def test_a_manifest_can_be_changed_by_these_tests(run: Path) -> None:
     assert isinstance(decode_manifest(manifest(run, 1).read_bytes()), Manifest)
 
 
-def test_an_older_step_that_would_leave_bytes_of_a_damaged_newer_one_is_refused(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_bytes_of_a_damaged_step_are_not_left(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": torch.ones(3000)}).result()
         ckpt.save(2, {"x": torch.zeros(3000), "y": torch.full((3000,), 2.0)}).result()
         (data,) = tmp_path.glob("step-00000002/a-*/d/*")

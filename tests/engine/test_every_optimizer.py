@@ -1,6 +1,4 @@
-"""Does every optimizer of torch go on bit by bit, whichever way its state was saved and loaded? Through the public API."""
-
-from __future__ import annotations
+"""Every optimizer of torch, continued bit by bit, whichever way its state was saved and loaded. Through the public API."""
 
 from collections.abc import Callable, Iterator
 from itertools import count

@@ -1,11 +1,7 @@
 """Failures surface on the future, on the next call and on close, and never take anything else with them."""
 
-from __future__ import annotations
-
 import errno
 import os
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,24 +17,14 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine.context import Failures
-from aiockpt.errors import (
-    BlockingCallError,
-    ClosedError,
-    ForkedProcessError,
-    SaveCancelledError,
-    SaveSkippedError,
-    StepExistsError,
-    StorageFullError,
-    StorageTimeoutError,
-)
 from aiockpt.events import Event, Opened, SaveFailed, StageEnded
 from aiockpt.options import Worker
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.small_run import SMALL, Run
+from tests.run_python import run_python
+from tests.small_run import SMALL, Run, small_checkpointer, steps
 from tests.watch import Watch
 
 
@@ -49,8 +35,8 @@ def broken(*faults: Fault, name: str = "x") -> FaultyBackend:
 WRITE_FAILS = Fault(do="fail", verb="upload.write", error=errno.EIO)
 
 
-def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL))
+def test_the_next_save_tells_of_a_failed_one(run: Run) -> None:
+    ckpt = small_checkpointer(broken(WRITE_FAILS))
     failed = ckpt.save(1, run.state)
     _until_done(failed)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1") as caught:
@@ -63,21 +49,24 @@ def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Ru
     ckpt.close()
 
 
-def test_a_failure_that_another_thread_takes_at_the_same_moment_is_raised_there_alone() -> None:
+def test_a_failure_taken_by_another_thread_is_raised_there() -> None:
     class TakenMeanwhile(deque[aiockpt.SaveFuture]):
         def popleft(self) -> aiockpt.SaveFuture:
             first = super().popleft()
             self.clear()  # by the other thread
             return first
 
-    failures = Failures()
+    ckpt = aiockpt.Checkpointer("memory://taken")
+    failures = ckpt._engine.failures
     failures._untold = TakenMeanwhile()
     for step in (1, 2):
         promise = SavePromise(step)
         promise.fail(OSError())
         failures.add(aiockpt.SaveFuture(promise))
-    assert [failed.step for failed in failures.pop()] == [1]
-    assert failures.pop() == []
+    with pytest.raises(aiockpt.BackgroundSaveError) as raised:
+        failures.report()
+    assert [failed.step for failed in raised.value.failures] == [1]
+    ckpt.close()
 
 
 def _until_done(future: aiockpt.SaveFuture) -> None:
@@ -88,22 +77,22 @@ def _until_done(future: aiockpt.SaveFuture) -> None:
 
 
 def test_close_raises_what_nobody_was_told(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(broken(WRITE_FAILS))
     ckpt.save(1, run.state)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
         ckpt.close()
 
 
 def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
-    with aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(broken(WRITE_FAILS)) as ckpt:
         with pytest.raises(aiockpt.StorageError):
             ckpt.save(1, run.state).result()
         ckpt.save(2, run.state).result()
 
 
-def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run) -> None:
+def test_the_error_of_the_body_notes_the_save_error(run: Run) -> None:
     def trainer() -> None:
-        with aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(broken(WRITE_FAILS)) as ckpt:
             ckpt.save(1, run.state)
             raise KeyError("the trainer's own bug")
 
@@ -114,14 +103,14 @@ def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run
 
 def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
     told: list[aiockpt.SaveFuture] = []
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), limits=aiockpt.Limits(io=SMALL), on_error=told.append)
+    ckpt = small_checkpointer(broken(WRITE_FAILS), on_error=told.append)
     failed = ckpt.save(1, run.state)
     _until_done(failed)
     ckpt.save(2, run.state).result()
     assert told == [failed]
     ckpt.close()
 
-    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS, name="y"), limits=aiockpt.Limits(io=SMALL), on_error="warn")
+    ckpt = small_checkpointer(broken(WRITE_FAILS, name="y"), on_error="warn")
     _until_done(ckpt.save(1, run.state))
     with pytest.warns(RuntimeWarning, match="save of step 1") as warned:
         ckpt.save(2, run.state)
@@ -131,10 +120,10 @@ def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
 
 def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> None:
     backend = broken(Fault(do="hang", verb="upload.finish", match="step-00000001*", times=None))
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(backend) as ckpt:
         save = ckpt.save(1, run.state)
         assert save.cancel()
-        with pytest.raises(SaveCancelledError, match="step 1"):
+        with pytest.raises(aiockpt.SaveCancelledError, match="step 1"):
             save.result()
         assert save.cancelled()
         assert ckpt.steps().result() == ()
@@ -142,7 +131,7 @@ def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> N
         ckpt.save(2, run.state).result()
 
 
-def test_what_was_timed_of_a_save_that_never_began_is_reported_before_its_end(tmp_path: Path) -> None:
+def test_stages_of_a_save_that_never_began_are_reported(tmp_path: Path) -> None:
     watch, gate = Watch(), Gate(LocalBackend(str(tmp_path)), "put_new", "*")
     limits = aiockpt.Limits(io=SMALL, max_in_flight=1)
     with aiockpt.Checkpointer(gate, limits=limits, observers=[watch], snapshot="lazy") as ckpt:
@@ -151,14 +140,14 @@ def test_what_was_timed_of_a_save_that_never_began_is_reported_before_its_end(tm
         waits = ckpt.save(1, {"x": torch.zeros(9)})
         waits.cancel()
         gate.open_up()
-        assert isinstance(waits.exception(), SaveCancelledError)
+        assert isinstance(waits.exception(), aiockpt.SaveCancelledError)
     *stages, last = (event for event in watch.events if event.step == 1)
     assert "walk" in [event.stage for event in stages if isinstance(event, StageEnded)]
     assert isinstance(last, SaveFailed)
 
 
 async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("cancelled-wait"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(MemoryBackend("cancelled-wait")) as ckpt:
         save = ckpt.save(1, run.state)
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -171,13 +160,13 @@ def test_too_many_saves_are_skipped_when_the_policy_says_so(run: Run) -> None:
     with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL, max_in_flight=1, when_full="skip")) as ckpt:
         first = ckpt.save(1, run.state)
         skipped = ckpt.save(2, run.state)
-        with pytest.raises(SaveSkippedError, match="in flight"):
+        with pytest.raises(aiockpt.SaveSkippedError, match="in flight"):
             skipped.result()
         first.cancel()
 
 
-def test_a_state_that_cannot_be_saved_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_an_unsavable_state_is_refused_by_its_path(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         with pytest.raises(aiockpt.UnsupportedStateError, match=r"extra\.thing"):
             ckpt.save(1, {"model": torch.nn.Linear(2, 2), "extra": {"thing": object()}})
         assert ckpt.steps().result() == ()
@@ -190,7 +179,7 @@ def test_a_step_that_is_no_number_is_refused(step: object, run: Run) -> None:
         ckpt.save(step, run.state)  # type: ignore[arg-type]
 
 
-def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -> None:
+def test_a_state_in_place_of_the_step_is_refused(run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend("swapped")) as ckpt:
         with pytest.raises(aiockpt.UsageError, match=r"^step=a dict: give an int of 0 or more, below 2\*\*63$"):
             ckpt.save(run.state, 1)  # type: ignore[arg-type]
@@ -207,8 +196,8 @@ def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -
                 call()
 
 
-def test_a_step_may_be_an_integer_of_numpy_to_look_at_and_load(run: Run) -> None:
-    with aiockpt.Checkpointer(MemoryBackend("numpy"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_step_may_be_an_integer_of_numpy(run: Run) -> None:
+    with small_checkpointer(MemoryBackend("numpy")) as ckpt:
         ckpt.save(3, run.state).result()
         assert ckpt.describe(np.int64(3)).result().info.step == 3  # type: ignore[arg-type]
         assert ckpt.load(run.state, np.int64(3)).result() is not None  # type: ignore[arg-type]
@@ -231,7 +220,7 @@ def test_options_that_cannot_work_are_refused_with_their_names() -> None:
 def test_a_metric_may_be_a_loss_that_was_not_detached(run: Run) -> None:
     loss = run.model(torch.ones(8, run.width)).sum()
     assert loss.requires_grad
-    with aiockpt.Checkpointer(MemoryBackend("metrics"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(MemoryBackend("metrics")) as ckpt:
         ckpt.save(1, run.state, metrics={"loss": loss}).result()  # warnings are errors here
         assert ckpt.describe(1).result().info.metrics == {"loss": pytest.approx(loss.item())}
 
@@ -253,8 +242,8 @@ def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> No
         assert not ckpt.statistics().saves_in_flight
 
 
-def test_a_load_that_nobody_waited_for_is_an_error_at_the_next_call(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_forgotten_load_fails_the_next_call(backend: Backend, run: Run) -> None:
+    with small_checkpointer(backend) as ckpt:
         ckpt.save(1, run.state).result()
         load = ckpt.load(run.state)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
@@ -262,28 +251,28 @@ def test_a_load_that_nobody_waited_for_is_an_error_at_the_next_call(backend: Bac
         load.result()
 
 
-def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run) -> None:
+def test_a_disk_that_is_too_small_is_noticed(run: Run) -> None:
     class Small(MemoryBackend):
         async def space(self):  # type: ignore[no-untyped-def]
             return (await super().space()).__class__(free_bytes=1000, total_bytes=2000)
 
-    with aiockpt.Checkpointer(Small("small"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        with pytest.raises(StorageFullError, match="1,000 free"):
+    with small_checkpointer(Small("small")) as ckpt:
+        with pytest.raises(aiockpt.StorageFullError, match="1,000 free"):
             ckpt.save(1, run.state).result()
         assert ckpt.steps().result() == ()
 
 
-def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: Run) -> None:
+def test_a_snapshot_without_a_slab_names_the_remedy(run: Run) -> None:
     io = aiockpt.IO(pool_bytes=4096, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
     backend = broken(Fault(do="hang", verb="upload.write", times=None))
     ckpt = aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=io, deadlines=aiockpt.Deadlines(slab_s=0.05)))
     save = ckpt.save(1, run.state)
-    with pytest.raises(StorageTimeoutError, match="pool_bytes"):
+    with pytest.raises(aiockpt.StorageTimeoutError, match="pool_bytes"):
         save.result()
     ckpt.close()
 
 
-def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: Run) -> None:
+def test_a_hanging_commit_ends_with_an_unknown_outcome(run: Run) -> None:
     backend = broken(Fault(do="hang", verb="put_new", match="*MANIFEST*"))
     with aiockpt.Checkpointer(
         backend, limits=aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(commit_s=0.1))
@@ -297,7 +286,7 @@ def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: R
 def test_a_lost_answer_is_no_conflict(run: Run) -> None:
     for match in ("*MANIFEST*", "*r00000.json", "*DECISION*"):
         backend = broken(Fault(do="lose_answer", verb="put_new", match=match), name=match)
-        with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(backend) as ckpt:
             save = ckpt.save(1, run.state)
             error = save.exception()
             assert error is None or isinstance(error, aiockpt.StorageError)
@@ -305,46 +294,63 @@ def test_a_lost_answer_is_no_conflict(run: Run) -> None:
 
 
 def test_an_existing_step_is_not_reported_against_its_own_call(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), on_exists="raise") as ckpt:
+    with small_checkpointer(backend, on_exists="raise") as ckpt:
         ckpt.save(1, run.state).result()
         again = ckpt.save(1, run.state)
-        with pytest.raises(StepExistsError):
+        with pytest.raises(aiockpt.StepExistsError):
             again.result()
 
 
 def test_a_closed_checkpointer_says_so(run: Run) -> None:
     ckpt = aiockpt.Checkpointer(MemoryBackend("closed"))
     ckpt.close()
-    with pytest.raises(ClosedError, match="make a new one"):
+    with pytest.raises(aiockpt.ClosedError, match="make a new one"):
         ckpt.save(1, run.state)
 
 
 async def test_blocking_forms_are_refused_inside_an_event_loop(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("blocking"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        with pytest.raises(BlockingCallError, match="await the futures"):
+    async with small_checkpointer(MemoryBackend("blocking")) as ckpt:
+        with pytest.raises(aiockpt.BlockingCallError, match="await the futures"):
             ckpt.wait()
-        with pytest.raises(BlockingCallError, match=r"write `await ckpt.aclose\(\)`"):
+        with pytest.raises(aiockpt.BlockingCallError, match=r"write `await ckpt.aclose\(\)`"):
             ckpt.close()
-        with pytest.raises(BlockingCallError, match="write `async with`"), ckpt:
+        with pytest.raises(aiockpt.BlockingCallError, match="write `async with`"), ckpt:
             pass
-        with pytest.raises(BlockingCallError, match=r"write `async with ckpt\.mutating"), ckpt.mutating():
+        with pytest.raises(aiockpt.BlockingCallError, match=r"write `async with ckpt\.mutating"), ckpt.mutating():
             pass
-        with pytest.raises(BlockingCallError, match=r"write `await ckpt.wait_mutable\(\)`"):
+        with pytest.raises(aiockpt.BlockingCallError, match=r"write `await ckpt.wait_mutable\(\)`"):
             ckpt.barrier()
         assert await ckpt.load(run.state) is None
 
 
-async def test_to_resume_is_refused_inside_an_event_loop_before_anything_is_begun(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("resume"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+async def test_resume_is_refused_inside_an_event_loop(run: Run) -> None:
+    async with small_checkpointer(MemoryBackend("resume")) as ckpt:
         for _ in range(3):  # however fast the load would have been
-            with pytest.raises(BlockingCallError, match=r"write `await ckpt.load\(state\)`"):
+            with pytest.raises(aiockpt.BlockingCallError, match=r"write `await ckpt.aresume\(state\)`"):
                 ckpt.resume(run.state)
         await ckpt.save(1, run.state)
         assert await ckpt.load(run.state) is not None
 
 
-async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(run: Run) -> None:
-    async with aiockpt.Checkpointer(MemoryBackend("forgotten"), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+async def test_a_load_whose_wait_was_cancelled_is_made_again(run: Run) -> None:
+    place = MemoryBackend("cancelled-load")
+    async with small_checkpointer(place) as ckpt:
+        await ckpt.save(1, run.state)
+    gate = Gate(place, "get")
+    async with small_checkpointer(gate) as ckpt:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ckpt.aresume, run.state)
+            await anyio.to_thread.run_sync(gate.reached.wait)
+            tasks.cancel_scope.cancel()
+        gate.open_up()
+        with pytest.raises(aiockpt.UsageError, match="never waited for, so the state is not complete"):
+            ckpt.save(2, run.state)
+        assert await ckpt.aresume(run.state) == 2
+        await ckpt.save(2, run.state)
+
+
+async def test_a_load_forgotten_in_a_loop_must_be_awaited(run: Run) -> None:
+    async with small_checkpointer(MemoryBackend("forgotten")) as ckpt:
         await ckpt.save(1, run.state)
         load = ckpt.load(run.state)
         with pytest.raises(
@@ -356,7 +362,7 @@ async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(r
 
 
 def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(MemoryBackend("seen"), limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(MemoryBackend("seen"))
     save = ckpt.save(1, run.state)
     save.result()
     ckpt.wait()
@@ -368,12 +374,12 @@ def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused_with_a_clear_message(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(MemoryBackend("fork"), limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(MemoryBackend("fork"))
     pid = os.fork()
     if not pid:
         try:
             ckpt.save(1, {"x": 1})
-        except ForkedProcessError:
+        except aiockpt.ForkedProcessError:
             ckpt.close()
             os._exit(7)
         os._exit(1)
@@ -391,10 +397,9 @@ for step in range(3):
     ckpt.save(step, state)
 print("the end", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "the end\n", "")
-    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        assert [info.step for info in ckpt.steps().result()] == [2, 1, 0]
+    run = run_python("-c", script)
+    assert (run.stdout, run.stderr) == ("the end\n", "")
+    assert steps(tmp_path / "run") == [2, 1, 0]
 
 
 def test_a_failure_at_exit_is_told(tmp_path: Path) -> None:
@@ -405,15 +410,12 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 backend = FaultyBackend(LocalBackend({str(tmp_path / "run")!r}), [Fault(do="fail", verb="upload.finish")])
 aiockpt.Checkpointer(backend).save(1, {{"x": torch.arange(10)}})
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
-    assert "save of step 1" in run.stderr
+    assert "save of step 1" in run_python("-c", script, status=None).stderr
 
 
 def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
     state = {"x": torch.arange(50_000)}
-    with aiockpt.Checkpointer(
-        tmp_path / "run", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)
-    ) as ckpt:
+    with small_checkpointer(tmp_path / "run", retention=aiockpt.Retention(last=2)) as ckpt:
         for step in range(10):
             ckpt.save(step, state).result()
         ckpt.wait()
@@ -471,7 +473,7 @@ def test_an_observer_that_raises_is_logged_and_gets_no_more_events(run: Run, cap
             raise ValueError("no")
 
     observer, watch = Raises(), Watch()
-    with aiockpt.Checkpointer(broken(), limits=aiockpt.Limits(io=SMALL), observers=[observer, watch]) as ckpt:
+    with small_checkpointer(broken(), observers=[observer, watch]) as ckpt:
         ckpt.save(1, run.state).result()
     assert observer.calls == 1
     assert len(watch.events) > 5
@@ -484,7 +486,7 @@ def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
 
 
 def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(backend) as ckpt:
         ckpt.save(1, run.state).result()
         asked, may_wait, found = threading.Event(), threading.Event(), []
 
@@ -503,10 +505,11 @@ def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend,
         assert found[0] is not None
 
 
-def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(backend: Backend, run: Run) -> None:
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_load_of_an_ended_thread_is_an_error(backend: Backend, run: Run) -> None:
+    with small_checkpointer(backend) as ckpt:
         ckpt.save(1, run.state).result()
-        thread = threading.Thread(target=ckpt.load, args=(run.state,))
+        loads: list[aiockpt.LoadFuture[Any]] = []
+        thread = threading.Thread(target=lambda: loads.append(ckpt.load(run.state)))
         thread.start()
         thread.join(250)
         with pytest.raises(aiockpt.UsageError, match="never waited for"):
@@ -519,3 +522,17 @@ def test_a_close_that_may_take_for_ever_ends_with_its_saves(run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend(), limits=limits) as ckpt:
         saves = [ckpt.save(step, run.state) for step in (1, 2, 3)]
     assert [save.result().step for save in saves] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("file", "overwritten"), [("a-*/d/*.safetensors", True), ("MANIFEST-1.json", False)])
+def test_a_damaged_step_says_whether_it_was_read_into_the_state(tmp_path: Path, file: str, overwritten: bool) -> None:
+    with small_checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": torch.ones(5000)}).result()
+    (path,) = tmp_path.glob(f"step-00000001/{file}")
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with small_checkpointer(tmp_path) as ckpt, pytest.raises(aiockpt.CorruptionError) as damaged:
+        ckpt.load({"w": torch.zeros(5000)}, 1).result()
+    notes = "\n".join(getattr(damaged.value, "__notes__", []))
+    assert ("partly overwritten" in notes) == overwritten

@@ -1,7 +1,5 @@
 """What a newcomer meets in the first hour: a line in the log, a notebook, another tool's option, a small disk."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging
@@ -19,7 +17,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 from tests.watch import until
 
 
@@ -30,7 +28,7 @@ def infos(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
     run = Run(1)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         assert ckpt.load(run.state).result() is None
         ckpt.save(7, run.state).result()
         ckpt.save(7, run.state).result()
@@ -47,7 +45,7 @@ def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: p
 
 def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_exists="skip") as ckpt:
+    with small_checkpointer(tmp_path, on_exists="skip") as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result()
         ckpt.save(7, {"w": torch.ones(3)}).result()
     assert infos(caplog)[1] == f"step 7 is committed already, and left as it is, in file://{tmp_path}"
@@ -55,7 +53,7 @@ def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytes
 
 def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), worker="process") as ckpt:
+    with small_checkpointer(tmp_path, worker="process") as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result()
     (line,) = infos(caplog)
     assert line.startswith("saved step 7: ")
@@ -64,19 +62,19 @@ def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog
 
 def test_a_save_that_fails_is_no_line_of_success(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
+    with small_checkpointer(tmp_path, on_error=lambda future: None) as ckpt:
         (tmp_path / "step-00000007").write_text("in the way")
         assert ckpt.save(7, {"w": torch.ones(3)}).exception() is not None
     assert infos(caplog) == []
 
 
-def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_write_works(tmp_path: Path) -> None:
+def test_the_line_told_to_a_notebook_works(tmp_path: Path) -> None:
     saved, fresh = Run(1), Run(2)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(7, saved.state).result()
 
     async def notebook() -> int:
-        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        async with small_checkpointer(tmp_path) as ckpt:
             with pytest.raises(aiockpt.BlockingCallError, match="await"):
                 ckpt.load(fresh.state).result()
             loaded = await ckpt.load(fresh.state)
@@ -89,7 +87,7 @@ def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_wri
 
 def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
     async def notebook() -> None:
-        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        async with small_checkpointer(tmp_path) as ckpt:
             await ckpt.save(7, {"w": torch.ones(3)})
             load = ckpt.load({"w": torch.zeros(3)})
             with pytest.raises(aiockpt.UsageError, match="never waited for"):
@@ -101,41 +99,41 @@ def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
 
 def hanging(place: Path) -> FaultyBackend:
     """Return a place with a step whose first read of data hangs."""
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result()
     return FaultyBackend(LocalBackend(str(place)), [Fault(do="hang", verb="read", match="*.safetensors")])
 
 
 def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> None:
     into = {"w": torch.zeros(3)}
-    with aiockpt.Checkpointer(hanging(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(hanging(tmp_path)) as ckpt:
         assert ckpt.load({"w": torch.zeros(3)}).cancel()
         assert ckpt.load(into).result() is not None
         ckpt.save(8, into).result()
     assert into["w"].eq(1).all()
 
 
-def test_a_load_waits_until_no_thread_of_the_one_that_was_cancelled_reads_into_its_tensors(tmp_path: Path) -> None:
+def test_a_load_waits_for_threads_of_a_cancelled_one(tmp_path: Path) -> None:
     begun, go_on = threading.Event(), threading.Event()
     reads: list[int] = []
 
     class Slow(OsFiles):
-        """Files whose second read of step 1, after the header, takes long, in a thread that nothing can cancel."""
+        """Files whose first read of step 1 takes long, in a thread that nothing can cancel."""
 
         def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0, /) -> int:
             name = os.readlink(f"/proc/self/fd/{fd}")
             if "step-00000001" in name and name.endswith(".safetensors"):
                 reads.append(offset)
-                if len(reads) == 2:
+                if len(reads) == 1:
                     begun.set()
                     assert go_on.wait(250)
             return OsFiles.preadv(fd, buffers, offset, flags)
 
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": torch.full((3,), float(step))}).result()
     place, into = LocalBackend(tmp_path, world=World(files=Slow()), direct=False), {"w": torch.zeros(3)}
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         first = ckpt.load(into, 1)
         assert begun.wait(250)
         assert first.cancel()
@@ -149,9 +147,9 @@ def test_a_load_waits_until_no_thread_of_the_one_that_was_cancelled_reads_into_i
     assert into["w"].eq(2).all()
 
 
-def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word(tmp_path: Path) -> None:
+def test_a_state_torn_by_a_cancelled_load_is_told(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
-    with aiockpt.Checkpointer(hanging(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(hanging(tmp_path)) as ckpt:
         load = ckpt.load(state)
         assert load.cancel()
         until(load.done, "the end of the load")
@@ -161,7 +159,7 @@ def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word
 
 
 def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(7, {"w": torch.ones(3)}).result()
         assert isinstance(ckpt.load({"v": torch.zeros(3)}).exception(), aiockpt.StateMismatchError)
         into = {"w": torch.zeros(3)}
@@ -169,7 +167,7 @@ def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> 
     assert into["w"].eq(1).all()
 
 
-def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -> None:
+def test_a_second_load_waits_for_the_first(tmp_path: Path) -> None:
     reads: list[str] = []
 
     class Slow(FaultyBackend):
@@ -178,13 +176,13 @@ def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -
             await asyncio.sleep(0.01)
             return await super().get(key, max_bytes)
 
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": torch.full((3,), 1.0)}).result()
         ckpt.save(2, {"w": torch.full((3,), 2.0)}).result()
     into = {"w": torch.zeros(3)}
 
     async def notebook() -> None:
-        async with aiockpt.Checkpointer(Slow(LocalBackend(str(tmp_path)), []), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        async with small_checkpointer(Slow(LocalBackend(str(tmp_path)), [])) as ckpt:
             with pytest.raises(aiockpt.BlockingCallError):
                 ckpt.load(into, 2).result()
             await ckpt.load(into, 1)
@@ -195,27 +193,6 @@ def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -
     assert into["w"].eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("max_to_keep", "Retention(last=N)"),
-        ("keep_last", "Retention(last=N)"),
-        ("save_total_limit", "Retention(last=N)"),
-        ("save_interval_steps", "every=N"),
-        ("async_save", "runs in the background"),
-        ("keep", "Retention(last=N)"),
-        ("best", "Best('loss', N)"),
-        ("monitor", "metrics="),
-    ],
-)
-def test_an_option_of_another_tool_is_answered_with_what_it_is_called_here(
-    tmp_path: Path, option: str, said: str
-) -> None:
-    with pytest.raises(aiockpt.UsageError) as refused:
-        aiockpt.Checkpointer(tmp_path, **{option: 3})  # type: ignore[arg-type]
-    assert said in str(refused.value)
-
-
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_checkpointer_that_is_pickled_or_copied_says_what_to_do(tmp_path: Path, way: object) -> None:
     assert callable(way)
@@ -223,7 +200,7 @@ def test_a_checkpointer_that_is_pickled_or_copied_says_what_to_do(tmp_path: Path
         way(ckpt)
 
 
-def test_a_small_state_keeps_a_small_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_state_keeps_a_small_reserve(tmp_path: Path) -> None:
     free = 3 << 20
 
     class Small(FaultyBackend):
@@ -231,8 +208,36 @@ def test_a_small_state_keeps_a_small_reserve(tmp_path: Path, monkeypatch: pytest
             return Space(total_bytes=free, free_bytes=free)
 
     inner = LocalBackend(str(tmp_path))
-    with aiockpt.Checkpointer(Small(inner, []), limits=aiockpt.Limits(io=SMALL), on_error=lambda future: None) as ckpt:
+    with small_checkpointer(Small(inner, []), on_error=lambda future: None) as ckpt:
         ckpt.save(1, {"w": torch.ones(1 << 18)}).result()
         refused = ckpt.save(2, {"w": torch.ones(1 << 20)}).exception()
     assert isinstance(refused, aiockpt.StorageFullError)
     assert "in reserve" in str(refused)
+
+
+def test_a_state_dict_of_an_optimizer_is_told_once(tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    run.train()
+    optimizer = run.optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    objects = {"model": run.model, "optimizer": optimizer, "schedules": [schedule], "losses": [0.5] * 20}
+    dicts = {**objects, "optimizer": optimizer.state_dict(), "schedules": [schedule.state_dict()]}
+    with small_checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, objects).result()
+        assert ckpt.resume(objects) == 2
+        assert not warnings()
+    with small_checkpointer(tmp_path / "dicts") as ckpt:
+        ckpt.save(2, dicts).result()
+        ckpt.save(3, dicts).result()
+        assert [one.partition(":")[0] for one in warnings()] == ["optimizer", "schedules"]
+        assert 'put the object itself into the state: {"optimizer": optimizer}' in warnings()[0]
+        caplog.clear()
+        fresh = torch.optim.AdamW(run.model.parameters())
+        state = {"optimizer": fresh.state_dict()}
+        ckpt.load(state, only=["optimizer"]).result()
+    (told,) = warnings()
+    line = told.partition("call ")[2].partition(" now")[0]
+    exec(line, {"optimizer": fresh, "state": state})
+    assert len(fresh.state) == len(optimizer.state) > 0

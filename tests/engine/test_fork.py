@@ -1,12 +1,8 @@
 """A run begun from a step of another run: loaded once, told in its manifests, and independent of it afterwards."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,9 @@ import torch
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.monitor import TraceFile
-from aiockpt.pipeline.discover import StepInfo
+from aiockpt.pipeline.step_info import StepInfo
 from tests.ranks.crew import Crew
+from tests.run_python import run_python
 
 START = """
 import sys, torch, aiockpt
@@ -38,15 +35,14 @@ def save(root: Path, *steps: int) -> None:
 
 
 def start(*arguments: Path) -> list[int]:
-    command = [sys.executable, "-c", START, *map(str, arguments)]
-    return [int(word) for word in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+    return [int(word) for word in run_python("-c", START, *arguments).stdout.split()]
 
 
 def files(root: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_fork_begins_from_the_named_step_once_and_then_resumes_its_own(tmp_path: Path) -> None:
+def test_a_fork_begins_once_and_then_resumes(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     save(a, 1, 2, 3)
     before = files(a)
@@ -64,9 +60,7 @@ def test_a_fork_begins_from_the_named_step_once_and_then_resumes_its_own(tmp_pat
 
 
 @pytest.mark.parametrize("options", [{"worker": "process"}, {}], ids=["process", "thread"])
-def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
-    tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fork_of_the_newest_step_is_told(tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiockpt")
     save(tmp_path / "a", 1, 2)
     state = {"w": torch.zeros(4)}
@@ -76,9 +70,8 @@ def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
     assert [record.message for record in caplog.records if record.message.startswith("forked from step 2")]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     for command in (["ls"], ["inspect"], ["report", "--text"]):
-        arguments = [sys.executable, "-m", "aiockpt.tools.cli.main", *command, str(tmp_path / "b")]
         wide = {**os.environ, "COLUMNS": "300"}
-        told = subprocess.run(arguments, check=True, capture_output=True, text=True, env=wide).stdout
+        told = run_python("-m", "aiockpt.tools.cli.main", *command, tmp_path / "b", env=wide).stdout
         assert f"forked from file://{tmp_path}/a step-00000002" in " ".join(told.split()), command
 
 

@@ -1,7 +1,5 @@
 """A hostile manifest with a valid digest is refused before anything that it names is opened."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.format.document import seal
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.testing.recording import RecordingBackend
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 Change = Callable[[Manifest], Manifest]
 
@@ -53,14 +51,14 @@ HOSTILE: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
 def test_it_is_refused_before_anything_is_opened(tmp_path: Path, change: Change) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": torch.arange(1000, dtype=torch.float32)}).result()
     path = tmp_path / "step-00000001" / "MANIFEST-1.json"
     hostile = change(decode_manifest(path.read_bytes()))
     path.write_bytes(seal(msgspec.json.encode(hostile)))
     backend = RecordingBackend(LocalBackend(tmp_path))
     target = torch.zeros(1000)
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(backend) as ckpt:
         with pytest.raises(aiockpt.CorruptionError):
             ckpt.load({"x": target}, 1).result()
         with pytest.raises(aiockpt.NoValidCheckpointError):

@@ -1,7 +1,5 @@
 """The files are plain safetensors: other tools open them, and find what was saved."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import aiockpt
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 
 
 def data_files(root: Path) -> list[Path]:
@@ -21,7 +19,7 @@ def data_files(root: Path) -> list[Path]:
 
 def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
     run.train()
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, run.state).result()
     weights, rest = data_files(tmp_path)
     loaded = load_file(weights)
@@ -38,7 +36,7 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run: Run) -> None:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"model": run.model}).result()
     target = {name: torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
     folder = data_files(tmp_path / "run")[0].parent

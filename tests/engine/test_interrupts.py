@@ -1,7 +1,5 @@
 """Ctrl-C anywhere: what is under way is finished; pressed again, it is given up, and nothing hangs or leaks."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,14 +14,13 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.submit import Submitter
-from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed
 from aiockpt.options import Snapshot
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.worker import process
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 from tests.watch import Watch, until
 
 SOON_S = 250
@@ -66,15 +63,15 @@ def interrupt_once(work: Callable[..., Any], after: bool) -> Callable[..., Any]:
 @pytest.mark.parametrize("verb", ["create", "upload.write"])
 def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, threads_of_ours: Threads, verb: str) -> None:
     run, hanging = Run(1), Fault(do="hang", verb=verb, match="step-00000002/*", times=None)
-    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [hanging]), limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [hanging]))
     ckpt.save(1, run.state).result(SOON_S)
     save = ckpt.save(2, run.state)
     save.snapshotted().result(SOON_S)
     close_interrupted(ckpt, 0.5)
-    assert isinstance(save.exception(0), SaveCancelledError)
+    assert isinstance(save.exception(0), aiockpt.SaveCancelledError)
     assert not threads_of_ours()
     ckpt.close()
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as again:
+    with small_checkpointer(tmp_path) as again:
         loaded = again.load(run.state).result(SOON_S)
     assert loaded is not None
     assert loaded.step == 1
@@ -92,9 +89,9 @@ def close_interrupted(ckpt: aiockpt.Checkpointer, after_s: float) -> None:
 def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path, threads_of_ours: Threads) -> None:
     run = Run(1)
     hanging = [Fault(do="hang", verb="reader.read", times=None), Fault(do="hang", verb="upload.write", times=None)]
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
-    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), hanging), limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), hanging))
     ckpt.save(2, run.state)  # what the close waits for
     load = ckpt.load(Run(2).state)
     close_interrupted(ckpt, 0.5)
@@ -102,18 +99,16 @@ def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path
     assert load.exception(0) is not None
 
 
-def test_a_wait_for_a_far_tier_ends_with_a_close_that_is_interrupted(tmp_path: Path) -> None:
+def test_an_interrupted_close_ends_waits_for_far_tiers(tmp_path: Path) -> None:
     far = FaultyBackend(LocalBackend(tmp_path / "far"), [Fault(do="hang", verb="create", times=None)])
-    ckpt = aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(far)], limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer([aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(far)])
     save = ckpt.save(1, Run(1).state)
     save.result(SOON_S)
     close_interrupted(ckpt, 0.5)
-    assert isinstance(save.committed(far).exception(SOON_S), SaveCancelledError)
+    assert isinstance(save.committed(far).exception(SOON_S), aiockpt.SaveCancelledError)
 
 
-def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(
-    tmp_path: Path, threads_of_ours: Threads
-) -> None:
+def test_a_writer_process_commits_though_the_close_is_interrupted(tmp_path: Path, threads_of_ours: Threads) -> None:
     state = {"weight": torch.arange(2 << 20)}
     ckpt = aiockpt.Checkpointer(
         tmp_path, worker="process", limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=8 << 20))
@@ -152,9 +147,7 @@ def test_a_save_that_is_interrupted_anywhere_ends(
     snapshot: Snapshot,
 ) -> None:
     run, watch = Run(1), Watch()
-    with aiockpt.Checkpointer(
-        tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[watch], on_error=lambda future: None
-    ) as ckpt:
+    with small_checkpointer(tmp_path, observers=[watch], on_error=lambda future: None) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt_once(getattr(owner, name), after))

@@ -3,8 +3,6 @@
 A product of matrices that lie in another order is rounded otherwise, so an optimizer that keeps bases would not resume.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -101,7 +99,7 @@ def test_what_is_made_for_nothing_lies_as_it_was_saved(save: Callable[..., None]
     assert same(state["deep"]["er"][0]["x"], tensors["image"])
 
 
-def test_a_layout_that_changes_between_two_saves_of_a_run_is_noticed(save: Callable[..., None], tmp_path: Path) -> None:
+def test_a_layout_that_changes_between_saves_is_noticed(save: Callable[..., None], tmp_path: Path) -> None:
     model: Any = nn.Module()
     model.kernel = nn.Parameter(image())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -129,7 +127,7 @@ def test_a_layout_that_changes_between_two_saves_of_a_run_is_noticed(save: Calla
         assert same(buffer, optimizer.state[model.kernel]["momentum_buffer"])
 
 
-def test_a_part_of_a_larger_tensor_is_saved_as_it_is_at_each_save(save: Callable[..., None], tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_is_saved_as_is(save: Callable[..., None], tmp_path: Path) -> None:
     larger = torch.zeros(4, 6)
     state = {"part": larger[1:3, ::2], "beside": torch.zeros(3)}
 
@@ -175,7 +173,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", [Bases, Stateful])
-def test_the_state_of_a_fresh_optimizer_lies_as_it_was_saved(
+def test_the_state_of_a_fresh_optimizer_lies_as_saved(
     save: Callable[..., None], tmp_path: Path, kind: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     saved, fresh = nn.ParameterList(parameters()), nn.ParameterList(parameters())
@@ -204,7 +202,7 @@ class Grown(nn.Module):
         self.basis = state_dict[prefix + "basis"]
 
 
-def test_what_a_module_gets_that_loads_itself_lies_as_it_was_saved(save: Callable[..., None], tmp_path: Path) -> None:
+def test_what_loads_itself_lies_as_it_was_saved(save: Callable[..., None], tmp_path: Path) -> None:
     saved, fresh = Grown(), Grown()
     saved.basis = columns(3, 7)
     save(lambda: {"model": saved})
@@ -246,7 +244,7 @@ def test_files_hold_rows_whatever_lay_in_memory(save: Callable[..., None], tmp_p
     assert found["columns"].stride() == (4, 1)
 
 
-def test_the_manifest_says_the_order_where_it_is_not_that_of_the_axes(tmp_path: Path) -> None:
+def test_the_manifest_tells_of_another_order_of_axes(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, saved_tensors()).result()
         told = {tensor.name: tensor.axes for tensor in ckpt.describe(1).result().tensors}
@@ -268,7 +266,7 @@ def test_a_tensor_that_is_read_by_itself_is_row_major(tmp_path: Path) -> None:
     assert torch.equal(rows, columns(4, 6)[1:3])
 
 
-def test_steps_that_differ_in_the_layout_alone_are_the_same(
+def test_steps_that_differ_in_layout_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:

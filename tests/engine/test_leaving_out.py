@@ -1,6 +1,4 @@
-"""Is what the caller leaves out of a save not there, noted, and no difference when it is loaded?"""
-
-from __future__ import annotations
+"""What the caller leaves out of a save: not there, noted, and no difference when it is loaded."""
 
 import copy
 from pathlib import Path
@@ -11,7 +9,8 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.selection import Selection
 from tests.ranks.crew import Crew
 
 
@@ -93,11 +92,11 @@ def test_names_prefixes_and_patterns_choose(tmp_path: Path) -> None:
     assert kept[4] == {f"model.{name}" for name in state["model"].state_dict() if not name.endswith("bias")}
 
 
-def test_what_was_left_out_is_not_missing_and_what_is_missing_still_is(tmp_path: Path) -> None:
+def test_what_was_left_out_is_not_missing(tmp_path: Path) -> None:
     larger = job(3)
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, job(2), exclude=["model.*.base"]).result()
-        with pytest.raises(StateMismatchError) as caught:
+        with pytest.raises(aiockpt.StateMismatchError) as caught:
             ckpt.load(larger, only=["model"]).result()
     told = str(caught.value)
     assert "model.2.base.weight: in the state but not in the checkpoint" in told
@@ -111,11 +110,11 @@ def test_another_shape_or_dtype_than_was_left_out_is_a_mismatch(tmp_path: Path) 
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"m": saved}, exclude=["m.base"]).result()
         with pytest.raises(
-            StateMismatchError, match=r"m.base.weight: torch.float32 of shape \(4, 5\) in the state, .*\(4, 4\)"
+            aiockpt.StateMismatchError, match=r"m.base.weight: torch.float32 of shape \(4, 5\) in the state, .*\(4, 4\)"
         ):
             ckpt.load({"m": found}).result()
         with pytest.raises(
-            StateMismatchError, match=r"m.base.weight: torch.float64 of shape .* in the state, torch.float32"
+            aiockpt.StateMismatchError, match=r"m.base.weight: torch.float64 of shape .* in the state, torch.float32"
         ):
             ckpt.load({"m": double}).result()
 
@@ -136,7 +135,7 @@ def test_whole_objects_and_values_may_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["nested"]["t"], torch.ones(2))
 
 
-def test_items_of_a_list_may_be_left_out_and_those_behind_keep_their_places(tmp_path: Path) -> None:
+def test_items_behind_left_out_ones_keep_their_places(tmp_path: Path) -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     found: dict[str, Any] = {"some": [nn.Linear(2, 2), 0, {"x": 0}, other], "two": (torch.zeros(2), 0, nn.Linear(2, 2))}
     state = {"some": [nn.Linear(2, 2), 1, {"x": 7}, one], "two": (torch.ones(2), 2, nn.Linear(2, 2))}
@@ -165,12 +164,12 @@ def test_items_of_a_list_may_be_left_out_and_those_behind_keep_their_places(tmp_
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, how: dict[str, Any], told: str) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(aiockpt.UsageError, match=told):
             ckpt.save(1, job(), **how)
         assert ckpt.steps().result() == ()
 
 
-def test_a_parameter_that_is_thawed_is_saved_from_then_on_and_one_that_an_optimizer_owns_always(tmp_path: Path) -> None:
+def test_thawed_and_owned_parameters_are_saved(tmp_path: Path) -> None:
     state = job()
     with aiockpt.Checkpointer(tmp_path / "run", only=aiockpt.trainable(), every=1) as ckpt:
         ckpt.step(0, state).result()  # type: ignore[union-attr]
@@ -185,10 +184,7 @@ def test_a_parameter_that_is_thawed_is_saved_from_then_on_and_one_that_an_optimi
     assert ["model.0.base.weight" in one for one in left] == [True, False, False]
 
 
-def test_full_and_partial_saves_of_one_state_take_turns_warm(tmp_path: Path) -> None:
-    from aiockpt.adapters.native import StateWalker
-    from aiockpt.adapters.selection import Selection
-
+def test_full_and_partial_saves_of_one_state_take_turns_warm() -> None:
     state, walker = job(), StateWalker()
     whole, part = walker.walk(state), walker.walk(state, Selection(only=aiockpt.trainable()))
     for _ in range(2):
@@ -198,9 +194,6 @@ def test_full_and_partial_saves_of_one_state_take_turns_warm(tmp_path: Path) -> 
 
 
 def test_a_rule_finds_modules_and_optimizers_in_lists_and_tuples_too() -> None:
-    from aiockpt.adapters.native import StateWalker
-    from aiockpt.adapters.selection import Selection
-
     state, owned = job(), nn.Linear(2, 2).requires_grad_(False)
     nested = {"nets": [state["model"], (owned,)], "optimizers": (torch.optim.SGD(owned.parameters()),)}
     part = StateWalker().walk(nested, Selection(only=aiockpt.trainable()))
@@ -214,7 +207,7 @@ def test_a_base_that_cannot_be_stored_may_be_left_out(tmp_path: Path) -> None:
         assert ckpt.load({"m": model}).result().left_out == ("m.base.weight", "m.base.bias")  # type: ignore[union-attr]
 
 
-def test_a_layer_that_loads_itself_gets_what_it_has_for_what_was_left_out(tmp_path: Path) -> None:
+def test_a_self_loading_layer_keeps_what_was_left_out(tmp_path: Path) -> None:
     def make() -> Any:
         layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
         layer.parametrizations.weight.original1.requires_grad_(False)
@@ -231,7 +224,7 @@ def test_a_layer_that_loads_itself_gets_what_it_has_for_what_was_left_out(tmp_pa
     assert torch.equal(found[0].parametrizations.weight.original0, saved[0].parametrizations.weight.original0)
 
 
-def test_a_state_dict_saved_in_part_loads_into_the_module_and_back(tmp_path: Path) -> None:
+def test_a_part_of_a_state_dict_loads_into_modules(tmp_path: Path) -> None:
     saved, found = job()["model"], job()["model"]
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"m": saved.state_dict()}, exclude=["m.*base*"]).result()
@@ -244,7 +237,7 @@ def test_a_state_dict_saved_in_part_loads_into_the_module_and_back(tmp_path: Pat
 def test_reading_what_was_left_out_says_so(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, job(), exclude=["model.*.base"]).result()
-        with pytest.raises(StateMismatchError, match=r"model.0.base.weight: left out when this step was saved"):
+        with pytest.raises(aiockpt.StateMismatchError, match=r"model.0.base.weight: left out when this step was saved"):
             ckpt.read(1, "model.0.base.weight").result()
 
 
@@ -259,7 +252,7 @@ def test_a_tier_of_weights_knows_what_was_left_out(tmp_path: Path) -> None:
     assert sorted(loaded.left_out) == FROZEN
 
 
-def test_ranks_leave_out_together_and_a_name_may_mean_something_on_one_of_them(tmp_path: Path) -> None:
+def test_ranks_leave_out_together(tmp_path: Path) -> None:
     def stage(rank: int) -> dict[str, Any]:
         layer = nn.ModuleDict({"base": nn.Linear(3, 3), "head": nn.Linear(3, 1)})
         shared = nn.Linear(2, 2)
@@ -280,9 +273,7 @@ def test_ranks_leave_out_together_and_a_name_may_mean_something_on_one_of_them(t
 
 
 @pytest.mark.parametrize("owns", ["all parameters", "the frozen ones"])
-def test_a_rule_that_leaves_nothing_out_because_an_optimizer_owns_all_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, owns: str
-) -> None:
+def test_a_rule_that_leaves_nothing_out_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture, owns: str) -> None:
     state = job()
     parameters = state["model"].parameters()
     state["optimizer"] = torch.optim.AdamW(

@@ -1,7 +1,5 @@
 """Nothing blocks the event loop: no file-system call, checksum or lock runs on the thread that drives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +12,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.format.document import hash_block
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.world import Files, OsFiles, World
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 
 
 class OffLoopFiles:
@@ -36,9 +34,7 @@ class OffLoopFiles:
         return call
 
 
-def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_touched_on_worker_threads_only(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     files = OffLoopFiles()
     hashed_on_loop: list[bool] = []
 
@@ -48,10 +44,7 @@ def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
 
     monkeypatch.setattr("aiockpt.pipeline.upload.hash_block", watched_hash)
     backend = LocalBackend(tmp_path / "run", world=World(files=cast(Files, files)))
-    with (
-        blockbuster_ctx("aiockpt"),
-        aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=1)) as ckpt,
-    ):
+    with blockbuster_ctx("aiockpt"), small_checkpointer(backend, retention=aiockpt.Retention(last=1)) as ckpt:
         for step in range(3):
             run.train()
             ckpt.save(step, run.state).result()

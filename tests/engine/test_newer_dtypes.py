@@ -1,7 +1,5 @@
 """Dtypes of a torch that is newer than the table: each is carried as its bytes, and announced to older readers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import torch
 
 import aiockpt
 from aiockpt.adapters import tensors
-from aiockpt.errors import UsageError
 from aiockpt.format import dtypes, manifest
 from aiockpt.format.manifest import decode_manifest
 from tests.adapters.test_tensors import random_bits
@@ -52,7 +49,7 @@ def bytes_in(state: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", NEWER, ids=str)
-def test_it_is_saved_filled_read_and_known_again_by_a_later_version(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_it_is_known_again_by_a_later_version(dtype: torch.dtype, tmp_path: Path) -> None:
     saved = state_of(dtype, is_empty=False)
     with pytest.MonkeyPatch.context() as patch:
         take_out_of_the_table(dtype, patch)
@@ -86,7 +83,7 @@ def test_a_tensor_of_another_dtype_is_not_filled_from_it(tmp_path: Path) -> None
                 ckpt.load({"w": torch.zeros(4, dtype=torch.int16)}).result()
 
 
-def test_an_older_version_says_that_it_is_older_and_takes_no_older_step(tmp_path: Path) -> None:
+def test_an_older_version_says_that_it_is_older(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": torch.zeros(4)}).result()
         take_out_of_the_table(torch.float32, patch)
@@ -98,11 +95,11 @@ def test_an_older_version_says_that_it_is_older_and_takes_no_older_step(tmp_path
 
 def test_a_torch_that_lacks_it_says_so() -> None:
     for code in ("X2.float16_new", "X2.nn", "X2.float"):
-        with pytest.raises(UsageError, match=r"this torch has no torch\."):
+        with pytest.raises(aiockpt.UsageError, match=r"this torch has no torch\."):
             tensors.torch_dtype(code)
 
 
-def test_it_is_announced_where_it_was_left_out_and_in_a_copy_of_the_weights(tmp_path: Path) -> None:
+def test_it_is_announced_in_parts_and_copies(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     model.scale = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
     state = {"model": model, "other": torch.zeros(4, dtype=torch.float64)}

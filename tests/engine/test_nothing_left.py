@@ -1,11 +1,7 @@
 """Threads after the end of a checkpointer: none of its own is left, in Python or below it."""
 
-from __future__ import annotations
-
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +13,8 @@ from torch._C._distributed_c10d import HashStore
 
 import aiockpt
 from aiockpt.monitor import Endpoint, Heartbeat, TraceFile
-from aiockpt.options import Scrub
-from aiockpt.runtime.world import Ranks
-from tests.small_run import SMALL
+from tests.run_python import run_python
+from tests.small_run import small_checkpointer
 from tests.watch import until
 
 
@@ -34,15 +29,14 @@ def options(name: str, folder: Path) -> dict[str, Any]:
         "lazy": lambda: {"snapshot": "lazy"},
         "process": lambda: {"worker": "process"},
         "signals": lambda: {"on_preempt": "save"},
-        "scrub": lambda: {"scrub": Scrub()},
         "observers": lambda: {"observers": [TraceFile(folder / "trace"), Heartbeat(), Endpoint(port=0)]},
         "cadence": lambda: {"every": "30min"},
-        "ranks": lambda: {"ranks": Ranks(0, 1, HashStore())},
+        "ranks": lambda: {"ranks": aiockpt.Ranks(0, 1, HashStore())},
     }
     return made[name]()
 
 
-NAMES = ["plain", "lazy", "process", "signals", "scrub", "observers", "cadence", "ranks"]
+NAMES = ["plain", "lazy", "process", "signals", "observers", "cadence", "ranks"]
 
 
 def use(ckpt: aiockpt.Checkpointer, step: int) -> None:
@@ -72,8 +66,7 @@ print(resident_bytes() - before)
 
 
 def test_no_memory_of_copies_between_tiers_is_left_after_close(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", COPIES, str(tmp_path / "run")]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    ended = run_python("-c", COPIES, tmp_path / "run")
     assert int(ended.stdout) < 32 << 20  # a window has 16 MiB, and five checkpointers were closed
 
 
@@ -84,7 +77,7 @@ def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
         if turn == 2:
             gc.collect()
             before = tasks()
-        with aiockpt.Checkpointer(tmp_path / "run", limits=aiockpt.Limits(io=SMALL), **options(name, tmp_path)) as ckpt:
+        with small_checkpointer(tmp_path / "run", **options(name, tmp_path)) as ckpt:
             use(ckpt, 10 * turn)
             ckpt.load({"weight": torch.zeros(200, 100)}).result()
     assert named("aiockpt") <= threads
@@ -96,9 +89,7 @@ def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 async def test_no_thread_is_left_after_aclose(tmp_path: Path, name: str) -> None:
     before = named("")  # a worker of the event loop of an earlier test may end late
-    async with aiockpt.Checkpointer(
-        tmp_path / "run", limits=aiockpt.Limits(io=SMALL), **options(name, tmp_path)
-    ) as ckpt:
+    async with small_checkpointer(tmp_path / "run", **options(name, tmp_path)) as ckpt:
         use(ckpt, 10)
         await ckpt.load({"weight": torch.zeros(200, 100)})
     assert named("aiockpt") <= before
@@ -126,5 +117,4 @@ print("the last line")
 
 
 def test_a_program_whose_loop_is_patched_for_notebooks_ends(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", NESTED, str(tmp_path)], capture_output=True, text=True, timeout=250)
-    assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
+    assert run_python("-c", NESTED, tmp_path).stdout == "the last line\n"

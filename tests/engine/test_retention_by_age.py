@@ -1,7 +1,5 @@
 """`Retention(newer_than=…)`: a step goes by its age, by the storage's dates and clock, and one of unknown age stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from aiockpt.policies.retention import StepFacts, lineage, plan_retention
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.forwarding import Forwarding
 from tests.cli.small_checkpoints import DAY_S, make_older, save_aged
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 
 def state(value: float) -> dict[str, Any]:
@@ -34,7 +32,7 @@ AGES = {1: 30.0, 2: 9.0, 3: 8.0, 4: 6.0, 5: 1.0}
 @pytest.mark.parametrize("newer_than", ["7d", "168h", 7 * DAY_S])
 def test_what_is_younger_stays_beside_what_other_rules_keep(tmp_path: Path, newer_than: float | str) -> None:
     save_aged(tmp_path, AGES)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(newer_than=newer_than, last=1, every=3)).result()
     assert steps(tmp_path) == [3, 4, 5]
     assert [step.step for step in pruned.steps] == [1, 2]
@@ -43,24 +41,24 @@ def test_what_is_younger_stays_beside_what_other_rules_keep(tmp_path: Path, newe
 
 def test_the_newest_and_the_newest_verified_stay_however_old_they_are(tmp_path: Path) -> None:
     save_aged(tmp_path, {1: 50, 2: 40, 3: 30})
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.verify(1).result()
         ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [1, 3]
 
 
-def test_a_newest_step_that_is_torn_is_not_what_stays_in_place_of_one_that_is_whole(tmp_path: Path) -> None:
+def test_a_torn_newest_step_saves_no_place(tmp_path: Path) -> None:
     save_aged(tmp_path, {1: 50, 2: 40, 3: 30})
     (data,) = (tmp_path / "step-00000003").glob("a-*/d/*")
     data.write_bytes(b"torn")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [2, 3]
 
 
 def test_a_date_to_come_is_young(tmp_path: Path) -> None:
     save_aged(tmp_path, {1: -5, 2: 40, 3: 30})
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert steps(tmp_path) == [1, 3]
 
@@ -87,15 +85,15 @@ class Unwritable(Forwarding):
 def test_of_unknown_age_is_young(tmp_path: Path, wrap: type[Forwarding]) -> None:
     save_aged(tmp_path, AGES)
     backend: Backend = wrap(LocalBackend(str(tmp_path)))
-    with aiockpt.Checkpointer(backend, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(backend) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(newer_than="7d")).result()
     assert not pruned.steps
     assert "of unknown age" in pruned.kept[-1].reason
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_step_that_was_thinned_later_is_as_old_as_its_save(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_thinned_step_is_as_old_as_its_save(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result()
         make_older(tmp_path / "step-00000001", 20)
@@ -109,7 +107,7 @@ def test_a_step_that_was_thinned_later_is_as_old_as_its_save(tmp_path: Path) -> 
 def test_it_is_applied_after_each_commit(tmp_path: Path, worker: Worker) -> None:
     save_aged(tmp_path, AGES)
     rules = aiockpt.Retention(newer_than="7d")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
+    with small_checkpointer(tmp_path, retention=rules, worker=worker) as ckpt:
         assert ckpt.load({"x": None}, strict=False).result() is not None
         ckpt.save(6, state(6)).result()
     assert steps(tmp_path) == [4, 5, 6]
@@ -118,12 +116,12 @@ def test_it_is_applied_after_each_commit(tmp_path: Path, worker: Worker) -> None
 def test_each_tier_goes_by_its_own_dates(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=aiockpt.Retention(newer_than="7d"))]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).result()
     make_older(near / "step-00000001", 20)
     make_older(far / "step-00000002", 20)
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         assert ckpt.load({"x": None}, strict=False).result() is not None
         ckpt.save(3, state(3)).result()
     assert (steps(near), steps(far)) == ([1, 2, 3], [1, 3])
@@ -150,7 +148,7 @@ AGED = st.lists(
 
 
 @given(AGED, st.none() | st.integers(1, 4), st.floats(1, 20 * DAY_S), st.floats(0, 20 * DAY_S))
-def test_of_any_history_the_newest_whole_one_and_what_is_young_stay_and_longer_keeps_more(
+def test_of_any_history_the_newest_and_the_young_stay(
     rows: list[tuple[int, int, str, float | None, bool, bool]], last: int | None, newer_s: float, more_s: float
 ) -> None:
     found = [

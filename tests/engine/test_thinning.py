@@ -1,7 +1,5 @@
 """Data files by kind, and `Retention(optimizer=…)`: older steps keep their weights, whatever happens on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,20 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.errors import CheckpointError
+from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import Event, GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Worker
+from aiockpt.pipeline.collect import delete_step
+from aiockpt.pipeline.discover import list_step
+from aiockpt.storage.backend import Listing
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.file_surgery import fingerprint, paths
+from tests.gates import Around
 from tests.inline_process import Process, local
-from tests.small_run import SMALL
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import power_cuts, run_inline, snapshot
+from tests.small_run import small_checkpointer
 
 KEEP_ONE = aiockpt.Retention(last=3, optimizer=1)
 
@@ -54,13 +56,13 @@ def files(root: Path, step: int) -> list[str]:
 
 def weights_are(where: Any, step: int, value: float) -> bool:
     bare = state(-1)["model"]
-    with aiockpt.Checkpointer(where, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(where) as ckpt:
         assert ckpt.load({"model": bare}, step).result() is not None
     return all(bool((tensor == value).all()) for tensor in bare.parameters())
 
 
 def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1)).result()
     (manifest,) = manifests(tmp_path, 1)
     # What the state has beside the module, too, bears that name, and so it lies in no file of the module's.
@@ -74,14 +76,14 @@ def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worker: Worker) -> None:
     rules = aiockpt.Retention(last=4, optimizer=2)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=rules, worker=worker) as ckpt:
+    with small_checkpointer(tmp_path, retention=rules, worker=worker) as ckpt:
         for step in range(1, 7):
             ckpt.save(step, state(step)).result()
     assert {step: len(files(tmp_path, step)) for step in (3, 4, 5, 6)} == {3: 2, 4: 2, 5: 3, 6: 3}
     assert [manifest.generation for manifest in manifests(tmp_path, 4)] == [2]
     for step in (3, 4, 5, 6):
         assert weights_are(tmp_path, step, step)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         assert [info.problem for info in ckpt.steps().result()] == [None] * 4
         for step in (3, 6):
             ckpt.verify(step).result()
@@ -89,7 +91,7 @@ def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worke
         loaded = ckpt.load(fresh).result()
         assert loaded is not None
         assert (loaded.step, fresh["step"]) == (6, 6)
-        with pytest.raises(CheckpointError, match="weights only"):
+        with pytest.raises(aiockpt.CheckpointError, match="weights only"):
             ckpt.load(state(-1), 4).result()
 
 
@@ -104,9 +106,9 @@ class Deletions:
             self.told.append(event)
 
 
-def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_whole(tmp_path: Path) -> None:
+def test_a_dry_run_tells_what_would_be_thinned(tmp_path: Path) -> None:
     seen = Deletions()
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[seen]) as ckpt:
+    with small_checkpointer(tmp_path, observers=[seen]) as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save(step, state(step)).result()
         ckpt.verify(2).result()
@@ -120,8 +122,8 @@ def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_who
     assert {step: len(files(tmp_path, step)) for step in (1, 2, 3, 4)} == {1: 2, 2: 3, 3: 2, 4: 3}
 
 
-def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_steps_that_cannot_be_thinned_are_told(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.ones(5)}).result()
         pruned = ckpt.prune(KEEP_ONE).result()
@@ -130,24 +132,24 @@ def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_pat
         assert ckpt.load({"x": torch.zeros(5)}, 1).result() is not None
 
 
-def test_weights_that_a_load_passes_over_are_sound_and_count_for_the_rules(tmp_path: Path) -> None:
+def test_weights_count_for_the_rules(tmp_path: Path) -> None:
     """A resume that finds nothing whole has looked at every thinned step, and damaged none of them."""
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=KEEP_ONE) as ckpt:
+    with small_checkpointer(tmp_path, retention=KEEP_ONE) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result()
     (tmp_path / "step-00000003" / "MANIFEST-1.json").write_bytes(b"")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        with pytest.raises(CheckpointError):
+    with small_checkpointer(tmp_path) as ckpt:
+        with pytest.raises(aiockpt.CheckpointError):
             ckpt.load(state(0)).result()
         pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result()
     assert [step.step for step in pruned.steps] == [1]
     assert {step.step: step.reason for step in pruned.kept}[2] == "the newest"
 
 
-def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tmp_path: Path) -> None:
+def test_a_thinned_copy_is_no_source_for_another(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=KEEP_ONE)]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).committed(str(far)).result()
     assert len(files(far, 1)) == 2
@@ -159,7 +161,7 @@ def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tm
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt, pytest.raises(CheckpointError):
+    with small_checkpointer([near, far]) as ckpt, pytest.raises(aiockpt.CheckpointError):
         ckpt.load(state(-1), 1).result()
 
 
@@ -229,7 +231,7 @@ def different(cuts: Iterable[tuple[int, SimulatedFiles]]) -> Iterator[tuple[int,
             yield done, after
 
 
-def test_a_power_cut_while_a_step_is_thinned_leaves_it_whole_or_thin() -> None:
+def test_a_power_cut_leaves_steps_whole_or_thin() -> None:
     start = saved(2)
     outcomes: set[float | None] = set()
     for done, after in different(power_cuts(recorded(start), start=start, limit=24)):
@@ -237,12 +239,12 @@ def test_a_power_cut_while_a_step_is_thinned_leaves_it_whole_or_thin() -> None:
         assert loads(after, 1, only_weights=True) == 1.0, f"after call {done}"
         try:
             outcomes.add(loads(after, 1, only_weights=False))
-        except CheckpointError:
+        except aiockpt.CheckpointError:
             outcomes.add(None)
     assert outcomes == {1.0, None}
 
 
-def test_what_a_power_cut_interrupted_is_finished_by_the_next_clean_up() -> None:
+def test_the_next_clean_up_finishes_what_was_cut() -> None:
     start = saved(2)
     calls = recorded(start)
     finished = snapshot(start)
@@ -253,3 +255,18 @@ def test_what_a_power_cut_interrupted_is_finished_by_the_next_clean_up() -> None
         left = [path for path in paths_of(after, 1) if "MANIFEST" in path or path.endswith(".safetensors")]
         assert left == wanted, f"after call {done}"
         assert loads(after, 1, only_weights=True) == 1.0
+
+
+async def test_a_step_that_is_deleted_while_it_is_thinned_is_gone() -> None:
+    place = MemoryBackend()
+
+    async def delete(verb: str, key: str) -> None:
+        if verb == "put_new" and key.endswith("-00000001/MANIFEST-2.json"):
+            await delete_step(place, await list_step(place, "step-00000001"))
+
+    async with small_checkpointer(Around(place, before=delete)) as ckpt:
+        for step in (1, 2):
+            await ckpt.save(step, state(step))
+        pruned = await ckpt.prune(aiockpt.Retention(last=2, optimizer=1))
+        assert (pruned.thinned, pruned.failed) == ((), ("step-00000001",))
+    assert (await place.list("step-00000001")) == Listing((), ())

@@ -1,6 +1,4 @@
-"""Is a place that refuses left at once, and one that is only slow, busy or unsteady waited for?"""
-
-from __future__ import annotations
+"""Places that refuse, left at once, and places that are only slow, busy or unsteady, waited for."""
 
 from collections.abc import Callable, Iterator
 from itertools import count, repeat
@@ -18,9 +16,9 @@ from aiockpt.pipeline import lineage
 from aiockpt.places.tiers import tiers
 from aiockpt.storage.retry import Retrying
 from aiockpt.storage.retry_calls import QueryTimeout
-from aiockpt.testing.simulation import simulated_world
-from aiockpt.testing.virtual_time import run_virtually
-from tests.small_run import SMALL
+from tests.simulated.simulation import simulated_world
+from tests.simulated.virtual_time import run_virtually
+from tests.small_run import small_checkpointer
 
 REFUSED = StorageError("connection refused", retryable=True)
 
@@ -89,7 +87,7 @@ def test_a_place_that_fails_now_and_then_is_not_left() -> None:
     assert patience.reason() is None
 
 
-def test_a_place_that_asks_for_fewer_calls_is_there_and_waited_for() -> None:
+def test_a_place_that_asks_for_patience_is_awaited() -> None:
     busy = StorageThrottledError("slow down")
     seconds, answered, _ = ask(iter([*[busy] * 6, None]), 100)
     assert answered
@@ -101,16 +99,16 @@ def test_a_place_that_has_to_answer_is_tried_on() -> None:
     assert answered
 
 
-def test_neither_a_load_nor_the_first_save_waits_for_a_tier_that_refuses(
+def test_nothing_waits_for_a_tier_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module, name in ((tiers, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 1000)  # this test has 60 s
     state = {"x": torch.zeros(5000)}
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state).result()
     far = Retrying(Answering(repeat(REFUSED)))
-    with aiockpt.Checkpointer([tmp_path, aiockpt.Tier(far, deadline=0.1)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path, aiockpt.Tier(far, deadline=0.1)]) as ckpt:
         assert ckpt.load(state).result() is not None
         assert ckpt.save(2, state).result().durable
     said = [record.getMessage() for record in caplog.records if "again and again" in record.getMessage()]

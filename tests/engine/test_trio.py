@@ -1,6 +1,4 @@
-"""Does a program of trio have what one of asyncio has? It waits for the futures on its own loop; ours is asyncio's."""
-
-from __future__ import annotations
+"""Programs of trio, with all that one of asyncio has. They wait for the futures on their own loop; ours is asyncio's."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ def tiers(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("places", "worker"), [(one_place, "thread"), (tiers, "thread"), (one_place, "process")])
-def test_all_that_a_checkpointer_does_can_be_awaited_on_trio(
+def test_all_of_a_checkpointer_can_be_awaited_on_trio(
     places: Callable[[Path], Any], worker: Any, tmp_path: Path
 ) -> None:
     async def train() -> None:

@@ -1,6 +1,4 @@
-"""Does a load say that a newer step is being written, or was begun by a job that died?"""
-
-from __future__ import annotations
+"""The report of a load that a newer step is being written, or was begun by a job that died."""
 
 import logging
 import os
@@ -18,7 +16,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.format.names import attempt_folder, failure_key, parse_attempt
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 from tests.watch import until
 
 STATE = {"x": torch.zeros(5000)}
@@ -26,7 +24,7 @@ VOTE = Fault(do="hang", verb="put_new", match="step-00000002/*/r00000.json")
 
 
 def save(root: Path, step: int) -> None:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.save(step, STATE).result()
 
 
@@ -34,7 +32,7 @@ def save(root: Path, step: int) -> None:
 def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
     """Save step 2 up to the vote, and no further, for the length of the block."""
     held = FaultyBackend(LocalBackend(str(root)), [VOTE])
-    with aiockpt.Checkpointer(held, limits=aiockpt.Limits(io=SMALL), on_error="warn") as ckpt:
+    with small_checkpointer(held, on_error="warn") as ckpt:
         future = ckpt.save(2, STATE)
         until(lambda: held.schedule.fired, "the vote", timeout_s=30)
         try:
@@ -44,7 +42,7 @@ def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
 
 
 def loaded(place: object) -> int | None:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:  # type: ignore[arg-type]
+    with small_checkpointer(place) as ckpt:
         found = ckpt.load(STATE).result()
         return None if found is None else found.step
 
@@ -60,9 +58,7 @@ def written_ago_s(line: str) -> int:
     return int(found[1])
 
 
-def test_a_newer_step_that_is_being_written_is_told_of_and_not_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_step_in_writing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     with writing(tmp_path):
         assert loaded(tmp_path) == 1
@@ -102,9 +98,7 @@ def test_the_votes_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "1 of 2 ranks have voted" in line
 
 
-def test_neither_a_save_of_its_own_nor_an_older_step_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_saves_and_older_steps_are_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiockpt")
     save(tmp_path, 1)
     with writing(tmp_path) as ckpt:
@@ -116,7 +110,7 @@ def test_neither_a_save_of_its_own_nor_an_older_step_is_told_of(
     assert told(caplog) == told(caplog, logging.INFO) == []
 
 
-def test_an_attempt_that_a_rank_has_given_up_is_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_attempt_given_up_is_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of many ranks the others may be at work still, but nobody can commit it."""
     caplog.set_level("INFO", "aiockpt")
     save(tmp_path, 1)
@@ -141,7 +135,7 @@ def test_an_attempt_of_which_nothing_is_left_is_not_told_of(tmp_path: Path, capl
 
 def test_who_only_looks_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
-    with writing(tmp_path), aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with writing(tmp_path), small_checkpointer(tmp_path) as ckpt:
         ckpt.verify().result()
         ckpt.steps().result()
     assert told(caplog) == []

@@ -1,6 +1,4 @@
-"""Does a save of a state that has not moved find everything as it was, whatever of it is gathered anew each time?"""
-
-from __future__ import annotations
+"""Saves of a state that has not moved: everything is found as it was, whatever of it is gathered anew each time."""
 
 import gc
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from aiockpt.lazy.mutability import Mutability
 from aiockpt.lazy.optimizer_owned import OptimizerOwned
 from aiockpt.pipeline import snapshot
 from aiockpt.pipeline.snapshot import CopyProgram, InFlightSlabs
-from tests.small_run import SMALL
+from tests.small_run import SMALL, small_checkpointer
 
 
 def hooked() -> nn.Module:
@@ -55,9 +53,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_save_makes_no_new_copies(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = STATES[kind]()
     gc.collect()  # garbage of other tests, which may go at any moment
     looks: list[object] = []
@@ -89,7 +85,7 @@ class Swallowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ],
     ids=["one processor", "two", "many, and a mode of the program", "slabs are made meanwhile", "a small state"],
 )
-def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
+def test_writing_waits_for_a_copy_on_several_threads(
     processors: int,
     warm: bool,
     mode: Any,
@@ -112,7 +108,7 @@ def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
     for way in ("_copy_fast", "_copy_together"):
         monkeypatch.setattr(snapshot, way, counted(copies, getattr(snapshot, way)))
     monkeypatch.setattr(InFlightSlabs, "_deliver_first", note)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         if warm:
             ckpt.warm_up(state).result()
         with mode():
@@ -124,16 +120,14 @@ def test_writing_waits_for_a_copy_on_several_threads_if_its_slabs_are_there(
     assert state["x"].equal(expected)
 
 
-def test_a_warm_up_allocates_a_pool_that_holds_all_of_the_state(tmp_path: Path) -> None:
+def test_a_warm_up_allocates_the_pool(tmp_path: Path) -> None:
     io = aiockpt.IO(slab_bytes=1 << 14, block_bytes=1 << 12, read_bytes=1 << 14)
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.warm_up({"x": torch.zeros(100_000)}).result()
         assert ckpt.statistics().pool.allocated_bytes >= 400_000
 
 
-def test_the_first_save_after_warm_up_has_the_program_of_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_save_after_warm_up_has_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[snapshot.CopyProgram] = []
 
     class Noted(snapshot.CopyProgram):
@@ -143,7 +137,7 @@ def test_the_first_save_after_warm_up_has_the_program_of_its_copy(
 
     monkeypatch.setattr(snapshot, "CopyProgram", Noted)
     state = {"x": torch.arange(1 << 16)}
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.warm_up(state).result()
         assert len(made) == 1
         ckpt.save(1, state).result()
@@ -152,7 +146,7 @@ def test_the_first_save_after_warm_up_has_the_program_of_its_copy(
 
 @pytest.mark.parametrize("sizes", [[], [5], [4096 * 9 + 1], [100] * 7, [1 << 20, 3, 1 << 16, 70_001]])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_shares_of_a_copy_are_about_even_and_together_all_of_it(sizes: list[int], count: int) -> None:
+def test_shares_of_a_copy_are_even_and_whole(sizes: list[int], count: int) -> None:
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     moves = [(start, (10 << 20) + 2 * start, size) for start, size in zip(starts, sizes, strict=True)]
     shares = snapshot._share(moves, count)
@@ -167,7 +161,7 @@ def test_shares_of_a_copy_are_about_even_and_together_all_of_it(sizes: list[int]
         ]
 
 
-def test_a_walk_gives_the_same_shards_for_the_same_memory_and_others_for_other() -> None:
+def test_a_walk_gives_new_shards_for_new_memory() -> None:
     first, second = torch.ones(4), torch.ones(4)
     some, walker = [first, second], StateWalker()
     state = {"model": nn.Linear(2, 2), "some": some}
@@ -181,7 +175,7 @@ def test_a_walk_gives_the_same_shards_for_the_same_memory_and_others_for_other()
     assert walker.walk(state).tensors[2].data.data_ptr() == some[0].data_ptr()
 
 
-def test_values_that_are_in_new_memory_each_time_are_those_of_the_call(tmp_path: Path) -> None:
+def test_values_in_new_memory_are_those_of_now(tmp_path: Path) -> None:
     state: dict[str, Any] = with_optimizer(nn.Linear(4, 4))
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         for step in range(3):
@@ -194,7 +188,7 @@ def test_values_that_are_in_new_memory_each_time_are_those_of_the_call(tmp_path:
             assert ckpt.read(step, "some[0]").result().eq(step).all()
 
 
-def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> None:
+def test_what_a_hook_gives_is_copied() -> None:
     model, walker, mutability = hooked(), StateWalker(), Mutability()
     state = with_optimizer(model)
 
@@ -232,7 +226,7 @@ def test_a_state_of_another_shape_is_held_anew() -> None:
 
 
 @pytest.mark.parametrize("late", [torch.full((2,), 3.0), aiockpt.RNG()], ids=["a tensor", "an object"])
-def test_what_comes_into_a_list_of_plain_values_between_two_walks_is_found(late: Any) -> None:
+def test_what_comes_into_a_list_is_found(late: Any) -> None:
     log: list[Any] = [1.0]
     state, walker = {"model": nn.Linear(2, 2), "log": log}, StateWalker()
     walker.walk(state)
@@ -277,7 +271,7 @@ def test_a_tensor_of_a_list_is_copied_from_where_it_is(tmp_path: Path) -> None:
     assert read_each(tmp_path, state, change, "some[0]") == [0, 1, 2]
 
 
-def test_what_was_seen_to_change_is_copied_by_the_next_call_of_the_same_state() -> None:
+def test_what_was_seen_to_change_is_copied_next() -> None:
     walker, mutability = StateWalker(), Mutability()
     state = with_optimizer(nn.Linear(4, 4))
     walked = walker.walk(state)
@@ -286,7 +280,7 @@ def test_what_was_seen_to_change_is_copied_by_the_next_call_of_the_same_state() 
     assert mutability.split(walker.walk(state), state, trusting=False).kinds["model.weight"] == "torn"
 
 
-def test_what_an_eager_save_trusts_a_lazy_one_of_the_same_state_copies() -> None:
+def test_what_an_eager_save_trusts_a_lazy_copies() -> None:
     walker, mutability = StateWalker(), Mutability()
     state = {"model": nn.Linear(4, 4)}
     walked = walker.walk(state)
@@ -303,12 +297,12 @@ def read_each(folder: Path, state: dict[str, Any], change: Callable[[int], objec
         return [ckpt.read(step, name).result().flatten()[0].item() for step in range(3)]
 
 
-def test_a_tensor_that_is_copied_aside_is_copied_again_by_each_save(tmp_path: Path) -> None:
+def test_what_is_copied_aside_is_copied_each_time(tmp_path: Path) -> None:
     turned = torch.zeros(3, 4).t()
     assert read_each(tmp_path, {"turned": turned}, turned.fill_, "turned") == [0, 1, 2]
 
 
-def test_a_tensor_that_is_replaced_in_a_dict_is_the_one_that_is_saved(tmp_path: Path) -> None:
+def test_a_replaced_tensor_of_a_dict_is_saved(tmp_path: Path) -> None:
     state: dict[str, Any] = {"t": torch.zeros(4), "other": torch.ones(4)}
     kept: list[torch.Tensor] = []
 
@@ -319,7 +313,7 @@ def test_a_tensor_that_is_replaced_in_a_dict_is_the_one_that_is_saved(tmp_path: 
     assert read_each(tmp_path, state, change, "t") == [0, 1, 2]
 
 
-def test_a_parameter_whose_memory_is_replaced_is_the_one_that_is_saved(tmp_path: Path) -> None:
+def test_replaced_memory_of_a_parameter_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     kept: list[torch.Tensor] = []
 

@@ -1,7 +1,5 @@
 """The doomed process dies in the middle of the right save, and every event it wrote is whole."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The demo survives its own SIGKILL, from end to end, with real processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -10,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.tools.examples.child import DemoError, DemoEvent, Job, RankRecord, run_job
-from aiockpt.tools.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
+from aiockpt.tools.examples.child import Job
+from aiockpt.tools.examples.demo import ELASTIC, EXACT, FAILED, ONE_PROCESS, DemoOptions, check_uncommitted, run_demo
 from aiockpt.tools.examples.gpt import GPTSize
+from aiockpt.tools.examples.phases import DemoError, run_job
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
@@ -33,25 +32,26 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
     out, progress = capfd.readouterr()
     assert status == EXACT, progress
     figures = json.loads(out)
-    recovery, cost = figures["recovery"], figures["cost"]
+    (killed, resumed), cost = figures["phases"], figures["cost"]
     assert figures["exact"] is True
-    assert recovery["differences"] == []
-    assert 0 <= recovery["resumed_from"] < recovery["killed_in_save_of"] == choose_doomed_save(options)
-    assert recovery["lost_steps"] >= every
+    assert killed["differences"] == resumed["differences"] == []
+    assert killed["resumed_from"] is None
+    doomed = options.doomed_save(ONE_PROCESS[1])
+    assert doomed is not None
+    assert 0 <= resumed["newest_committed"] <= resumed["resumed_from"] < doomed
     assert cost["saves"] >= 4
     assert cost["steps"] >= 10
     assert 0 < cost["blocked_fraction"] < 1
     assert cost["pause_max_s"] >= cost["pause_median_s"] > 0
-    assert cost["disk_bytes_per_s"] > 0
-    assert "all of it will take about" in progress
-    assert {path.name for path in folder.glob("*.jsonl")} == {"reference.jsonl", "killed.jsonl", "resumed.jsonl"}
+    assert "resumed: from step" in progress
+    assert {path.name for path in folder.glob("*.log")} == {"reference.log", "killed.log", "resumed.log"}
     assert len(list((folder / "checkpoints").glob("step-*/MANIFEST-*.json"))) == options.keep
 
 
 def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     job = Job(url="no-such-scheme://x", size=TINY, steps=1, every=None)
     with pytest.raises(DemoError, match="no-such-scheme") as caught:
-        run_job(job, "broken", tmp_path, lambda record, told: None)
+        run_job(job, "broken", tmp_path, str)
     assert "ended with status 1 instead of 0" in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 
     folder = tmp_path / "kept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aiockpt.tools.examples.demo._run", told_to_end)
+        patch.setattr("aiockpt.tools.examples.demo.run_phases", told_to_end)
         assert run_demo(DemoOptions(dir=folder)) == 128 + signal.SIGTERM
     assert folder.is_dir()
 
@@ -91,7 +91,7 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
 
-    def interrupt(record: RankRecord, told: DemoEvent) -> None:
+    def interrupt(_: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # and returns, though the job would take for ever
@@ -99,10 +99,10 @@ def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Pat
 
 
 def test_a_process_that_tells_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.tools.examples.child.SILENCE_S", 0)
+    monkeypatch.setattr("aiockpt.tools.examples.phases.SILENCE_S", 0)
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
     with pytest.raises(DemoError, match="no event for 0 s: the process was ended"):
-        run_job(job, "silent", tmp_path, lambda record, told: None)
+        run_job(job, "silent", tmp_path, str)
 
 
 def test_a_save_that_was_committed_before_the_kill_shows_nothing(tmp_path: Path) -> None:
@@ -114,7 +114,15 @@ def test_a_save_that_was_committed_before_the_kill_shows_nothing(tmp_path: Path)
         check_uncommitted(tmp_path, 4)
 
 
-@pytest.mark.parametrize("options", [DemoOptions(steps=15, every=5), DemoOptions(every=0), DemoOptions(keep=0)])
+TOO_FEW = [
+    DemoOptions(steps=15, every=5),
+    DemoOptions(every=0),
+    DemoOptions(keep=0),
+    DemoOptions(elastic=True, steps=39, every=5),
+]
+
+
+@pytest.mark.parametrize("options", TOO_FEW)
 def test_options_that_leave_nothing_to_show_are_refused_before_anything_is_made(
     options: DemoOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +139,14 @@ def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("steps", [16, 17, 40, 120])
 def test_the_save_that_dies_has_committed_ones_before_it_and_steps_after_it(steps: int) -> None:
-    doomed = choose_doomed_save(DemoOptions(steps=steps, every=5))
+    doomed = DemoOptions(steps=steps, every=5).doomed_save(ONE_PROCESS[1])
+    assert doomed is not None
     assert doomed % 5 == 0
     assert 10 <= doomed < steps
+
+
+@pytest.mark.parametrize(("steps", "every"), [(16, 2), (40, 5), (61, 5)])
+def test_each_kill_of_the_elastic_demo_has_a_save_between_it_and_the_last(steps: int, every: int) -> None:
+    options = DemoOptions(elastic=True, steps=steps, every=every)
+    kills = [doomed for phase in ELASTIC if (doomed := options.doomed_save(phase)) is not None]
+    assert all(later - earlier >= 2 * every for earlier, later in zip([0, *kills], [*kills, steps], strict=True))

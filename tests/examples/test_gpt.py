@@ -1,11 +1,8 @@
 """The model of the demo."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
-from aiockpt.tools.examples.gpt import DEFAULT_SIZE, GPT, GPTSize, build, train_step, warmup_cosine
+from aiockpt.tools.examples.gpt import DEFAULT_SIZE, GPT, GPTSize, build, train_step
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2, dropout=0.5)
 
@@ -27,14 +24,6 @@ def test_a_prediction_does_not_see_the_bytes_it_predicts() -> None:
 def test_the_output_layer_shares_the_memory_of_the_embedding() -> None:
     model = GPT(TINY)
     assert model.head.weight is model.embed.weight
-
-
-def test_the_learning_rate_warms_up_to_one_and_decays_to_a_tenth() -> None:
-    rates = [warmup_cosine(step, 100) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[10] == pytest.approx(1)
-    assert 0.1 <= rates[-1] < 0.11
 
 
 def test_the_same_run_has_the_same_losses_and_they_depend_on_the_random_state() -> None:

@@ -1,7 +1,5 @@
 """The loader of the demo goes on exactly where it was."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

@@ -1,14 +1,11 @@
 """A small, valid checkpoint on paper: what the tests of the format start from and then break."""
 
-from __future__ import annotations
-
 import pytest
 
 from aiockpt.format.document import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path
-from tests.paper import ATTEMPT, paper_receipt
+from tests.paper import ATTEMPT, paper_manifest, paper_receipt
 
 BLOCK_BYTES = 8 << 20
 
@@ -33,4 +30,4 @@ def receipts() -> list[Receipt]:
 
 @pytest.fixture
 def manifest(receipts: list[Receipt]) -> Manifest:
-    return merge_receipts(receipts, writer="aiockpt test", write_id="w-1", created_ns=9)
+    return paper_manifest(receipts)

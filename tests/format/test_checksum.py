@@ -1,7 +1,5 @@
 """Sums of blocks and digests of documents."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import xxhash

@@ -1,15 +1,12 @@
-"""Does a type that is decoded by several threads at once, and for the first time, leave the process alive?"""
-
-from __future__ import annotations
+"""A type that several threads decode at once, for the first time; the process stays alive."""
 
 import ast
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import aiockpt
 from aiockpt.format.document import described
+from tests.run_python import run_python
 
 PACKAGE = Path(aiockpt.__file__).parent
 PROGRAM = """
@@ -39,8 +36,7 @@ PROGRAM = """
 
 
 def test_many_threads_may_decode_a_type_for_the_first_time() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-c", textwrap.dedent(PROGRAM))
 
 
 def test_every_type_of_ours_is_described_before_it_is_decoded() -> None:

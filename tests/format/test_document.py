@@ -1,7 +1,5 @@
 """Sealed documents: any change is found before anything is parsed, and parsing is never hurt."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

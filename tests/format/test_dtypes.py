@@ -1,7 +1,5 @@
 """The dtype table against torch and safetensors themselves."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,6 +1,4 @@
-"""Which bits are NaN or infinite? torch says it value by value, `aiockpt.format.finite` of raw bytes."""
-
-from __future__ import annotations
+"""The bits that are NaN or infinite: by torch, value by value, and by `aiockpt.format.finite`, from raw bytes."""
 
 import pytest
 import torch

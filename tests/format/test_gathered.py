@@ -1,7 +1,5 @@
 """The receipts of a group in one object: equal to the receipts, or refused as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 docs/durability.md#the-faults, rows 14 and 15, at the level of manifests and receipts; headers are in test_safetensors.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import time

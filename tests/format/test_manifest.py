@@ -1,7 +1,5 @@
 """Manifests and receipts as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from base64 import b64decode

@@ -1,7 +1,5 @@
 """What is not asked twice is still answered right: whatever differs is looked at again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -20,8 +18,8 @@ from aiockpt.format.manifest import (
     encode_manifest,
     encode_receipt,
 )
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.validate import check_manifest
+from tests.paper import paper_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +29,6 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "_encoded", Memo())
     monkeypatch.setattr(manifests, "_decoded", Memo())
     monkeypatch.setattr(document, "_trees", Memo())
-
-
-def _merge(receipts: list[Receipt]) -> Manifest:
-    return merge_receipts(receipts, writer="aiockpt test", write_id="w-1", created_ns=9)
 
 
 def _check(manifest: Manifest) -> None:
@@ -74,28 +68,28 @@ def test_a_layout_that_is_changed_after_it_was_good_is_looked_at(manifest: Manif
 
 
 def test_votes_that_say_the_same_are_merged_once(receipts: list[Receipt], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _merge(receipts)
+    before = paper_manifest(receipts)
     monkeypatch.setattr(merge, "_merge_pieces", None)
-    assert _merge([replace(vote, tensors=dict(vote.tensors)) for vote in receipts]) == before
+    assert paper_manifest([replace(vote, tensors=dict(vote.tensors)) for vote in receipts]) == before
 
 
 def test_votes_for_other_files_are_merged_anew(receipts: list[Receipt]) -> None:
-    _merge(receipts)
+    paper_manifest(receipts)
     with pytest.raises(CommitError, match="in a file that it does not have"):
-        _merge([replace(receipts[0], files=()), receipts[1]])
+        paper_manifest([replace(receipts[0], files=()), receipts[1]])
 
 
 def test_what_is_done_to_a_merged_manifest_does_not_show_in_the_next(receipts: list[Receipt]) -> None:
-    first = _merge(receipts)
+    first = paper_manifest(receipts)
     whole = dict(first.tensors)
     first.tensors.clear()
-    assert _merge(receipts).tensors == whole
+    assert paper_manifest(receipts).tensors == whole
 
 
 def test_votes_that_are_changed_afterwards_are_merged_anew(receipts: list[Receipt]) -> None:
-    _merge(receipts)
+    paper_manifest(receipts)
     receipts[0].tensors["new"] = TensorEntry("F32", (0,), ())
-    assert "new" in _merge(receipts).tensors
+    assert "new" in paper_manifest(receipts).tensors
 
 
 def test_tensors_that_were_encoded_are_the_same_bytes_again(manifest: Manifest) -> None:
@@ -201,6 +195,6 @@ def test_what_is_large_is_not_kept(manifest: Manifest, monkeypatch: pytest.Monke
     wide = b"[" + b"0," * 999 + b"0]"
     check_tree(wide, "a tree")
     assert decode_manifest(encode_manifest(manifest)) == manifest
-    assert manifests._decoded._last is None
+    assert manifests._decoded._last == ()
     assert manifests._encoded.recall((tuple(manifest.tensors), manifest.tensors)) is None
     assert document._trees.recall(wide) is None

@@ -1,7 +1,5 @@
 """Keys and leaf names."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

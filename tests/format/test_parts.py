@@ -1,7 +1,5 @@
 """Pieces in columns: the same pieces, the same refusals, and nothing believed before its digest."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +25,12 @@ from aiockpt.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, part_path
 from aiockpt.format.parts import attach, detach, part_paths
 from aiockpt.format.pieces import PieceRows, PieceTable, lay_out, sort_boxes, table_of
 from aiockpt.format.validate import check_manifest, pieces_by_file
 from tests.example_counts import examples
-from tests.paper import paper_receipt
+from tests.paper import paper_manifest, paper_receipt
 
 ATTEMPT = "3f9c21d07b44"
 WHERE = ("step-00001000", 2)
@@ -45,10 +42,6 @@ def columns_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "MAX_PIECES", 0)
     monkeypatch.setattr(pieces, "TENSORS_AT_ONCE", 5)
     monkeypatch.setattr(validate, "_ROWS_AT_ONCE", 7)
-
-
-def merged(receipts: list[Receipt]) -> Manifest:
-    return merge_receipts(receipts, writer="aiockpt test", write_id="w-1", created_ns=9)
 
 
 def grid(ranks: int = 6) -> list[Receipt]:
@@ -109,7 +102,7 @@ def one_by_one(votes: list[Receipt]) -> dict[str, tuple[Piece, ...]]:
 
 def plainly(votes: list[Receipt]) -> Manifest:
     """Merge *votes* into a manifest as it is decoded from JSON."""
-    whole = merged(votes)
+    whole = paper_manifest(votes)
     plain = one_by_one(votes)
     return replace(
         whole, requires=(), tensors={name: replace(one, pieces=plain[name]) for name, one in whole.tensors.items()}
@@ -120,7 +113,7 @@ def test_a_merge_into_columns_has_the_pieces_of_a_merge_one_by_one() -> None:
     votes = grid()
     plain = plainly(votes)
     for order in itertools.islice(itertools.permutations(votes), 0, 720, 90):
-        table = merged(list(order))
+        table = paper_manifest(list(order))
         assert table_of(table.tensors) is not None
         assert table.requires == ("parts",)
         assert {name: list(entry.pieces) for name, entry in table.tensors.items()} == {
@@ -136,8 +129,8 @@ def test_a_piece_that_two_ranks_hold_is_taken_from_the_lowest() -> None:
         votes[3].tensors["matrix"], pieces=(votes[3].tensors["matrix"].pieces[0], Piece(0, 4096, 4156, (0, 0), (3, 5)))
     )
     votes[3] = replace(votes[3], tensors={**votes[3].tensors, "scalar": copy, "matrix": double})
-    assert list(merged(votes).tensors["scalar"].pieces) == [Piece(0, 4157, 4165, (), ())]
-    assert list(merged(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
+    assert list(paper_manifest(votes).tensors["scalar"].pieces) == [Piece(0, 4157, 4165, (), ())]
+    assert list(paper_manifest(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
 
 
 def test_pieces_of_unlike_sizes_that_two_ranks_hold_are_taken_once() -> None:
@@ -155,8 +148,8 @@ def test_pieces_of_unlike_sizes_that_two_ranks_hold_are_taken_once() -> None:
         )
         for rank, (vote, (offsets, size)) in enumerate(zip(votes, boxes, strict=True))
     ]
-    assert list(merged(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
-    assert [piece.file for piece in merged(votes).tensors["matrix"].pieces] == [0, 1]
+    assert list(paper_manifest(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
+    assert [piece.file for piece in paper_manifest(votes).tensors["matrix"].pieces] == [0, 1]
 
 
 def test_of_few_pieces_those_with_equal_offsets_lie_in_the_order_of_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,16 +157,16 @@ def test_of_few_pieces_those_with_equal_offsets_lie_in_the_order_of_the_votes(mo
     for rank, at in enumerate([1, 0]):
         both = tuple(Piece(0, 4096, 4096 + size, (at,), (size,)) for size in (1, 0))
         votes[rank] = replace(votes[rank], tensors={"vector": TensorEntry("U8", (2,), both)})
-    assert [piece.sizes for piece in merged(votes).tensors["vector"].pieces] == [(0,), (1,), (0,), (1,)]
+    assert [piece.sizes for piece in paper_manifest(votes).tensors["vector"].pieces] == [(0,), (1,), (0,), (1,)]
     monkeypatch.setattr(merge, "MAX_PIECES", 4)
-    assert tuple(merged(votes).tensors["vector"].pieces) == one_by_one(votes)["vector"]
-    assert [piece.sizes for piece in merged(votes).tensors["vector"].pieces] == [(1,), (0,), (1,), (0,)]
+    assert tuple(paper_manifest(votes).tensors["vector"].pieces) == one_by_one(votes)["vector"]
+    assert [piece.sizes for piece in paper_manifest(votes).tensors["vector"].pieces] == [(1,), (0,), (1,), (0,)]
 
 
 def test_a_table_that_is_not_kept_beside_the_manifest_is_written_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "MAX_PIECES", 10**6)
     monkeypatch.setattr(merge, "_MEMO_PIECES", 0)
-    whole = merged(grid())
+    whole = paper_manifest(grid())
     assert table_of(whole.tensors) is not None
     assert detach(whole) == (whole, {})
     before = list(whole.tensors["matrix"].pieces)
@@ -183,7 +176,7 @@ def test_a_table_that_is_not_kept_beside_the_manifest_is_written_in_it(monkeypat
     assert whole == decode_manifest(encode_manifest(whole))
 
 
-def test_a_table_that_no_reader_accepts_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_no_reader_accepts_is_not_written() -> None:
     whole = as_table(plainly(grid()))
     table = table_of(whole.tensors)
     assert table is not None
@@ -211,7 +204,7 @@ def test_columns_that_turn_out_to_be_few_become_a_plain_manifest(monkeypatch: py
         votes[1], tensors={**votes[1].tensors, "scalar": TensorEntry("F64", (), (Piece(0, 4096, 4104, (), ()),))}
     )
     monkeypatch.setattr(merge, "MAX_PIECES", 14)
-    assert merged(votes) == plainly(votes)
+    assert paper_manifest(votes) == plainly(votes)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +221,7 @@ def test_votes_that_make_no_table_are_refused_by_name(piece: Piece, message: str
     votes = grid()
     votes[3] = replace(votes[3], tensors={**votes[3].tensors, "vector": TensorEntry("U8", (6,), (piece,))})
     with pytest.raises(CommitError, match=message):
-        merged(votes)
+        paper_manifest(votes)
 
 
 @pytest.mark.parametrize("blob_bytes", [64 << 20, 8])
@@ -238,7 +231,7 @@ def test_what_is_written_is_read_again(monkeypatch: pytest.MonkeyPatch, blob_byt
         replace(vote, tensors={**vote.tensors, "matrix": replace(vote.tensors["matrix"], axes=(1, 0))})
         for vote in grid()
     ]
-    whole = merged(columns_first)
+    whole = paper_manifest(columns_first)
     assert whole.tensors["matrix"].axes == (1, 0)
     written, blobs = detach(whole)
     assert not any(entry.pieces for entry in written.tensors.values())
@@ -256,21 +249,21 @@ def test_large_numbers_take_eight_bytes() -> None:
     file = FileEntry.of(path, size=far + 1, rank=5, algo=ALGORITHM, block=1 << 30, sums=bytes(8 * 1025))
     vector = TensorEntry("U8", (6,), (Piece(0, far, far + 1, (5,), (1,)),))
     votes[5] = replace(votes[5], files=(file,), tensors={**votes[5].tensors, "vector": vector})
-    written, blobs = detach(merged(votes))
+    written, blobs = detach(paper_manifest(votes))
     assert written.parts
     assert [entry.width for entry in written.parts] == [4, 4, 8, 8, 4, 4]
     assert attach(written, blobs).tensors["vector"].pieces[5] == replace(vector.pieces[0], file=5)
 
 
 def test_a_reader_that_does_not_know_of_parts_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = encode_manifest(detach(merged(grid()))[0])
+    document = encode_manifest(detach(paper_manifest(grid()))[0])
     monkeypatch.setattr(manifest_module, "KNOWN_REQUIRES", frozenset())
     with pytest.raises(ManifestError, match="requires 'parts', which this aiockpt cannot read: install a newer one"):
         decode_manifest(document)
 
 
 def test_pieces_are_there_only_for_who_asks() -> None:
-    rows = merged(grid()).tensors["matrix"].pieces
+    rows = paper_manifest(grid()).tensors["matrix"].pieces
     assert len(rows) == 6
     assert rows[-1] == Piece(5, 4096, 4156, (6, 5), (3, 5))
     assert rows[1:3] == [rows[1], rows[2]]
@@ -281,9 +274,9 @@ def test_pieces_are_there_only_for_who_asks() -> None:
 
 
 def test_the_pieces_of_a_file_are_those_of_all_tensors_in_file_order() -> None:
-    table, plain = (list(pieces_by_file(found)) for found in (merged(grid()), plainly(grid())))
+    table, plain = (list(pieces_by_file(found)) for found in (paper_manifest(grid()), plainly(grid())))
     assert table == plain
-    assert pieces_by_file(merged(grid()))[1:3] == plain[1:3]
+    assert pieces_by_file(paper_manifest(grid()))[1:3] == plain[1:3]
 
 
 def _changed(column: str, change: Callable[[Any], Any]) -> Callable[[Manifest, dict[str, bytes]], None]:
@@ -302,7 +295,7 @@ def _put(numbers: Any, place: int, value: int) -> Any:
 
 def sealed(edit: Callable[[Manifest, dict[str, bytes]], None]) -> tuple[Manifest, dict[str, bytes]]:
     """Return a manifest whose blobs were changed and whose digests fit them."""
-    written, blobs = detach(merged(grid()))
+    written, blobs = detach(paper_manifest(grid()))
     edit(written, blobs)
     assert written.parts
     entries = tuple(
@@ -346,7 +339,7 @@ def test_hostile_columns_with_valid_digests_are_refused(
 
 
 def test_a_number_that_no_file_has_is_refused() -> None:
-    written, blobs = detach(merged(grid()))
+    written, blobs = detach(paper_manifest(grid()))
     assert written.parts
     path = part_path(ATTEMPT, "start", 0)
     blobs[path] = np.full(written.parts[2].count, 2**63, "<u8").tobytes()
@@ -358,7 +351,7 @@ def test_a_number_that_no_file_has_is_refused() -> None:
 @pytest.mark.parametrize("column", parts.COLUMNS)
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: bytes([b[0] ^ 1]) + b[1:]])
 def test_a_damaged_blob_is_refused_by_its_digest(column: str, damage: Callable[[bytes], bytes]) -> None:
-    written, blobs = detach(merged(grid()))
+    written, blobs = detach(paper_manifest(grid()))
     path = part_path(ATTEMPT, column, 0)
     blobs[path] = damage(blobs[path])
     with pytest.raises(ManifestError, match=f"damaged: blob 0 of '{column}'"):
@@ -381,16 +374,16 @@ def test_descriptions_that_fit_no_table_are_refused_before_a_blob_is_read(
     change: Callable[[Manifest], Manifest], message: str
 ) -> None:
     with pytest.raises(ManifestError, match=message):
-        part_paths(change(detach(merged(grid()))[0]))
+        part_paths(change(detach(paper_manifest(grid()))[0]))
 
 
 def test_a_manifest_whose_parts_were_not_read_is_not_believed() -> None:
     with pytest.raises(ManifestError, match="not in a table"):
-        check_manifest(detach(merged(grid()))[0], *WHERE)
+        check_manifest(detach(paper_manifest(grid()))[0], *WHERE)
 
 
 def test_a_table_of_more_pieces_than_json_may_have_needs_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = replace(merged(grid()), requires=())
+    whole = replace(paper_manifest(grid()), requires=())
     check_manifest(whole, *WHERE)
     monkeypatch.setattr(validate, "MAX_PIECES", 13)
     with pytest.raises(ManifestError, match="14 pieces are more than 13"):
@@ -432,7 +425,7 @@ def test_volumes_do_not_wrap() -> None:
 
 
 def test_what_else_a_reader_must_know_stays_announced() -> None:
-    detached, _ = detach(replace(merged(grid()), requires=("parts", "dtypes")))
+    detached, _ = detach(replace(paper_manifest(grid()), requires=("parts", "dtypes")))
     assert detached.requires == ("parts", "dtypes")
 
 

@@ -1,7 +1,5 @@
 """Data files: what we write opens in the safetensors package; what it would refuse, we refuse."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from math import prod

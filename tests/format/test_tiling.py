@@ -1,7 +1,5 @@
 """Whether boxes tile a shape, against counting every element."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

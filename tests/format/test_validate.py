@@ -1,7 +1,5 @@
 """What check_manifest, check_receipt and check_header say about structs; hostile documents are in test_hostile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

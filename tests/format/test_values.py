@@ -1,7 +1,5 @@
 """The plain values of all ranks become one tree: union where they differ in what they have, equal where they overlap."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

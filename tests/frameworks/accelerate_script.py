@@ -181,6 +181,10 @@ class Run:
             self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
+    def save_and_end(self, folder: Any = None) -> None:
+        self.accelerator.save_state(folder)
+        self.accelerator.end_training()
+
     def loop(self, stop: int | None = None, every: int = 3) -> None:
         """Train all epochs, or up to that many batches; save after every third one."""
         per_epoch = 7 if self.kind.startswith("skips") else 0

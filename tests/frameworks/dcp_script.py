@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -85,30 +87,53 @@ class Application:
         self.step += 1
 
 
-def main() -> None:
-    """Train, and save."""
-    torch.set_num_threads(1)
+def make_model() -> nn.Module:
+    """Return a model that draws random numbers, always with the same weights."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 12))
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateImportUsage]
+    return nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 12))
+
+
+def go_on(model: nn.Module, place: str, until: int, every: int, step: int | None = None) -> int:
+    """Train from the newest step, or from *step*; return where it began."""
     run = Application(model)
     run.state_dict()  # makes the optimizer's state by a step with a rate of 0, which a load does, too
-    writer = AiockptWriter(PLACE)
-    with aiockpt.Checkpointer(PLACE) as ckpt:
+    writer = AiockptWriter(place)
+    with aiockpt.Checkpointer(place) as ckpt:
         there = ckpt.steps().result()
     if there:
-        dcp.load({"run": run}, storage_reader=AiockptReader(PLACE))
-    while run.step < STEPS:
+        dcp.load({"run": run}, storage_reader=AiockptReader(place, step=step))
+    begun_at = run.step
+    while run.step < until:
         run.train(next(run.batches))
-        if run.step % EVERY == 0:
+        if run.step % every == 0:
             writer.step = run.step
             dcp.save({"run": run}, storage_writer=writer)
     writer.close()
-    dist.destroy_process_group()
+    return begun_at
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Have a process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Train, and save."""
+    torch.set_num_threads(1)
+    model = make_model()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        go_on(model, PLACE, STEPS, EVERY)
+        dist.destroy_process_group()
+        return
+    with alone():
+        go_on(model, PLACE, STEPS, EVERY)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def train_loop(config: dict[str, Any]) -> None:
     """Train, save every second step, and die where *config* says so, once."""
     model, optimizer, loader = make_training()
     state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": aiockpt.RNG()}
-    with aiockpt.Checkpointer(config["place"], every=2, retention=aiockpt.Retention(last=config["keep"])) as ckpt:
+    with aiockpt.Checkpointer(
+        config["place"], every=config["every"], retention=aiockpt.Retention(last=config["keep"])
+    ) as ckpt:
         step = resume(ckpt, state)
         note(config, f"begins at {step}")
         while step < config["steps"]:
@@ -106,7 +108,7 @@ def fit(
     """Run it, and return what Ray says of it."""
     return ray_torch.TorchTrainer(
         loop,
-        train_loop_config={"steps": 10, "keep": 3, **config},
+        train_loop_config={"steps": 10, "every": 2, "keep": 3, **config},
         torch_config=ray_torch.TorchConfig(backend="gloo"),
         scaling_config=train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=train.RunConfig(

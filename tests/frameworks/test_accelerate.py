@@ -1,4 +1,4 @@
-"""Does a loop of accelerate go on as the same run, with the folders, hooks and settings that its users know?"""
+"""Loops of accelerate, continued as the same run, with the folders, hooks and settings that its users know."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import BackgroundSaveError, CheckpointError, CorruptionError, UsageError
 from aiockpt.events import Event, SaveFailed
 from aiockpt.integrations.huggingface import attach
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
-from tests.frameworks.proving import TORCHRUN, digest_of, output_of, prove
+from tests.frameworks.proving import TORCHRUN, digest_of, output_of, prove, steps_in
 from tests.gates import Gate
+from tests.notebooks import Notebook, notebook
 
 accelerate: Any = pytest.importorskip("accelerate")
 from tests.frameworks import published  # noqa: E402  it needs accelerate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
+__all__ = ["notebook"]
 HERE = Path(__file__).parent
 SCRIPT = HERE / "accelerate_script.py"
 KINDS = (
@@ -95,10 +98,10 @@ def make(folder: Path | None, kind: str = "plain", **named: Any) -> Any:
     return Run(folder, kind, **named)
 
 
-def go_on(folder: Path, kind: str = "plain", **named: Any) -> Any:
-    """Return a run of a new start that has loaded what is newest."""
+def go_on(folder: Path, kind: str = "plain", *, at: Path | None = None, **named: Any) -> Any:
+    """Return a run of a new start that has loaded what is newest, or the folder *at* which it is to begin."""
     run = attached(folder, kind, **named)
-    run.accelerator.load_state()
+    run.accelerator.load_state(at)
     return run
 
 
@@ -138,13 +141,171 @@ def assert_same(found: Any, expected: Any) -> None:
 # ------------------------------------------------------------------ the same run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class TestContract(IntegrationSuite):
+    FIRST = 0
+    PROGRAM = (sys.executable, str(SCRIPT), "out")
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", str(SCRIPT), "out")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        project = place.parent / f"project of {place.name}"
+        run = make(project)
+        for one in (other, place):
+            if one is not None:
+                OPEN.add(attach(run.accelerator, one))
+        run.accelerator.load_state(None if step is None else str(project / "checkpoints" / f"checkpoint_{step}"))
+        begun_at = int(run.progress.batches)
+        run.loop(until, 1)
+        run.accelerator.end_training()
+        return begun_at
+
+
+def test_a_notebook_is_interrupted_and_goes_on(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(f"""
+from pathlib import Path
+root = Path({str(tmp_path)!r})
+from tests.frameworks.test_accelerate import assert_same, attached, go_on, straight
+alone = straight(root / "alone")
+run = attached(root / "ours")
+train = run.train
+def interrupted(*args, **named):
+    if run.progress.batches == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    return train(*args, **named)
+run.train = interrupted
+""")
+    assert notebook.fail("run.loop(every=3)").startswith("KeyboardInterrupt")
+    notebook.run("""
+run = go_on(root / "ours")
+run.loop(every=3)
+run.accelerator.end_training()
+assert_same(run, alone)
+""")
+    notebook.run("""
+async def in_a_coroutine():
+    run = go_on(root / "ours")
+    run.save_and_end()
+await in_a_coroutine()
+""")
+
+
+async def test_a_coroutine_trains_and_resumes(tmp_path: Path) -> None:
+    trained(tmp_path, stop=4, every=2)
+    assert go_on(tmp_path).progress.batches == 4
+
+
+class WithOthers(accelerate.Accelerator):  # type: ignore[misc]
+    """Methods with other arguments than accelerate's."""
+
+    def load_state(self, input_dir: Any = None, **named: Any) -> Any:
+        return super().load_state(input_dir, **named)
+
+    def skip_first_batches(self, *, dataloader: Any, num_batches: int = 0) -> Any:
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def end_training(self, *, message: str = "") -> str:
+        super().end_training()
+        return message
+
+
+class Adding(accelerate.Accelerator):  # type: ignore[misc]
+    """Saves and loads a file of its own beside accelerate's."""
+
+    note = "none"
+
+    def save_state(self, output_dir: Any = None, **named: Any) -> Any:
+        folder = super().save_state(output_dir, **named)
+        (Path(output_dir) / "note.txt").write_text(self.note)
+        return folder
+
+    def load_state(self, input_dir: Any = None, **named: Any) -> None:
+        super().load_state(input_dir, **named)
+        self.note = (Path(input_dir) / "note.txt").read_text()
+
+
+class Instead(accelerate.Accelerator):  # type: ignore[misc]
+    """Saves in a way of its own, without accelerate's."""
+
+    def save_state(self, output_dir: Any = None, **named: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "alone"])
+def test_what_a_subclass_saves_and_loads_beside_is_kept(ours: bool, tmp_path: Path) -> None:
+    weight = torch.zeros(1, 2)
+    for note in ("first", "second"):
+        accelerator, model = Adding(cpu=True), torch.nn.Linear(2, 1)
+        model = accelerator.prepare(model)
+        if ours:
+            OPEN.add(attach(accelerator, tmp_path / "place"))
+        if note == "second":
+            accelerator.load_state(tmp_path / "first")
+            assert accelerator.note == "first"
+            assert torch.equal(model.weight, weight)
+            accelerator.load_state(str(tmp_path / "first"))
+        accelerator.note, weight = note, model.weight.detach().clone()
+        accelerator.save_state(tmp_path / note)
+        accelerator.end_training()
+    assert (tmp_path / "second" / "note.txt").read_text() == "second"
+    assert ours == (not (tmp_path / "second" / "model.safetensors").exists())
+
+
+def test_methods_that_do_not_lead_to_accelerates_are_named_and_ours_take_their_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_a_class, of_the_object = Instead(cpu=True), accelerate.Accelerator(cpu=True)
+    seen: list[Any] = []
+
+    def wrap(method: Any) -> Any:
+        def wrapped(*args: Any, **named: Any) -> Any:
+            seen.append(args)
+            return method(*args, **named)
+
+        return wrapped
+
+    of_the_object.save_state = wrap(of_the_object.save_state)
+    for number, accelerator in enumerate((of_a_class, of_the_object)):
+        OPEN.add(attach(accelerator, tmp_path / f"place {number}"))
+        accelerator.save_state(tmp_path / f"folder {number}")
+        accelerator.end_training()
+        assert steps_in(tmp_path / f"place {number}") == [0]
+    assert "Instead.save_state: overridden without super()" in caplog.text
+    assert "Accelerator.save_state: overridden without super(), or set on the object" in caplog.text
+    of_the_object.save_state = wrap(of_the_object.save_state)
+    of_the_object.save_state(tmp_path / "wrapped afterwards")
+    of_the_object.end_training()
+    assert (len(seen), steps_in(tmp_path / "place 1")) == (1, [0, 1])
+
+
+def test_an_accelerator_that_is_attached_again_saves_to_the_new_place_alone(tmp_path: Path) -> None:
+    run = attached(tmp_path)
+    OPEN.add(attach(run.accelerator, tmp_path / "other"))
+    run.loop(7, 3)
+    run.accelerator.end_training()
+    assert (steps_in(tmp_path / "aiockpt"), steps_in(tmp_path / "other")) == ([], [0, 1])
+    again = make(tmp_path)
+    OPEN.add(attach(again.accelerator, tmp_path / "other"))
+    again.accelerator.load_state()
+    again.loop()
+    assert_same(again, straight(tmp_path / "straight"))
+
+
+def test_a_method_may_have_a_signature_of_its_own(tmp_path: Path) -> None:
+    accelerate.Accelerator(cpu=True).save_state(tmp_path / "theirs")
+    accelerator = WithOthers(cpu=True)
+    OPEN.add(attach(accelerator, tmp_path / "place"))
+    accelerator.load_state(tmp_path / "theirs")
+    loader: Any = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(4)))  # type: ignore[arg-type]
+    assert len(list(accelerator.skip_first_batches(dataloader=loader, num_batches=1))) == 3
+    assert accelerator.end_training(message="done") == "done"
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_killed_loop_goes_on_as_the_same_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prove(sys.executable, str(SCRIPT), str(tmp_path / "out"), kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dispatched", "two batches a step"])
+@pytest.mark.parametrize("kind", ["dispatched", "two batches a step"])
 def test_two_ranks_go_on_as_the_same_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prove(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), kind)
@@ -175,6 +336,8 @@ for _ in range(2):
     for batch in run.loader:
         run.train(batch)
         run.progress.batches += 1
+        if how == "later" and run.progress.batches == 1:
+            run.accelerator.save_state(f"{folder}/first")
         if run.progress.batches == int(batches) and run.accelerator.is_main_process:
             run.accelerator.save_state(f"{folder}/last")
 run.accelerator.end_training()
@@ -183,20 +346,21 @@ if run.accelerator.is_main_process:
 """
 
 
-@pytest.mark.parametrize("batches", [2, 4])
-@pytest.mark.parametrize("kind", ["named folders", "hook on the first rank"])
-def test_a_save_by_the_main_process_alone_is_refused_or_made_by_it_alone(
-    kind: str, batches: int, tmp_path: Path
-) -> None:
+def test_a_save_by_the_main_process_alone_may_be_made_by_it_alone(tmp_path: Path) -> None:
     """In the middle of an epoch, and at its last batch, after which ranks meet to begin the next one."""
     script = tmp_path / "script.py"
     script.write_text(MAIN_ALONE)
-    alone, together = (
-        output_of(*TORCHRUN, "2", str(script), str(tmp_path / how), kind, str(batches), how, check=how == "alone")
-        for how in ("alone", "together")
-    )
-    assert "ended with [0]" in alone
-    assert "save_state() was called on the main process alone" in together
+    for batches in ("2", "4"):
+        out = tmp_path / f"after {batches}"
+        said = output_of(*TORCHRUN, "2", str(script), str(out), "hook on the first rank", batches, "alone")
+        assert "ended with [0]" in said
+
+
+def test_a_later_save_by_the_main_process_alone_names_the_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MAIN_ALONE)
+    said = output_of(*TORCHRUN, "2", str(script), str(tmp_path / "out"), "named folders", "3", "later", check=False)
+    assert "If save_state() was called on the main process alone: call it on every process" in said
 
 
 @pytest.mark.parametrize("every", [1, 7])
@@ -221,8 +385,7 @@ def test_another_number_of_ranks_begins_the_epoch_anew(tmp_path: Path, caplog: p
     assert "saved by 2 ranks: the epoch begins anew" in caplog.text
     assert again.progress.batches > 0
     assert len(list(again.loader)) == 7
-    again.accelerator.save_state()
-    again.accelerator.end_training()
+    again.save_and_end()
     output_of(*TORCHRUN, "2", str(SCRIPT), str(tmp_path / "out"), "plain")  # and back
 
 
@@ -241,8 +404,7 @@ def test_what_was_loaded_and_saved_again_is_gone_on_with(kind: str, tmp_path: Pa
     expected = trained(tmp_path / "straight", kind)
     trained(tmp_path / "run", kind, stop=9)
     between = go_on(tmp_path / "run", kind)
-    between.accelerator.save_state()
-    between.accelerator.end_training()
+    between.save_and_end()
     again = make(tmp_path / "run", kind)
     if kind == "seedable":
         again.loader.get_sampler().initial_seed = 99
@@ -264,16 +426,14 @@ def test_a_load_forgets_the_loop_and_the_load_before(tmp_path: Path) -> None:
     batches = iter(run.loader)
     next(batches)
     run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     assert len(list(go_on(tmp_path).loader)) == 7
 
 
 def test_a_loop_that_was_broken_off_is_not_gone_on_with(tmp_path: Path) -> None:
     run = attached(tmp_path)
     run.loop(7, every=1000)  # leaves its loop after the last batch
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     again = go_on(tmp_path)
     assert len(list(again.loader)) == 7
 
@@ -291,8 +451,7 @@ def test_a_loader_that_was_prepared_later_is_known_too(tmp_path: Path) -> None:
     run, later = prepared(load=False)
     batches = iter(later)
     next(batches)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     rest = list(batches)
     _, again = prepared(load=True)
     found = list(again)
@@ -342,14 +501,29 @@ def test_a_published_script_killed_by_a_signal_goes_on(ours: bool, tmp_path: Pat
     assert not ours or all(torch.equal(one, other) for one, other in weights)
 
 
-@pytest.mark.parametrize("killed", [8, 11])
+@pytest.mark.parametrize("killed", [8, 11, 14])
 @pytest.mark.parametrize("script", published.SCRIPTS)
-def test_with_another_batch_size_the_rest_of_the_epoch_is_the_rest(script: str, killed: int) -> None:
+def test_with_another_batch_size_the_rest_of_the_epoch_is_the_rest(
+    script: str, killed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found = published.certify(published.Variant(script, killed, other_size=True))
     assert not found["worse"]
     assert found["aiockpt"]["twice"] == 0
     # Scripts of diffusers end at a number of steps.
-    assert found["aiockpt"]["lost"] == 0 or script in ("unconditional", "text_to_image", "lora")
+    assert found["aiockpt"]["lost"] == 0 or script in ("unconditional", "text_to_image", "lora") or killed == 14
+    assert caplog.text.count("batches have 7 samples, and had 4 when the checkpoint was made") == 1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_between_epochs_another_batch_size_of_training_is_told(
+    trains: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = attached(tmp_path)
+    for batch in run.loader:
+        run.train(batch) if trains else run.model(batch)
+    run.save_and_end()
+    assert len(list(go_on(tmp_path, batch_size=5).loader)) == 6
+    assert caplog.text.count("batches have 5 samples, and had 4") == trains
 
 
 def by_hand(run: Any, stop: int | None = None, *, fetch: int = 1, epochs: int = 2) -> list[Any]:
@@ -469,8 +643,7 @@ def test_data_that_have_grown_are_told_with_both_numbers_where_the_order_is_anot
     run = started(26)
     batches = iter(run.loader)
     next(batches)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     again = started(30)
     again.accelerator.load_state()
     rest = torch.cat(list(again.loader)).tolist()
@@ -497,15 +670,13 @@ def test_another_size_and_then_the_same_again_go_on_in_the_same_epoch(tmp_path: 
     first = attached(tmp_path)
     batches = iter(first.loader)
     seen = [next(batches) for _ in range(3) if first.train(torch.ones(1, 4)) is None]
-    first.accelerator.save_state()
-    first.accelerator.end_training()
+    first.save_and_end()
     for _ in range(2):
         again = go_on(tmp_path, batch_size=5)
         batches = iter(again.loader)
         seen.append(next(batches))
         again.train(seen[-1])
-        again.accelerator.save_state()
-        again.accelerator.end_training()
+        again.save_and_end()
     assert len({tuple(row) for row in torch.cat(seen).tolist()}) == 22
     again = go_on(tmp_path, batch_size=5)
     assert trained_samples(again) == 4
@@ -534,8 +705,7 @@ def test_gradients_that_a_step_has_used_and_those_that_are_none_are_not_kept(tmp
     assert not any("gradients" in tensor.name for tensor in ckpt.describe(0).result().tensors)
     run.optimizer.zero_grad()
     run.train(torch.ones(4, 4))
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     again = frozen()
     attach(again.accelerator)
     again.accelerator.load_state()
@@ -559,8 +729,7 @@ def test_a_loader_that_was_freed_is_let_go(tmp_path: Path) -> None:
     run.loop(3)
     gone, run.loader = weakref.ref(run.loader), None
     run.accelerator.free_memory()
-    run.accelerator.save_state(tmp_path / "later")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "later")
     gc.collect()
     assert gone() is None
 
@@ -571,8 +740,7 @@ def test_gradients_of_fsdp_are_not_kept_and_that_is_told(
     run = attached(tmp_path, "two batches a step")
     run.loop(1, every=9)
     monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     assert "not saved under FSDP" in caplog.text
     assert all(one.grad is None for one in go_on(tmp_path, "two batches a step").model.parameters())
 
@@ -587,8 +755,7 @@ def test_the_scale_of_the_loss_goes_on_and_begins_anew_where_none_was_saved(tmp_
     for saved, expected in ((8.0, 8.0), (None, 2.0)):
         run = scaled(saved)
         run.accelerator.load_state()
-        run.accelerator.save_state()
-        run.accelerator.end_training()
+        run.save_and_end()
         again = scaled(2.0)
         again.accelerator.load_state()
         assert again.accelerator.scaler.get_scale() == expected
@@ -610,10 +777,8 @@ def test_the_limit_holds_for_folders_of_an_earlier_start_and_the_newest_stays(
     limit: int, stay: list[int], tmp_path: Path
 ) -> None:
     trained(tmp_path, stop=9)
-    again = attached(tmp_path, total_limit=limit)
-    again.accelerator.load_state()
-    again.accelerator.save_state()
-    again.accelerator.end_training()
+    again = go_on(tmp_path, total_limit=limit)
+    again.save_and_end()
     assert [info.step for info in again.ckpt.steps().result()] == stay
     assert folders(tmp_path / "checkpoints") == [f"checkpoint_{step}" for step in reversed(stay)]
 
@@ -629,8 +794,7 @@ def test_a_step_that_a_rule_of_the_checkpointer_has_deleted_is_no_reason_to_fail
 
 def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     trained(tmp_path, stop=9)
-    again = attached(tmp_path, total_limit=1)
-    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    again = go_on(tmp_path, total_limit=1, at=tmp_path / "checkpoints" / "checkpoint_0")
     assert again.accelerator.save_state().name == "checkpoint_1"
     again.accelerator.end_training()
     assert folders(tmp_path / "checkpoints") == ["checkpoint_1"]
@@ -643,8 +807,7 @@ def test_the_limit_holds_for_relative_folders_and_for_more_than_were_restored(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained(Path("run"), stop=12, every=1, total_limit=12)
-    again = attached(Path("run"), total_limit=2)
-    again.accelerator.load_state()
+    again = go_on(Path("run"), total_limit=2)
     assert again.accelerator.save_state() == Path("run/checkpoints/checkpoint_12")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -659,8 +822,7 @@ def test_the_limit_holds_for_relative_folders_and_for_more_than_were_restored(
 def test_the_old_step_of_a_folder_goes_although_many_were_saved_since(tmp_path: Path) -> None:
     trained(tmp_path, "named folders", stop=10, every=1)
     again = attached(tmp_path, "named folders")
-    again.accelerator.save_state(tmp_path / "step_1")
-    again.accelerator.end_training()
+    again.save_and_end(tmp_path / "step_1")
     assert [info.step for info in again.ckpt.steps().result()] == list(range(10, 0, -1))
 
 
@@ -677,8 +839,7 @@ def test_the_limit_keeps_the_newest_also_after_a_copy_that_changed_times(is_else
         again.accelerator.project_configuration.iteration = 3
     else:
         again.accelerator.load_state()
-    again.accelerator.save_state()
-    again.accelerator.end_training()
+    again.save_and_end()
     assert folders(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
     assert [info.step for info in ckpt.steps().result()] == ([0] if is_elsewhere else [3, 2])
 
@@ -687,14 +848,11 @@ def test_a_run_that_went_back_leaves_the_folders_of_later_steps(tmp_path: Path) 
     first = attached(tmp_path, "named folders")
     for epoch in range(5):
         first.progress.batches = epoch
-        first.accelerator.save_state(tmp_path / f"epoch_{epoch}")
-    first.accelerator.end_training()
-    again = attached(tmp_path, "named folders")
-    again.accelerator.load_state(tmp_path / "epoch_1")
+        first.save_and_end(tmp_path / f"epoch_{epoch}")
+    again = go_on(tmp_path, "named folders", at=tmp_path / "epoch_1")
     for number, name in enumerate(("other_2", "other_3", "epoch_4"), 10):
         again.progress.batches = number
-        again.accelerator.save_state(tmp_path / name)
-    again.accelerator.end_training()
+        again.save_and_end(tmp_path / name)
     found = {}
     for name in folders(tmp_path):
         again.accelerator.load_state(tmp_path / name)
@@ -720,8 +878,7 @@ def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume from it by load_state"):
         fresh.accelerator.save_state()
     fresh.accelerator.project_configuration.iteration = 7
-    fresh.accelerator.save_state()
-    fresh.accelerator.end_training()
+    fresh.save_and_end()
     assert folders(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_7"]
 
 
@@ -729,8 +886,7 @@ def test_a_folder_that_is_named_is_loaded(tmp_path: Path) -> None:
     expected = straight(tmp_path / "straight")
     trained(tmp_path / "run", "named folders")
     assert folders(tmp_path / "run") == sorted(f"step_{number}" for number in range(3, 22, 3))
-    again = attached(tmp_path / "run", "named folders")
-    again.accelerator.load_state(tmp_path / "run" / "step_9")
+    again = go_on(tmp_path / "run", "named folders", at=tmp_path / "run" / "step_9")
     assert again.progress.batches == 9
     again.loop()
     assert_same(again, expected)
@@ -802,6 +958,15 @@ def test_of_two_saves_to_a_folder_that_a_kill_left_the_newer_one_appears(tmp_pat
     assert again.progress.batches == 2
 
 
+def test_a_folder_that_was_removed_before_its_step_was_committed_does_not_appear(tmp_path: Path) -> None:
+    run = attached(tmp_path, "named folders")
+    run.accelerator.save_state(tmp_path / "step_1")
+    shutil.rmtree(tmp_path / ".step_1.0.aiockpt")
+    run.accelerator.end_training()
+    assert folders(tmp_path) == []
+    assert steps_in(tmp_path / "aiockpt") == [0]
+
+
 def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     fsync = os.fsync
@@ -812,17 +977,15 @@ def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monke
 
     run = attached(tmp_path, "named folders")
     monkeypatch.setattr(os, "fsync", note)
-    run.accelerator.save_state(tmp_path / "step_1")
-    run.accelerator.end_training()
-    assert str(tmp_path / ".step_1.0.aiockpt" / "aiockpt.json") in flushed
+    run.save_and_end(tmp_path / "step_1")
+    assert str(tmp_path / ".step_1.0.aiockpt" / ".aiockpt.json.new") in flushed
 
 
 def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
     run = attached(tmp_path, "named folders")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("of the user")
-    run.accelerator.save_state(tmp_path / "mine")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "mine")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "of the user"
     assert (tmp_path / "mine" / "aiockpt.json").exists()
 
@@ -855,10 +1018,8 @@ def test_a_folder_that_accelerate_wrote_after_us_is_accelerates_and_set_aside_ea
     for number in (1, 2):
         for again in (attached(tmp_path, "named folders"), make(tmp_path, "named folders")):
             again.progress.batches = 10 * number + (not hasattr(again, "ckpt"))
-            again.accelerator.save_state(last)
-            again.accelerator.end_training()
-        loaded = attached(tmp_path, "named folders")
-        loaded.accelerator.load_state(last)
+            again.save_and_end(last)
+        loaded = go_on(tmp_path, "named folders", at=last)
         assert loaded.progress.batches == 10 * number + 1
     assert folders(tmp_path) == ["before-aiockpt-1.last", "last"]
 
@@ -871,8 +1032,7 @@ def test_a_step_goes_with_its_folder_where_that_is_wanted(deletes: bool, tmp_pat
     ckpt.wait()
     run.accelerator.load_state(tmp_path / "step_6")
     shutil.rmtree(tmp_path / "step_3")
-    run.accelerator.save_state(tmp_path / "step_7")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "step_7")
     assert [info.step for info in ckpt.steps().result()] == ([2, 1] if deletes else [2, 1, 0])
 
 
@@ -919,8 +1079,7 @@ def test_a_save_after_one_that_failed_is_made_and_tells_of_it(tmp_path: Path) ->
     (tmp_path / "file").unlink()
     with pytest.raises(BackgroundSaveError):
         run.accelerator.save_state(tmp_path / "step_2")
-    run.accelerator.save_state(tmp_path / "step_3")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "step_3")
     assert folders(tmp_path) == ["file", "step_2", "step_3"]
     assert [info.step for info in ckpt.steps().result()] == [2, 1]
 
@@ -947,8 +1106,7 @@ run.accelerator.save_state({str(tmp_path / "last")!r})
 def test_a_folder_whose_step_is_gone_is_no_reason_to_refuse_a_save(tmp_path: Path) -> None:
     for _ in range(2):
         run = attached(tmp_path)
-        run.accelerator.save_state()
-        run.accelerator.end_training()
+        run.save_and_end()
         shutil.rmtree(tmp_path / "aiockpt")
 
 
@@ -983,20 +1141,17 @@ def test_what_a_kill_left_of_a_folder_is_not_taken_into_the_next_one(tmp_path: P
     (tmp_path / ".step_1.0.aiockpt" / "of_a_hook.txt").touch()
     for name in (".step_1.7.aiockpt", ".step_1.5.7.aiockpt"):  # the second is that of the folder step_1.5
         (tmp_path / name).mkdir()
-    run.accelerator.save_state(tmp_path / "step_1")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "step_1")
     assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["aiockpt.json"]
     assert folders(tmp_path) == [".step_1.5.7.aiockpt", "step_1"]
 
 
 def test_what_a_kill_left_of_a_save_to_the_same_folder_does_not_take_its_place(tmp_path: Path) -> None:
     run = attached(tmp_path, "named folders")
-    run.accelerator.save_state(tmp_path / "last")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "last")
     (tmp_path / ".last.0.aiockpt").mkdir()
     (tmp_path / ".last.0.aiockpt" / "aiockpt.json").write_text('{"step": 0, "key": "not committed"}')
-    again = attached(tmp_path, "named folders")
-    again.accelerator.load_state(tmp_path / "last")
+    go_on(tmp_path, "named folders", at=tmp_path / "last")
 
 
 def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path: Path) -> None:
@@ -1004,8 +1159,7 @@ def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path:
     run.loop(3)
     run.accelerator.load_state()  # waits for the folder
     shutil.copytree(tmp_path / "step_3", tmp_path / "best")
-    run.accelerator.save_state(tmp_path / "best")
-    run.accelerator.end_training()
+    run.save_and_end(tmp_path / "best")
     run.accelerator.load_state(tmp_path / "step_3")
 
 
@@ -1017,8 +1171,7 @@ def test_processes_beside_the_first_one_leave_folders_alone(tmp_path: Path, monk
     assert not second.accelerator.is_main_process
     ckpt = attach(second.accelerator)
     second.accelerator.load_state()
-    second.accelerator.save_state()
-    second.accelerator.end_training()
+    second.save_and_end()
     assert [info.step for info in ckpt.steps().result()] == [3, 2, 1, 0]
     assert folders(tmp_path / "checkpoints") == [".checkpoint_2.2.aiockpt", "checkpoint_0", "checkpoint_1"]
 
@@ -1038,8 +1191,7 @@ def test_a_step_that_something_else_has_saved_is_told_as_such(tmp_path: Path) ->
 def test_a_run_that_begins_anew_does_not_save_over_the_steps_of_another(tmp_path: Path) -> None:
     for name in ("first", "second"):
         run = attached(tmp_path, "named folders")
-        run.accelerator.save_state(tmp_path / name)
-        run.accelerator.end_training()
+        run.save_and_end(tmp_path / name)
     assert [(info.step, info.generation) for info in run.ckpt.steps().result()] == [(1, 1), (0, 1)]
     for name in ("first", "second"):
         run.accelerator.load_state(tmp_path / name)
@@ -1123,8 +1275,7 @@ def test_what_accelerate_wrote_before_is_loaded(tmp_path: Path) -> None:
     again = go_on(tmp_path)
     assert again.progress.batches == 7
     assert_same_weights(again, old)
-    again.accelerator.save_state()
-    again.accelerator.end_training()
+    again.save_and_end()
     third = go_on(tmp_path)
     assert third.accelerator.project_configuration.iteration == 2
 
@@ -1136,12 +1287,12 @@ def test_what_is_saved_after_a_load_is_newer_than_what_accelerate_wrote(number: 
     old = make(tmp_path, total_limit=9)
     old.accelerator.project_configuration.iteration = 5 if number == 4 else 0
     old.loop(9)
-    again = attached(tmp_path, total_limit=9)
-    again.accelerator.load_state(None if number is None else tmp_path / "checkpoints" / f"checkpoint_{number}")
+    again = go_on(
+        tmp_path, total_limit=9, at=None if number is None else tmp_path / "checkpoints" / f"checkpoint_{number}"
+    )
     there = folders(tmp_path / "checkpoints")
     again.progress.batches = 50
-    again.accelerator.save_state()
-    again.accelerator.end_training()
+    again.save_and_end()
     assert go_on(tmp_path, total_limit=9).progress.batches == 50
     assert set(folders(tmp_path / "checkpoints")) > set(there)
 
@@ -1154,11 +1305,9 @@ def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_sav
     again.accelerator.load_state(folder)
     assert again.progress.batches == 3
     assert_same_weights(again, old)
-    again.accelerator.save_state(folder)
-    again.accelerator.end_training()
+    again.save_and_end(folder)
     assert folders(tmp_path) == ["before-aiockpt-1.step_3", "step_3"]
-    third = attached(tmp_path, "named folders")
-    third.accelerator.load_state(folder)
+    third = go_on(tmp_path, "named folders", at=folder)
     assert third.progress.batches == 3
 
 
@@ -1171,8 +1320,7 @@ def assert_same_weights(found: Any, expected: Any) -> None:
 
 def test_other_objects_than_were_registered_are_refused(tmp_path: Path) -> None:
     run = attached(tmp_path)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     again = attached(tmp_path)
     again.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
     with pytest.raises(UsageError, match="1 objects were registered"):
@@ -1181,8 +1329,7 @@ def test_other_objects_than_were_registered_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_may_lack_a_part_where_strict_is_false(tmp_path: Path) -> None:
     run = attached(tmp_path)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     again = make(tmp_path)
     again.accelerator._models[0].append(torch.nn.Linear(1, 1))
     attach(again.accelerator)
@@ -1270,8 +1417,7 @@ def test_a_model_that_a_hook_has_removed_must_be_loaded_by_a_hook(tmp_path: Path
 def test_hooks_of_a_copied_project_read_its_own_folder(kind: str, tmp_path: Path) -> None:
     run = attached(tmp_path / "one", kind)
     run.accelerator.register_save_state_pre_hook(lambda *hooked: (Path(hooked[2]) / "ema.txt").touch())
-    run.accelerator.save_state(None if kind == "plain" else tmp_path / "one" / "by name" / "last")
-    run.accelerator.end_training()
+    run.save_and_end(None if kind == "plain" else tmp_path / "one" / "by name" / "last")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     found: list[str] = []
     for name in ("one", "copy"):
@@ -1329,8 +1475,7 @@ def test_several_of_each_kind_are_saved(tmp_path: Path) -> None:
     ckpt = attach(run.accelerator)
     model(torch.ones(3)).backward()
     optimizer.step()
-    run.accelerator.save_state()
-    run.accelerator.end_training()
+    run.save_and_end()
     names = {tensor.name for tensor in ckpt.describe().result().tensors}
     assert {"model.0.weight", "model_1.weight"} <= names
     again, other_model, other_optimizer = prepared()

@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import aiockpt
 from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
-from tests.frameworks.proving import output_of, prove
+from tests.frameworks import dcp_script
+from tests.frameworks.proving import TORCHRUN, output_of
+from tests.notebooks import Notebook, notebook
 from tests.ranks.forked import outcomes_of
 
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -28,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning"),
 ]
+__all__ = ["notebook"]
 RANKS = Path(__file__).with_name("dcp_ranks.py")
 CHECKS = [
     name.id
@@ -47,6 +51,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_on_four_ranks(name: str, outcomes: list[dict[str, str]]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.get(name) == "", f"rank {rank}:\n{outcome.get(name, 'never got there')}"
+
+
+class TestContract(IntegrationSuite):
+    ATTACHES = False
+    FALLS_BACK = False
+    DAMAGE_ERROR = dcp.CheckpointException
+    PROGRAM = (sys.executable, "-m", "tests.frameworks.dcp_script")
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", "-m", "tests.frameworks.dcp_script")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        with dcp_script.alone():
+            return dcp_script.go_on(dcp_script.make_model(), str(place), until, 1, step)
 
 
 class Counter:
@@ -146,13 +162,6 @@ def test_a_none_takes_the_place_of_what_is_here(tmp_path: Path) -> None:
     assert found == {"x": None, "y": [None, 1]}
 
 
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    prove(sys.executable, "-m", "tests.frameworks.dcp_script", kills=1, seed=3)
-
-
 def test_an_asynchronous_save(tmp_path: Path) -> None:
     state: dict[str, Any] = {"x": torch.ones(3), "n": 1}
     saving: Any = dcp.async_save(state, storage_writer=AiockptWriter(tmp_path), no_dist=True)
@@ -160,6 +169,27 @@ def test_an_asynchronous_save(tmp_path: Path) -> None:
     saving.result()
     dcp.load(state, storage_reader=AiockptReader(tmp_path))
     assert state["x"].tolist() == [1, 1, 1]
+
+
+def save_and_load(folder: str) -> None:
+    """Save in both ways, and load."""
+    state: dict[str, Any] = {"x": torch.ones(3)}
+    dcp.save(state, storage_writer=AiockptWriter(folder, step=1))
+    dcp.async_save(state, storage_writer=AiockptWriter(folder, step=2)).result()
+    state["x"].zero_()
+    dcp.load(state, storage_reader=AiockptReader(folder))
+    assert state["x"].tolist() == [1, 1, 1]
+    with aiockpt.Checkpointer(folder) as ckpt:
+        assert ckpt.latest().result() == 2
+
+
+def test_it_works_in_the_cell_of_a_notebook(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(f"from tests.frameworks.test_dcp import save_and_load\nsave_and_load({str(tmp_path)!r})")
+
+
+async def test_it_works_in_a_function_that_a_coroutine_calls(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(3)}, storage_writer=AiockptWriter(tmp_path))
+    dcp.load({"x": torch.zeros(3)}, storage_reader=AiockptReader(tmp_path))
 
 
 IN_A_PROCESS = """

@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ import aiockpt
 from aiockpt.convert.foreign import load as load_foreign
 from aiockpt.convert.foreign import open_checkpoint
 from aiockpt.integrations.deepspeed import attach
+from aiockpt.testing.integration_suite import IntegrationSuite
 from aiockpt.tools.cli.main import app
 from tests.adapters.compiled import FusedAdam, FusedLion
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start
 from tests.frameworks.ds.ranks import CHECKS, SHAPES, WORLDS
-from tests.frameworks.proving import assert_same, digest_of, prove
+from tests.frameworks.proving import TORCHRUN, assert_same, digest_of
 from tests.ranks.forked import outcomes_of
 
 CHECKOUT = Path(__file__).parents[2]
@@ -78,6 +80,23 @@ def test_on_ranks(check: str, world_size: int, shape: str, outcomes: dict[int, l
 
 
 # ---------------------------------------------------------------------- one rank
+
+
+class TestContract(IntegrationSuite):
+    PROGRAM = (sys.executable, "-m", "tests.frameworks.ds.train")
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", "-m", "tests.frameworks.ds.train", "stage=3")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        engine = (job := Job(dropout=0.1)).engine
+        if other is not None:
+            attach(engine, other).close()
+        with attach(engine, place):
+            engine.load_checkpoint("x", tag=None if step is None else f"global_step{step}")
+            begun_at = int(engine.global_steps)
+            for number in range(begun_at, until):
+                job.step(number)
+                engine.save_checkpoint("x")
+        return begun_at
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -384,8 +403,14 @@ def test_what_deepspeed_wrote_is_loaded_by_deepspeed(place: Path) -> None:
     job.engine.save_checkpoint("theirs", client_state={"epoch": 3})
     straight = job.steps(2, 3)
     other = Job(2, seed=8)
+    theirs = other.engine.load_checkpoint
+
+    def load_checkpoint(load_dir: str, *, load_optimizer_states: bool = True) -> Any:  # with fewer arguments
+        return theirs(load_dir, load_optimizer_states=load_optimizer_states)
+
+    other.engine.load_checkpoint = load_checkpoint
     with attach(other.engine, place) as ckpt:
-        path, client = other.engine.load_checkpoint("theirs")
+        path, client = other.engine.load_checkpoint("theirs", load_optimizer_states=True)
         assert client["epoch"] == 3
         assert "theirs" in path
         assert other.steps(2, 3) == straight
@@ -409,7 +434,7 @@ def test_a_run_that_went_on_without_aiockpt_is_loaded_from_where_it_came_to(
     with attach(again.engine, place / "run") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
         assert "global_step2" in again.engine.load_checkpoint(folder)[0]
         assert again.steps(2, 3) == straight
-        assert "global_step2 is loaded" in caplog.text
+        assert f"resumed from global_step2 of {folder}: " in caplog.text
         again.engine.save_checkpoint(folder)
         ckpt.wait()
         caplog.clear()
@@ -417,7 +442,32 @@ def test_a_run_that_went_on_without_aiockpt_is_loaded_from_where_it_came_to(
         assert not caplog.text
         os.utime(place / "x" / "latest")  # as a copy leaves it
         assert again.engine.load_checkpoint(folder)[0] == f"{folder}/global_step4"
-        assert "step 4 is loaded" in caplog.text
+        assert "resumed from step 4: " in caplog.text
+
+
+def test_the_number_at_the_end_of_a_tag_or_the_time_says_which_is_newer(place: Path) -> None:
+    job, folder = Job(2), str(place / "x")
+    with attach(job.engine, place / "run") as ckpt:
+        job.steps(0, 1)
+        job.engine.save_checkpoint(folder)
+        ckpt.wait()
+    plain = Job(2)
+    plain.step(0)
+    plain.engine.save_checkpoint(folder, "best")
+    again, latest, hour = Job(2, seed=8), Path(folder, "latest"), time.time() + 3600
+    rows = [
+        ("best", hour, "best"),
+        ("best", 0, "step2"),
+        ("global_step2", hour, "step2"),
+        ("run7-step1", hour, "step2"),
+    ]
+    with attach(again.engine, place / "run"):
+        for tag, written_s, newest in rows:
+            latest.write_text(tag)
+            os.utime(latest, (written_s, written_s))
+            loaded, _ = again.engine.load_checkpoint(folder)
+            assert newest in loaded.removeprefix(folder), tag
+            assert again.engine.global_steps == (1 if newest == "best" else 2), tag
 
 
 def commit_info(tag: str) -> Any:
@@ -643,11 +693,6 @@ def test_what_differs_within_a_partition_is_refused_before_anything_is_filled(
 
 
 # ---------------------------------------------------------------------- kills, the page, and what is relied on
-
-
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
-    script = [sys.executable, "-m", "tests.frameworks.ds.train"]
-    prove(*script, kills=1, seed=3)
 
 
 def test_the_page_runs() -> None:

@@ -19,11 +19,14 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import aiockpt
 from aiockpt.integrations.indices import Indices
 from aiockpt.prove import Proof, certify
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
 from tests.frameworks import proving
 from tests.frameworks.lit import train
 from tests.frameworks.proving import TORCHRUN, digest_of, environment, output_of, prove
+from tests.notebooks import Notebook, notebook
 
+__all__ = ["notebook"]
 PROGRAM = [sys.executable, "-m", "tests.frameworks.lit.train"]
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -64,9 +67,59 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 # ---------------------------------------------------------------------- the same run
 
 
-@pytest.mark.parametrize("saves", ["--every-steps=4", "--every-epochs=1"])
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(saves: str) -> None:
-    prove(*PROGRAM, saves, seed=3)
+class TestContract(IntegrationSuite):
+    ATTACHES = False
+    PROGRAM = (*PROGRAM, "--every-steps=4")
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", *PROGRAM[1:], "--ranks=2", "--strategy=ddp", "--every-steps=2")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        options = train.options(f"--dir={place}", "--every-steps=1", f"--max-steps={until}", "--epochs=-1")
+        of_fit: Any = {} if step is None else {"ckpt_path": f"{place}/step-{step:08d}"}
+        trainer = train.main(options, **of_fit)
+        return int(min(trainer.lightning_module.logged))
+
+
+def test_a_notebook_trains_and_resumes(notebook: Notebook) -> None:
+    notebook.run(f"""
+import os
+os.chdir({str(Path.cwd())!r})
+import torch
+import aiockpt
+from lightning import Fabric
+from tests.frameworks.test_lightning import assert_equal, fit, steps_in, weights
+alone = fit("--dir=alone", "--every-epochs=3")
+fit("--every-steps=4", "--max-steps=10", "--epochs=-1")
+""")
+    notebook.run("assert_equal(weights(fit('--every-steps=4')), weights(alone))")
+    notebook.run("assert fit('--dir=plugin', '--plugin=ours').global_step")
+    notebook.run("""
+async def in_a_coroutine():
+    fit("--dir=other", "--every-steps=1", "--max-steps=2", "--epochs=-1")
+await in_a_coroutine()
+assert steps_in("other")
+""")
+    notebook.run("""
+fabric = Fabric(accelerator="cpu", devices=1)
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+state = {"model": model, "optimizer": optimizer}
+with aiockpt.Checkpointer("fabric") as ckpt:
+    for step in range(ckpt.resume(state), 3):
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        ckpt.save(step, state)
+    ckpt.wait()
+    assert ckpt.resume(state) == 3
+""")
+
+
+async def test_a_coroutine_trains_and_resumes() -> None:
+    fit("--every-steps=4", "--max-steps=4", "--epochs=-1")
+    assert fit("--every-steps=4", "--max-steps=8", "--epochs=-1").global_step == 8
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
+    prove(*PROGRAM, "--every-epochs=1", seed=3)
 
 
 @pytest.mark.parametrize("options", [["--every-steps=1"], ["--every-epochs=1"]], ids=["steps", "epochs"])
@@ -91,19 +144,6 @@ def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
         prove(*PROGRAM, *options, kills=1, seed=0)
     else:
         certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
-
-
-@pytest.mark.parametrize("names", [{"generator": 2, "sampler.generator": 3}, {"generator": 2}])
-def test_the_states_of_generators_that_an_earlier_release_saved_as_a_list_are_set(names: dict[str, int]) -> None:
-    data = TensorDataset(torch.zeros(4))
-    own = torch.Generator() if len(names) == 2 else None
-    loader = DataLoader(data, sampler=RandomSampler(data, generator=own), generator=torch.Generator())
-    indices = Indices.put_into(loader)
-    indices.write_own([torch.Generator().manual_seed(seed).get_state().numpy().tobytes() for seed in names.values()])
-    read = indices.own()
-    assert {
-        name: torch.Generator().manual_seed(seed).get_state().numpy().tobytes() for name, seed in names.items()
-    } == read
 
 
 def test_a_generator_that_cannot_be_saved_is_told_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,16 +205,34 @@ def test_a_search_for_the_rate_or_the_batch_size_saves_nothing_and_the_run_goes_
 
 
 @pytest.mark.parametrize("saves", ["--every-steps=1", "--every-epochs=1"])
-@pytest.mark.parametrize("changes", ["--changes=finetuning", "--changes=averaging"])
-def test_a_callback_that_changes_the_optimizer_or_its_schedule_goes_on(changes: str, saves: str) -> None:
+@pytest.mark.parametrize("changes", ["--changes=finetuning", "--changes=averaging", "--changes=accumulation"])
+def test_a_callback_that_changes_optimizer_schedule_or_accumulation_goes_on(changes: str, saves: str) -> None:
     certify(lambda: fit(saves, "--epochs=4", "--norm=layer", changes), Proof(kills=3, seed=4)).check()
 
 
+@pytest.mark.parametrize("saves", ["--every-steps=1", "--every-epochs=1"])
+@pytest.mark.parametrize("changes", ["--changes=pruning", "--changes=pruning for good"])
+def test_a_pruned_model_goes_on(changes: str, saves: str) -> None:
+    certify(lambda: fit(saves, "--epochs=4", "--norm=layer", changes), Proof(kills=3, seed=4)).check()
+
+
+def test_a_pruned_model_is_resumed_with_its_masks_and_validated() -> None:
+    options = ["--every-epochs=1", "--norm=layer", "--changes=pruning"]
+    straight = fit("--dir=straight", *options)
+    before = weights(fit(*options, "--epochs=2"))
+    again = fit(*options)
+    assert_equal(weights(again), weights(straight))
+    assert float((weights(again)["net.0.weight_mask"] == 0).float().mean()) > 0.5
+    again.validate(again.lightning_module, again.val_dataloaders, ckpt_path="ckpt/step-00000012")
+    assert_equal(weights(again), before)
+
+
 @pytest.mark.parametrize("first", ["--max-steps=7", "--epochs=2"])
-def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str) -> None:
-    straight = weights(fit("--dir", "straight", "--every-steps=50"))
-    fit(first, "--every-steps=50")
-    assert_equal(straight, weights(fit("--every-steps=50")))
+def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str, caplog: pytest.LogCaptureFixture) -> None:
+    straight = weights(fit("--dir", "straight", "--every-steps=6"))
+    fit(first, "--every-steps=6")
+    assert_equal(straight, weights(fit("--every-steps=6")))
+    assert "nothing is left" not in caplog.text
 
 
 RATE = lambda trainer: trainer.optimizers[0].param_groups[0]["lr"]  # noqa: E731
@@ -214,35 +272,75 @@ def test_a_trainer_fits_twice_in_one_process(ours: bool) -> None:
     assert trainer.global_step == 12
 
 
-@pytest.mark.parametrize("limit", ["--max-steps=8", "--epochs=1"])
-def test_a_fit_that_a_resume_leaves_nothing_to_train_says_so(limit: str, caplog: pytest.LogCaptureFixture) -> None:
-    first = fit("--every-steps=4", limit)
+@pytest.mark.parametrize("options", [["--max-steps=8"], ["--epochs=1"], ["--epochs=2", "--no-last"]], ids=" ".join)
+@pytest.mark.parametrize("saves", ["--every-steps=4", "--every-steps=6", "--every-epochs=1"])
+def test_a_fit_that_a_resume_leaves_nothing_to_train_says_so(
+    saves: str, options: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = fit(saves, *options)
     assert "nothing is left to do" not in caplog.text
-    again = fit("--every-steps=4", limit)
+    again = fit(saves, *options)
     assert caplog.text.count("nothing is left to do") == 1
     assert again.global_step == first.global_step
     assert_equal(weights(again), weights(first))
 
 
-@pytest.mark.parametrize("kind", ["--metric=list", "--metric=running"])
-def test_a_metric_that_keeps_samples_or_counts_goes_on_in_the_middle_of_an_epoch(kind: str) -> None:
-    straight = fit("--dir", "straight", "--every-steps=4", "--epochs=2", kind).callback_metrics
-    fit("--every-steps=4", kind, "--max-steps=8")
-    again = fit("--every-steps=4", "--epochs=2", kind).callback_metrics
-    assert float(again["train_error"]) == float(straight["train_error"])
+def test_a_fold_in_the_folder_of_a_finished_one_is_refused_with_the_line() -> None:
+    fit("--every-steps=4", "--epochs=1")
+    fold = ["--every-steps=4", "--epochs=2", "--same-process"]
+    with pytest.raises(aiockpt.UsageError, match=r"AsyncCheckpoint\('ckpt/fold-2'\), or resume=False"):
+        fit(*fold)
+    assert fit(*fold, "--dir=ckpt/fold-2").global_step == 12
+    assert train.main(train.options(*fold), ckpt_path="ckpt").global_step == 12
+    assert fit(*fold, "--anew").current_epoch == 2
 
 
-def test_a_metric_that_the_module_has_no_more_is_passed_over() -> None:
-    fit("--every-steps=4", "--max-steps=8")
-    assert fit("--every-steps=4", "--max-steps=10", "--metric=none").global_step == 10
+def test_a_fit_that_was_interrupted_goes_on_in_its_process() -> None:
+    with pytest.raises(RuntimeError):
+        fit("--every-steps=4", "--raise=RuntimeError")
+    assert fit("--every-steps=4", "--max-steps=9", "--same-process").global_step == 9
+
+
+BY_HAND = {
+    **{kind: [5, 10, 12, 15, 20, 24] for kind in train.STANDS[:4]},
+    "accumulates by hand": [3, 5, 6],
+    "unseen in the data": [12, 24],
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_where_steps_stand_still_batches_are_saved_and_go_on(kind: str) -> None:
+    options = [f"--stands-still={kind}", "--every-steps=5", "--accumulate=1"]
+    straight = fit("--dir=straight", *options, "--epochs=2")
+    fit(*options, "--epochs=1")
+    again = fit(*options, "--epochs=2")
+    assert steps_in() == BY_HAND[kind]
+    assert again.global_step == straight.global_step
+    assert_equal(weights(again), weights(straight))
+
+
+def test_a_fit_that_saved_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    fit("--every-steps=50", "--epochs=1", "--no-last")
+    assert caplog.text.count("nothing was saved in this fit") == 1
+    fit("--every-steps=5", "--epochs=1", "--no-last")
+    assert caplog.text.count("nothing was saved in this fit") == 1
+
+
+def test_what_was_logged_last_goes_on_and_means_of_an_epoch_are_those_of_its_rest() -> None:
+    options = ["--every-steps=4", "--epochs=2", "--means"]
+    straight = fit("--dir=straight", *options)
+    fit(*options, "--max-steps=8")
+    again = fit(*options)
+    assert_equal(weights(again), weights(straight))
+    assert again.lightning_module.logged[8]["val_loss"] == straight.lightning_module.logged[8]["val_loss"]
+    assert again.callback_metrics["train_loss_epoch"] != straight.callback_metrics["train_loss_epoch"]
 
 
 # ---------------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_are_killed_and_resumed(strategy: str) -> None:
-    prove(*on_ranks(2, strategy, "--every-steps=2"))
+def test_two_ranks_are_killed_and_resumed() -> None:
+    prove(*on_ranks(2, "fsdp2", "--every-steps=2"))
 
 
 def on_ranks(count: int, strategy: str, *arguments: str) -> list[str]:
@@ -298,10 +396,10 @@ def test_of_equal_scores_the_best_is_the_oldest_after_a_resume_too() -> None:
 
 
 def test_the_best_is_of_this_run_and_not_of_one_before() -> None:
-    options = ["--monitor=train_loss_step", "--keep-last=99"]
+    options = ["--monitor=train_loss", "--keep-last=99"]
     best = fit("--every-steps=1", *options).checkpoint_callback.best_model_path
     with aiockpt.Checkpointer("ckpt") as ckpt:
-        losses = {info.step: info.metrics["train_loss_step"] or 0.0 for info in ckpt.steps().result()}
+        losses = {info.step: info.metrics["train_loss"] or 0.0 for info in ckpt.steps().result()}
     assert best == f"ckpt/step-{min(losses, key=losses.__getitem__):08d}" != "ckpt/step-00000001"
     before = {step: loss for step, loss in losses.items() if step < int(best[-8:])}
     path = str(Path(f"ckpt/step-{max(before):08d}").absolute())
@@ -355,7 +453,7 @@ def test_a_monitor_that_is_never_logged_ends_the_first_epoch_after_its_save(capl
     assert caplog.text.count("monitor='val_los' was not logged so far") == 1  # although steps 2 to 6 lack it
     caplog.clear()
     assert fit(*options, "--monitor=val_loss").global_step == 18
-    assert fit(*options, "--dir=epochs", "--monitor=train_loss_epoch").checkpoint_callback.best_model_path
+    assert fit(*options, "--dir=epochs", "--means", "--monitor=train_loss_epoch").checkpoint_callback.best_model_path
     assert caplog.text.count("was not logged so far") == 1  # 'train_loss_epoch', until the first epoch has ended
 
 
@@ -488,19 +586,47 @@ def test_what_is_restored_by_lightning_has_no_second_set_of_the_weights() -> Non
     assert "state_dict" not in values["lightning"]
 
 
-def test_hyper_parameters_are_kept_where_they_are_plain_and_are_text_otherwise() -> None:
+def test_hyper_parameters_are_kept_and_those_for_pickle_are_text() -> None:
     fit("--every-steps=4", "--max-steps=4")
+    fit("--every-steps=4", "--max-steps=4", "--plugin=ours", "--dir=plugin")
     with aiockpt.Checkpointer("ckpt") as ckpt:
-        values: Any = ckpt.describe().result().values
-    kept = values["lightning"]["hyper_parameters"]
-    assert (kept["width"], kept["layers"]) == (32, [12, {"out": 1}])
-    assert kept["activation"] == repr(torch.nn.ReLU)
+        state: dict[str, Any] = {"lightning": None}
+        ckpt.load(state).result()
+    for checkpoint in (state["lightning"], plug_in().load_checkpoint("plugin/last.ckpt")):
+        kept = checkpoint["hyper_parameters"]
+        assert (kept["width"], kept["layers"], kept["scale"]) == (32, [12, {"out": 1}], 0.5)
+        assert kept["activation"] == repr(torch.nn.ReLU)
+        assert kept["loss"].startswith("<function mse_loss")
+        assert kept["metric"] == "<Metric.MEAN: 1>"
 
 
-def test_a_hook_of_load_may_change_the_weights() -> None:
+@pytest.mark.parametrize("average", [[], ["--average"]], ids=["trained", "averaged"])
+@pytest.mark.parametrize("hook", [*train.HOOKS, "callback"])
+def test_hooks_of_load_change_the_weights_as_by_lightning_alone(hook: str, average: list[str]) -> None:
+    if hook == "current" and not average:
+        pytest.skip("only averaging has a second set of weights")
+    begun = []
+    for by, of_fit in {"ours": {}, "theirs": {"ckpt_path": "last", "weights_only": False}}.items():
+        options = [f"--dir={by}", "--every-steps=2", "--norm=layer", *average, *(["--plugin=theirs"] if of_fit else [])]
+        trained = fit(*options, "--max-steps=4")
+        again = train.main(train.options(*options, "--max-steps=5", f"--hook-of-load={hook}"), **of_fit)
+        begun.append(again.lightning_module.begun)
+        assert again.global_step == trained.global_step + 1 == 5
+    assert_equal(*begun)
+
+
+def test_a_hook_that_reads_states_of_optimizers_is_told_where() -> None:
     fit("--every-steps=4", "--max-steps=4")
-    again = fit("--every-steps=4", "--max-steps=4", "--hook-of-load")
-    assert all(bool((one == 0.5).all()) for one in again.lightning_module.parameters())
+    with pytest.raises(aiockpt.UsageError, match=r"on_train_start, or begin them anew by checkpoint\['lr_"):
+        fit("--every-steps=4", "--max-steps=5", "--hook-of-load=read")
+
+
+def test_what_a_callback_changes_in_a_sharded_model_stays() -> None:
+    program("--strategy=fsdp2", "--every-steps=4", "--max-steps=4")
+    program("--strategy=fsdp2", "--every-steps=5", "--max-steps=5", "--hook-of-load=callback")
+    with aiockpt.Checkpointer("ckpt", ranks=aiockpt.Ranks()) as ckpt:
+        before, after = (ckpt.read(step, "model.net.0.weight").result() for step in (4, 5))
+    assert (after - before / 2).abs().max() < 0.02  # one step from the half of it
 
 
 def test_the_hook_of_load_comes_before_the_optimizers_are_made() -> None:
@@ -588,10 +714,15 @@ def test_a_name_that_comes_again_while_its_old_checkpoint_is_still_to_go_holds_t
     assert plug_in().load_checkpoint(f"ours/{name}")["global_step"] == 12
 
 
+SLOW = aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
+
+
+def plug_in(**options: Any) -> Any:
+    return import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(**options)
+
+
 def test_a_removal_that_waits_leaves_what_was_saved_there_since() -> None:
-    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
-        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
-    )
+    plugin = plug_in(limits=SLOW)
     plugin.save_checkpoint({"global_step": 1}, "a.ckpt")
     plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(1 << 20)}, "b.ckpt")  # takes a second
     plugin.remove_checkpoint("a.ckpt")
@@ -605,10 +736,6 @@ def test_our_plug_in_saves_under_ddp() -> None:
     assert plug_in().load_checkpoint("ckpt/last.ckpt")["global_step"] == 4
 
 
-def plug_in() -> Any:
-    return import_module("aiockpt.integrations.lightning").AiockptCheckpointIO()
-
-
 def replace(plugin: Any) -> None:
     """Save a checkpoint, and delete the one before, as ``ModelCheckpoint`` does."""
     plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(3)}, "new.ckpt")
@@ -618,9 +745,7 @@ def replace(plugin: Any) -> None:
 
 def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
     plug_in().save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
-    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
-        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
-    )
+    plugin = plug_in(limits=SLOW)
     plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(4 << 20)}, "new.ckpt")  # takes seconds
     plugin.remove_checkpoint("old.ckpt")
     while not list(Path("new.ckpt").rglob("*.safetensors")):
@@ -633,9 +758,7 @@ def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
 
 
 def test_a_checkpoint_is_loaded_that_is_still_being_written_and_a_folder_has_one() -> None:
-    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(
-        limits=aiockpt.Limits(io=aiockpt.IO(bandwidth=4e6))
-    )
+    plugin = plug_in(limits=SLOW)
     plugin.save_checkpoint({"global_step": 1, "weight": torch.zeros(3)}, "last.ckpt")
     plugin.save_checkpoint({"global_step": 2, "weight": torch.ones(1 << 20)}, "last.ckpt")
     assert plugin.load_checkpoint("last.ckpt")["global_step"] == 2
@@ -673,7 +796,6 @@ UPSTREAM = {
     "loops.progress": "bd9064d12d0f0447",
     "trainer.connectors.checkpoint_connector": "0d23fa6105599764",
     "trainer.connectors.logger_connector.logger_connector": "5011375abd51a92a",
-    "trainer.connectors.logger_connector.result": "3286aba7341a262d",
     "trainer.call": "e5d448f69a181079",
     "callbacks.finetuning": "e61d2b8ff69adff6",
     "callbacks.stochastic_weight_avg": "bb03342ad874816e",
@@ -689,6 +811,7 @@ def test_what_is_relied_on_is_what_it_was_written_for(name: str) -> None:
 def test_its_page_runs_as_it_stands() -> None:
     package = import_module("lightning.pytorch")
     fit("--dir=runs/7", "--every-steps=4", "--monitor=val_loss", "--keep-last=3")
+    import_module("aiockpt.integrations.lightning.callback")._finished.clear()
     arguments = train.options()
     module = train.make_module(package, arguments)
     data = TensorDataset(torch.randn(32, 12), torch.randn(32, 1))

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import aiockpt
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
 from tests.frameworks.mcore.job import BATCH, WORDS, Job, start, unwrapped
 from tests.frameworks.mcore.ranks import CHECKS, SHAPES, resume, whole_state
-from tests.frameworks.proving import assert_same, prove
+from tests.frameworks.mcore.train import go_on
+from tests.frameworks.proving import TORCHRUN, assert_same
 from tests.ranks.forked import outcomes_of
 
 megatron: Any = import_module("aiockpt.integrations.megatron")  # now that Megatron runs on the CPU
@@ -383,8 +385,14 @@ def test_a_factory_that_does_not_cut_into_runs_is_refused() -> None:
         megatron.optimizer_state(job.optimizer, model, is_loading=True)
 
 
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(places: Path) -> None:
-    prove(sys.executable, "-m", "tests.frameworks.mcore.train", kills=1, seed=3)
+class TestContract(IntegrationSuite):
+    ATTACHES = False
+    FALLS_BACK = False
+    PROGRAM = (sys.executable, "-m", "tests.frameworks.mcore.train")
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", "-m", "tests.frameworks.mcore.train", "tp=2")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        return go_on(Job(dropout=0.1), str(place), until, 1, step)
 
 
 # ---------------------------------------------------------------------- Megatron-Bridge

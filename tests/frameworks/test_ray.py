@@ -12,6 +12,7 @@ import pytest
 
 import aiockpt
 from aiockpt.integrations.ray import HANDLE, RayHandle, read_handle, resume
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
 from tests.frameworks import ray_job
 from tests.frameworks.proving import prove, steps_in
@@ -45,6 +46,17 @@ def weights(place: str) -> Any:
     with aiockpt.Checkpointer(place) as ckpt:
         names = [tensor.name for tensor in ckpt.describe().result().tensors]
         return {name: ckpt.read(None, name).result().tolist() for name in names}
+
+
+class TestContract(IntegrationSuite):
+    ATTACHES = FALLS_BACK = NAMES_STEPS = False
+    DAMAGE_ERROR = Exception
+    FIRST = 0
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        storage = place.parent / f"storage of {place.name}"
+        fit({"place": str(place), "steps": until, "every": 1}, 1, str(storage), failures=0)
+        return int(notes(str(place))[-1].split()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from torch import nn
 
 import aiockpt
 from aiockpt.integrations.torchft import PlaceTransport, ReplicaCheckpointer
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
+from tests.frameworks import torchft_script
 from tests.frameworks.proving import environment, prove, steps_in
 
 torchft: Any = import_module("torchft")
@@ -38,6 +40,13 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[Any]:
     )
     yield server
     server.shutdown()
+
+
+class TestContract(IntegrationSuite):
+    ATTACHES = NAMES_STEPS = False
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        return torchft_script.go_on(str(place), until, 1)
 
 
 class Job:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateImportUsage]
 
 import aiockpt
+from aiockpt.testing.integration_suite import IntegrationSuite
 from tests.docs.running import run_page
 from tests.frameworks import proving
 from tests.frameworks.proving import TORCHRUN, digest_of, environment, prove
@@ -117,9 +118,29 @@ def command(ranks: int = 1, config: str = "tiny") -> list[str]:
 # ---------------------------------------------------------------------- the same run
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "FSDP2 on two ranks"])
-def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(ranks: int) -> None:
-    rows = prove(*command(ranks), seed=3)
+class TestContract(IntegrationSuite):
+    ATTACHES = False
+    PROGRAM_ON_RANKS = (*TORCHRUN, "2", *PROGRAM, "tiny")
+
+    def train(self, place: Path, until: int, *, step: int | None = None, other: Path | None = None) -> int:
+        trainer = build(until, folder=str(place), interval=1, load_step=-1 if step is None else step)
+        load, begun_at = trainer.checkpointer.load, []
+
+        def note(*args: Any, **named: Any) -> Any:
+            done = load(*args, **named)
+            begun_at.append(int(trainer.step))
+            return done
+
+        trainer.checkpointer.load = note
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+        return begun_at[0]
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
+    rows = prove(*command(), seed=3)
     assert all(name in rows for name in ("exp_avg_sq", "dataloader", "lr_scheduler", "train_state", "rng torch"))
 
 

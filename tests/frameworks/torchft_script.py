@@ -23,9 +23,8 @@ STEPS, EVERY = 24, 2
 TIMEOUT = timedelta(seconds=60)
 
 
-def main() -> None:
-    """Train, and save in the background."""
-    torch.set_num_threads(1)
+def go_on(place: str, until: int, every: int) -> int:
+    """Train from the newest step, and save in the background; return where it began."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 1))
     inner = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -53,20 +52,38 @@ def main() -> None:
     optimizer = torchft.Optimizer(manager, inner)
     wrapped = torchft.DistributedDataParallel(manager, model)
     state = {"model": model, "optimizer": inner, "schedule": schedule, "rng": aiockpt.RNG()}
-    with ReplicaCheckpointer(manager, "runs/ft", replica="0", loader=loader, every=EVERY) as ckpt:
-        ckpt.resume(state)
-        while manager.current_step() < STEPS:
+    try:
+        return _train(manager, wrapped, optimizer, schedule, state, loader, place, until, every)
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def _train(
+    manager: Any,
+    wrapped: Any,
+    optimizer: Any,
+    schedule: Any,
+    state: Any,
+    loader: Any,
+    place: str,
+    until: int,
+    every: int,
+) -> int:
+    with ReplicaCheckpointer(manager, place, replica="0", loader=loader, every=every) as ckpt:
+        begun_at = ckpt.resume(state)
+        while manager.current_step() < until:
             for (batch,) in loader:
                 optimizer.zero_grad()
                 wrapped(batch).square().mean().backward()
                 optimizer.step()
                 schedule.step()
                 ckpt.step(state)
-                if manager.current_step() == STEPS:
+                if manager.current_step() == until:
                     break
-    manager.shutdown()
-    lighthouse.shutdown()
+    return begun_at
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    go_on("runs/ft", STEPS, EVERY)

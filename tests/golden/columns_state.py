@@ -3,8 +3,6 @@
 Run as a program it writes the golden checkpoint of the version that is installed: once for each release, never again.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from unittest import mock

@@ -3,8 +3,6 @@
 Run as a program it writes that checkpoint with the version that is installed: once for each release, never again.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -4,8 +4,6 @@ Run as a program it writes those of the version that is installed: once for each
 stored otherwise since 22 November: commit a217025 wrote it, by this file with the place and one more argument.
 """
 
-from __future__ import annotations
-
 import datetime
 import enum
 import random

@@ -3,8 +3,6 @@
 Run as a program it writes the golden checkpoint of the version that is installed: once for each release, never again.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import sys

@@ -6,8 +6,6 @@ votes and no manifest.
 Run as a program it writes those of the version that is installed: once for each release, never again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -4,8 +4,6 @@ Run by `tests.ranks.forked` with a folder that has none it writes those of the v
 release, never again. Where the folder has them it loads them and compares.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from pathlib import Path

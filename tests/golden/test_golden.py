@@ -1,7 +1,5 @@
 """Checkpoints of every release stay readable: each is loaded and compared bit by bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints in columns of every release stay readable: each is loaded and compared bit by bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The optional fields of the format stay readable: what was left out, thinned, strided, composite, or stored as numbers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +9,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.testing.state_model import first_difference, layout_of
 from tests.golden.fields_state import LEFT_OUT, fields_state
+from tests.simulated.state_model import first_difference, layout_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
 RELEASES = sorted(path for path in (Path(__file__).parent / "fields").glob("v*") if path.is_dir())

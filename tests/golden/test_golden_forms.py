@@ -1,7 +1,5 @@
 """The stored forms of optimizers and values stay readable, those that are not written any more, too."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.testing.state_model import first_difference
 from tests.golden import forms_state as forms
+from tests.simulated.state_model import first_difference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning"),

@@ -1,7 +1,5 @@
 """What two ranks wrote stays readable: votes with tables, a gathered copy, generations, descent, marks, a damaged step."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +9,11 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.testing.state_model import first_difference
 from tests.golden.forms_state import sharded
 from tests.golden.ranks_state import DAMAGED, RANKS, SAID, TWICE, VOTES, WHOLE, ranks_state
 from tests.ranks.crew import Crew
 from tests.ranks.forked import run_forked
+from tests.simulated.state_model import first_difference
 
 RELEASES = sorted(path for path in (Path(__file__).parent / "ranks").glob("v*") if path.is_dir())
 WORLD_S = 200

@@ -1,1 +1,1 @@
-"""Which test notices the loss of which flush, check or hook? `guards.toml` says so; `python -m tests.guards` tries it."""
+"""Tests that notice the loss of each flush, check or hook: `guards.toml` has them, ``python -m tests.guards`` tries it."""

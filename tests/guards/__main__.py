@@ -1,7 +1,5 @@
 """`python -m tests.guards NAME…|--all`: take guards away, one by one, and see the test fail that is to notice."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

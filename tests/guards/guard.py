@@ -1,7 +1,5 @@
 """A guard: a piece of the source, what is there without it, and the test that fails then."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tomllib

@@ -1,6 +1,4 @@
-"""Is every guard of the list where the list says, and is the loss of some of them noticed, others each day?"""
-
-from __future__ import annotations
+"""The list of guards: each is where the list says; the loss of some is noticed here, that of others each day."""
 
 import datetime
 import random

@@ -1,7 +1,5 @@
 """`make house`: each figure, its ceiling and its aim; ``--lower`` has the ceilings follow what is measured."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """The measured figures of the house beside their ceilings, and the table of ceilings that lowers with them."""
 
-from __future__ import annotations
-
 import tempfile
 import tomllib
 from pathlib import Path
@@ -24,7 +22,7 @@ WINGS = {
     "worker, lazy and runtime": ("worker", "lazy", "runtime"),
     "format, planning and state": ("format", "planning", "state"),
     "places and policies": (
-        *("places", "places/readers", "places/scrub", "places/tiers", "policies", "policies/cadence"),
+        *("places", "places/readers", "places/tiers", "policies", "policies/cadence"),
         *("session/preemption", "sizing"),
     ),
     "the tools": ("convert", "monitor", "prove", "tools", "tools/cli", "tools/examples", "tools/stress"),
@@ -65,7 +63,7 @@ def measure_source(root: Path = ROOT) -> dict[str, float]:
         figures[f"files of {folder}"] = len(files)
     apart = sum(figures[f"lines of {folder}"] for folder in APART)
     core = sum(figures[f"lines of {folder}"] for folder in (*CORE, "."))
-    core += source.lines("aiockpt/prove/call_probe", "backends/local")
+    core += source.lines("backends/local")
     figures |= {
         f"lines of {wing}": sum(figures.get(f"lines of {folder}", 0) for folder in parts)
         for wing, parts in WINGS.items()

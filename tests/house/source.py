@@ -1,7 +1,5 @@
 """Figures of the source text: lines by folder, imports between files, and words of docstrings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping
@@ -123,7 +121,7 @@ class Source:
 
     def questions(self) -> list[str]:
         """Return the modules whose docstring has a question in its first sentence."""
-        return [name for name, tree in self.trees.items() if re.match(r"[^.]*\?", ast.get_docstring(tree) or "")]
+        return [name for name, tree in self.trees.items() if opens_with_question(tree)]
 
     def persons_per_1000_words(self) -> float:
         """Return how often docstrings speak of parts of the program as of persons."""
@@ -138,6 +136,11 @@ class Source:
         """Return the share of all lines that are comments of their own."""
         lines = [line.strip() for text in self.texts.values() for line in text.splitlines()]
         return sum(line.startswith("# ") and not line.startswith("# ---") for line in lines) / len(lines)
+
+
+def opens_with_question(module: ast.Module) -> bool:
+    """Return whether the docstring of a module has a question in its first sentence."""
+    return re.match(r"[^.]*\?", ast.get_docstring(module) or "") is not None
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

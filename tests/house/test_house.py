@@ -1,14 +1,13 @@
 """The ratchet: what is measured of the source and of the path of a save and a load stays below its ceiling."""
 
-from __future__ import annotations
-
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.house.ceilings import measure_path, measure_source, read_ceilings
-from tests.house.source import Source
+from tests.house.source import ROOT, Source, opens_with_question
 
 
 @pytest.mark.parametrize("measure", [measure_source, measure_path])
@@ -37,3 +36,8 @@ def test_what_is_measured_is_seen(tmp_path: Path) -> None:
     assert source.persons_per_1000_words() == 1000 * 2 / 5
     assert source.persons_in_names() == ["_heard", "tell_all", "told"]
     assert source.comment_fraction() == 1 / 10
+
+
+def test_modules_of_the_tests_open_with_what_they_are() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert [path.relative_to(ROOT) for path in files if opens_with_question(ast.parse(path.read_text()))] == []

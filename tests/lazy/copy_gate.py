@@ -1,6 +1,4 @@
-"""What happens between a lazy save and the copy of its state? A gate before the copy, that a test opens."""
-
-from __future__ import annotations
+"""A gate between a lazy save and the copy of its state, that a test opens."""
 
 import threading
 from collections.abc import Callable, Iterator

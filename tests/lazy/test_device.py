@@ -1,6 +1,4 @@
-"""Does a checkpointer save what was on a device at the call, and hold the program no longer than it must? With a twin."""
-
-from __future__ import annotations
+"""Saves of what is on a device: the state at the call, without holding the program longer than needed. With a twin."""
 
 import gc
 import logging
@@ -15,12 +13,11 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.errors import SaveCancelledError, StorageTimeoutError
 from aiockpt.events import BarrierWaited, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.runtime.world import World
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.seams import program_of
+from tests.simulated.twin_accelerator import TwinAccelerator
 from tests.watch import Watch
 
 KIB = 1024
@@ -65,6 +62,11 @@ class Run:
     def open(self, place: Path, *, limits: aiockpt.Limits = LIMITS, **options: Any) -> aiockpt.Checkpointer:
         world = World(accelerator=self.twin)
         return aiockpt.Checkpointer(place, observers=[self.watch], world=world, limits=limits, **options)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run(TwinAccelerator("late"))
 
 
 def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
@@ -113,12 +115,11 @@ def test_a_real_optimizer_waits_where_the_device_would(tmp_path: Path) -> None:
 def unordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let optimizers wait for what is not enqueued, and forget the marks."""
     with monkeypatch.context() as patched:
-        patched.setattr("aiockpt.testing.twin_accelerator.TwinEvent.order_before_compute", lambda _: None)
+        patched.setattr("tests.simulated.twin_accelerator.TwinEvent.order_before_compute", lambda _: None)
         yield
 
 
-def test_without_the_order_the_same_save_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_without_the_order_the_same_save_is_torn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run.copied()
     run.twin.hold()
     with unordered(monkeypatch), run.open(tmp_path, snapshot="lazy") as ckpt:
@@ -128,8 +129,7 @@ def test_without_the_order_the_same_save_is_torn(tmp_path: Path, monkeypatch: py
     assert not torch.equal(loaded(tmp_path, 1)["0.weight"], expected["0.weight"])
 
 
-def test_a_step_goes_on_while_the_device_still_copies(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_step_goes_on_while_the_device_still_copies(run: Run, tmp_path: Path) -> None:
     expected = run.copied()
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         ckpt.warm_up(run.state).result()
@@ -142,8 +142,7 @@ def test_a_step_goes_on_while_the_device_still_copies(tmp_path: Path) -> None:
     assert_equal(loaded(tmp_path, 1), expected)
 
 
-def test_who_changes_the_state_by_hand_waits_until_the_copy_is_over(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_who_changes_the_state_by_hand_waits(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         run.twin.hold()
         save = ckpt.save(1, run.state)
@@ -153,16 +152,14 @@ def test_who_changes_the_state_by_hand_waits_until_the_copy_is_over(tmp_path: Pa
     assert run.watch.of(BarrierWaited)
 
 
-def test_an_eager_save_returns_when_the_device_is_done(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_an_eager_save_returns_when_the_device_is_done(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path) as ckpt:
         save = ckpt.save(1, run.state)
         assert save.snapshotted().done()
         assert all(not stream.queue for stream, _ in run.twin._side_streams.values())
 
 
-def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_snapshot_on_the_device_holds_no_optimizer(run: Run, tmp_path: Path) -> None:
     expected = run.copied()
     with run.open(tmp_path, snapshot="device") as ckpt:
         run.twin.hold()
@@ -179,8 +176,7 @@ def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tm
     assert_equal(loaded(tmp_path, 1), expected)
 
 
-def test_the_copy_on_the_device_is_freed_when_the_host_has_it(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_the_copy_on_the_device_is_freed(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="device") as ckpt:
         save = ckpt.save(1, run.state)
         save.result()
@@ -189,25 +185,23 @@ def test_the_copy_on_the_device_is_freed_when_the_host_has_it(tmp_path: Path) ->
         assert [clone for clone in run.twin.clones if clone() is not None] == []
 
 
-def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_the_copy_on_the_device_is_freed_after_a_failure_too(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="device", on_error="warn") as ckpt:
         run.twin.hold()
         save = ckpt.save(1, run.state)
         save.cancel()
         run.twin.release()
-        assert isinstance(save.exception(), SaveCancelledError)
+        assert isinstance(save.exception(), aiockpt.SaveCancelledError)
     gc.collect()
     assert [clone for clone in run.twin.clones if clone() is not None] == []
 
 
-def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(run: Run, tmp_path: Path) -> None:
     limits = aiockpt.Limits(io=SMALL, deadlines=aiockpt.Deadlines(slab_s=0.1))
     with run.open(tmp_path, snapshot="device", on_error="warn", limits=limits) as ckpt:
         run.twin.hold()
         error = ckpt.save(1, run.state).exception()
-        assert isinstance(error, StorageTimeoutError)
+        assert isinstance(error, aiockpt.StorageTimeoutError)
         run.twin.release()
         run.twin.finish()
     gc.collect()
@@ -215,24 +209,20 @@ def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path
 
 
 @pytest.mark.parametrize("snapshot", ["lazy", "device"])
-def test_after_a_cancelled_save_the_optimizer_and_the_next_save_go_on(snapshot: Snapshot, tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_after_a_cancelled_save_the_next_one_goes_on(run: Run, snapshot: Snapshot, tmp_path: Path) -> None:
     expected = run.copied()
     with run.open(tmp_path, snapshot=snapshot) as ckpt:
         run.twin.hold()
         cancelled = ckpt.save(1, run.state)
         cancelled.cancel()
-        assert isinstance(cancelled.exception(), SaveCancelledError)
+        assert isinstance(cancelled.exception(), aiockpt.SaveCancelledError)
         run.twin.release()
         ckpt.save(2, run.state).result()
         run.optimizer.step()
     assert_equal(loaded(tmp_path, 2), expected)
 
 
-def test_where_the_device_has_no_room_the_snapshot_is_lazy_and_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_snapshot_without_room_is_lazy(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run.twin.spare_bytes = 1000
     expected = run.copied()
     with run.open(tmp_path, snapshot="device") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
@@ -246,10 +236,7 @@ def test_where_the_device_has_no_room_the_snapshot_is_lazy_and_says_why(
     assert_equal(loaded(tmp_path, 1), expected)
 
 
-def test_a_clone_that_does_not_fit_after_all_makes_the_snapshot_lazy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_clone_that_does_not_fit_makes_it_lazy(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = run.twin.clone, []
 
     def clone(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -267,8 +254,7 @@ def test_a_clone_that_does_not_fit_after_all_makes_the_snapshot_lazy(
     assert_equal(loaded(tmp_path, 1), expected)
 
 
-def test_there_is_one_copy_of_the_state_on_the_device_at_a_time(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_the_device_holds_one_copy_at_a_time(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="device") as ckpt:
         run.twin.hold()
         ckpt.save(1, run.state)
@@ -277,8 +263,7 @@ def test_there_is_one_copy_of_the_state_on_the_device_at_a_time(tmp_path: Path) 
     assert [event.snapshot for event in run.watch.of(SnapshotTaken)] == ["device", "lazy"]
 
 
-def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_state_in_host_memory_is_copied_eagerly(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="device") as ckpt:
         save = ckpt.save(1, {"note": run.note})
         assert save.snapshotted().done()
@@ -287,8 +272,7 @@ def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(t
     assert not run.twin.used_devices
 
 
-def test_slabs_are_pinned_once_and_unpinned_in_the_end(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_slabs_are_pinned_once_and_unpinned_in_the_end(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         ckpt.warm_up(run.state).result()
         warm = run.twin.pin_count
@@ -299,10 +283,7 @@ def test_slabs_are_pinned_once_and_unpinned_in_the_end(tmp_path: Path) -> None:
     assert run.twin.pinned == {}
 
 
-def test_where_nothing_can_be_pinned_it_is_said_once_and_the_save_is_right(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_what_cannot_be_pinned_is_told_once(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run.twin.refuses_pins = True
     expected = run.copied()
     with run.open(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
@@ -312,8 +293,7 @@ def test_where_nothing_can_be_pinned_it_is_said_once_and_the_save_is_right(
     assert_equal(loaded(tmp_path, 2), expected)
 
 
-def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_what_no_optimizer_owns_waits_for_nothing(run: Run, tmp_path: Path) -> None:
     expected = run.copied()
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         run.twin.hold()
@@ -326,7 +306,7 @@ def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(t
     assert_equal(loaded(tmp_path, 1), expected)
 
 
-def test_what_no_optimizer_owns_is_copied_after_all_that_was_asked_of_the_device_before(tmp_path: Path) -> None:
+def test_what_no_optimizer_owns_is_copied_in_turn(tmp_path: Path) -> None:
     run = Run(TwinAccelerator("early"))
     mean = run.model.state_dict()["1.running_mean"]
     with run.open(tmp_path, snapshot="lazy") as ckpt:
@@ -336,8 +316,7 @@ def test_what_no_optimizer_owns_is_copied_after_all_that_was_asked_of_the_device
     assert [loaded(tmp_path, step)["1.running_mean"][0].item() for step in range(3)] == [5, 10, 15]
 
 
-def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_a_warm_save_compiles_nothing_anew(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path) as ckpt:
         ckpt.save(1, run.state).result()
         program = program_of(ckpt)
@@ -345,8 +324,7 @@ def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:
         assert program_of(ckpt) is program
 
 
-async def test_in_an_event_loop_an_eager_save_is_guarded_the_same_way(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+async def test_an_eager_save_in_a_loop_is_guarded(run: Run, tmp_path: Path) -> None:
     expected = run.copied()
     async with run.open(tmp_path, limits=aiockpt.Limits(io=SMALL, max_in_flight=1)) as ckpt:
         for step in range(2):
@@ -366,8 +344,7 @@ def loaded_elsewhere(place: Path, step: int) -> dict[str, torch.Tensor]:
     return found[0]
 
 
-def test_the_barrier_by_hand_waits_on_the_host(tmp_path: Path) -> None:
-    run = Run(TwinAccelerator("late"))
+def test_the_barrier_by_hand_waits_on_the_host(run: Run, tmp_path: Path) -> None:
     with run.open(tmp_path, snapshot="lazy") as ckpt:
         save = ckpt.save(1, run.state)
         ckpt.barrier()

@@ -1,6 +1,4 @@
-"""Does the guide say what the code does? Its table is the code's, and each kind of tensor in it is one that is met."""
-
-from __future__ import annotations
+"""The guide to the guards: its table is the code's, and each kind of tensor in it is one that occurs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ def test_kinds_and_changes_are_told_apart_by_their_keys() -> None:
         assert len(set(keys)) == len(keys)
 
 
-def test_every_kind_of_the_table_is_met_and_treated_as_it_says() -> None:
+def test_every_kind_is_treated_as_the_table_says() -> None:
     model = nn.ModuleDict(
         {
             "owned": nn.Linear(2, 2),
@@ -93,7 +91,7 @@ def resize(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("guard", "change"), [("counter", add_to), ("sample", add_uncounted), ("place", resize)])
 @pytest.mark.parametrize("named", [True, False])
-def test_of_a_tensor_that_is_left_in_place_is_compared_what_the_table_names(
+def test_tensors_left_in_place_are_compared_by_the_table(
     guard: Guard, change: Callable[[torch.Tensor], None], named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone: frozenset[Guard] = frozenset({guard}) if named else frozenset()
@@ -129,7 +127,5 @@ def test_the_first_kind_of_the_table_that_fits_decides(monkeypatch: pytest.Monke
         (["some[0]", "some[1]"], ["some[0]", "some[1]", "some[2]"], ["some[0]", "some[1]"]),
     ],
 )
-def test_the_line_that_names_what_tore_is_short_and_says_no_more_where_it_can(
-    torn: list[str], known: list[str], line: list[str]
-) -> None:
+def test_the_line_that_names_what_tore_is_short(torn: list[str], known: list[str], line: list[str]) -> None:
     assert _in_short(torn, known) == line

@@ -1,6 +1,4 @@
-"""Does a lazy save hold the state at its call, whatever the program does before the copy is over?"""
-
-from __future__ import annotations
+"""Lazy saves: the state at the call, whatever the program does before the copy is over."""
 
 import errno
 import gc
@@ -28,7 +26,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import SaveCancelledError
 from aiockpt.events import BarrierWaited, Committed, DataWritten, SaveSkipped, SnapshotTaken
 from aiockpt.lazy import snapshotter
 from aiockpt.lazy.optimizer_owned import OptimizerFinder
@@ -39,10 +36,10 @@ from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
-from aiockpt.testing.simulation import SimulatedClock
 from tests.example_counts import examples
 from tests.lazy.copy_gate import CopyGate
 from tests.seams import promise_of, split_of
+from tests.simulated.simulation import SimulatedClock
 from tests.watch import Watch, until
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
@@ -110,6 +107,11 @@ class Run:
         }
 
 
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
 def equal(one: Any, other: Any) -> bool:
     """Say whether nested dicts of tensors are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
@@ -125,9 +127,7 @@ def loaded(place: object, step: int, optimizer: str = "adamw-foreach") -> dict[s
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_is_saved_is_the_state_at_the_call_though_the_copy_is_slow(
-    optimizer: str, tmp_path: Path, gate: CopyGate
-) -> None:
+def test_a_slow_copy_is_the_state_at_the_call(optimizer: str, tmp_path: Path, gate: CopyGate) -> None:
     run = Run(optimizer)
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         before = run.copied()
@@ -153,10 +153,7 @@ def removed_hook() -> Iterator[None]:
         snapshotter._hook = register_optimizer_step_pre_hook(snapshotter._before_step)
 
 
-def test_without_the_hook_the_same_save_is_torn_and_the_digests_say_so(
-    tmp_path: Path, gate: CopyGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run()
+def test_without_the_hook_the_digests_find_a_torn_save(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with (
         removed_hook(),
         aiockpt.Checkpointer(tmp_path, snapshot="lazy", lazy=aiockpt.Lazy(debug="digest"), on_error="warn") as ckpt,
@@ -171,8 +168,7 @@ def test_without_the_hook_the_same_save_is_torn_and_the_digests_say_so(
         assert ckpt.latest().result() is None
 
 
-def test_the_digests_find_nothing_in_an_honest_save(tmp_path: Path) -> None:
-    run = Run()
+def test_the_digests_find_nothing_in_an_honest_save(run: Run, tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", lazy=aiockpt.Lazy(debug="digest")) as ckpt:
         for step in range(3):
             ckpt.save(step, run.state)
@@ -181,7 +177,7 @@ def test_the_digests_find_nothing_in_an_honest_save(tmp_path: Path) -> None:
         assert ckpt.latest().result() == 2
 
 
-def test_one_hook_serves_all_checkpointers_and_holds_nobody_for_a_closed_one(tmp_path: Path) -> None:
+def test_one_hook_serves_all_checkpointers(tmp_path: Path) -> None:
     gc.collect()  # those of earlier tests would be forgotten meanwhile
     hooks, known = dict(_global_optimizer_pre_hooks), pending_copies._known
     for number in range(3):
@@ -201,7 +197,7 @@ def test_a_barrier_that_is_dropped_is_forgotten() -> None:
     assert pending_copies._known == known
 
 
-def test_hooks_of_others_are_walked_to_their_end_while_a_copy_ends(tmp_path: Path, gate: CopyGate) -> None:
+def test_hooks_of_others_run_while_a_copy_ends(tmp_path: Path, gate: CopyGate) -> None:
     run, called = Run(), []
     handles = [register_optimizer_step_pre_hook(lambda *_: called.append(1)) for _ in range(3)]
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
@@ -213,8 +209,7 @@ def test_hooks_of_others_are_walked_to_their_end_while_a_copy_ends(tmp_path: Pat
     assert len(called) == 3
 
 
-def test_an_optimizer_that_is_not_in_the_state_waits_too(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_an_optimizer_that_is_not_in_the_state_waits_too(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     before = run.copied()["model"]
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         save = ckpt.save(1, {"model": run.model})
@@ -232,7 +227,7 @@ def loaded_model(place: Path) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_to_find_the_optimizers_breaks_no_tuple_that_another_thread_is_making() -> None:
+def test_finding_optimizers_breaks_no_tuple_of_another_thread() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     broken: list[BaseException] = []
     found = threading.Event()
@@ -258,8 +253,7 @@ def test_to_find_the_optimizers_breaks_no_tuple_that_another_thread_is_making() 
     assert not broken
 
 
-def test_an_optimizer_in_backward_waits_at_its_first_step(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_an_optimizer_in_backward_waits_at_its_first_step(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     each: dict[Any, Any] = {p: torch.optim.SGD([p], lr=0.1) for p in run.model.parameters() if p.requires_grad}
     for parameter in each:
         parameter.register_post_accumulate_grad_hook(lambda p: each[p].step())
@@ -272,8 +266,7 @@ def test_an_optimizer_in_backward_waits_at_its_first_step(tmp_path: Path, gate: 
     assert equal(loaded_model(tmp_path), before)
 
 
-def test_an_average_that_is_updated_by_hand_is_copied_at_the_call(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_an_average_updated_by_hand_is_copied_at_once(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     average = torch.optim.swa_utils.AveragedModel(run.model)
     expected = {name: value.clone() for name, value in average.state_dict().items()}
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
@@ -288,8 +281,7 @@ def test_an_average_that_is_updated_by_hand_is_copied_at_the_call(tmp_path: Path
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_gradient_scaler_steps_or_skips_as_it_likes(skips: bool, tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_gradient_scaler_steps_or_skips_as_it_likes(run: Run, skips: bool, tmp_path: Path, gate: CopyGate) -> None:
     scaler = torch.amp.GradScaler("cpu")
     before = run.copied()
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
@@ -308,8 +300,7 @@ def test_a_gradient_scaler_steps_or_skips_as_it_likes(skips: bool, tmp_path: Pat
     assert equal(got["model"]["first.weight"], before["model"]["first.weight"])
 
 
-def test_a_scheduler_that_steps_at_once_changes_nothing_of_what_is_saved(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_scheduler_that_steps_at_once_changes_nothing_saved(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         save = ckpt.save(1, {**run.state, "scheduler": scheduler})
@@ -323,7 +314,7 @@ def test_a_scheduler_that_steps_at_once_changes_nothing_of_what_is_saved(tmp_pat
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_so(
+def test_the_stages_come_in_order_though_told_late(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_all = copying.CopyProgram.run
@@ -352,7 +343,7 @@ def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_s
         assert told.index(SnapshotTaken) < told.index(DataWritten) < told.index(Committed)
 
 
-def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tmp_path: Path, gate: CopyGate) -> None:
+def test_copied_bytes_and_waits_of_optimizers_are_told(tmp_path: Path, gate: CopyGate) -> None:
     run, seen, clock = Run(), Watch(), SimulatedClock()
     with aiockpt.Checkpointer(tmp_path, observers=[seen], world=World(clock=clock)) as ckpt:
         ckpt.save(7, run.state, snapshot="lazy")
@@ -387,9 +378,8 @@ def test_the_user_says_what_moves_and_what_does_not(tmp_path: Path, gate: CopyGa
     assert taken.copied_at_call_bytes == sum(tensor.nbytes for tensor in moving)
 
 
-def test_copies_at_the_call_are_made_into_the_same_memory_again(tmp_path: Path) -> None:
+def test_copies_at_the_call_are_made_into_the_same_memory_again(run: Run, tmp_path: Path) -> None:
     gc.collect()  # an optimizer of an earlier test that is freed meanwhile has the owners of this state found anew
-    run = Run()
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         held: set[int] = set()
         for step in range(3):
@@ -426,8 +416,7 @@ def test_a_snapshot_that_a_call_cannot_mean_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ by hand
 
 
-def test_a_change_by_hand_waits_and_saves_wait_for_its_end(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_change_by_hand_waits_and_saves_wait_for_its_end(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     before = run.copied()
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         save = ckpt.save(1, run.state)
@@ -443,8 +432,7 @@ def test_a_change_by_hand_waits_and_saves_wait_for_its_end(tmp_path: Path, gate:
     assert not loaded(tmp_path, 2)["model"]["first.weight"].any()
 
 
-def test_the_same_in_an_event_loop(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_the_same_in_an_event_loop(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     before = run.copied()
 
     async def main() -> None:
@@ -464,16 +452,14 @@ def test_the_same_in_an_event_loop(tmp_path: Path, gate: CopyGate) -> None:
     assert equal(loaded(tmp_path, 1), before)
 
 
-def test_a_block_that_raises_lets_the_next_save_begin(tmp_path: Path) -> None:
-    run = Run()
+def test_a_block_that_raises_lets_the_next_save_begin(run: Run, tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         with pytest.raises(ZeroDivisionError), ckpt.mutating():
             raise ZeroDivisionError
         ckpt.save(1, run.state).result()
 
 
-def test_a_load_waits_for_the_snapshot(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_load_waits_for_the_snapshot(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, run.state).result()
         run.train()
@@ -484,8 +470,7 @@ def test_a_load_waits_for_the_snapshot(tmp_path: Path, gate: CopyGate) -> None:
     assert equal(loaded(tmp_path, 2), before)
 
 
-def test_an_eager_save_after_a_lazy_one_is_copied_after_it(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_an_eager_save_after_a_lazy_one_is_copied_after_it(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
         lazy = ckpt.save(1, run.state, snapshot="lazy")
         threading.Timer(0.2, gate.open.set).start()
@@ -499,8 +484,7 @@ def test_an_eager_save_after_a_lazy_one_is_copied_after_it(tmp_path: Path, gate:
 # ------------------------------------------------------------------ what moves
 
 
-def test_a_storage_that_is_resized_meanwhile_is_noticed(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_storage_that_is_resized_meanwhile_is_noticed(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", on_error="warn") as ckpt:
         save = ckpt.save(1, run.state)
         assert gate.reached.wait(250)
@@ -513,8 +497,7 @@ def test_a_storage_that_is_resized_meanwhile_is_noticed(tmp_path: Path, gate: Co
         assert ckpt.latest().result() is None
 
 
-def test_memory_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_memory_that_is_replaced_meanwhile_is_saved_as_it_was(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     before = run.copied()
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         ckpt.save(1, run.state)
@@ -527,8 +510,7 @@ def test_memory_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path: Path, ga
 # ------------------------------------------------------------------ full
 
 
-def test_a_pool_of_one_slab_drains_every_ticket_in_order(tmp_path: Path) -> None:
-    run = Run()
+def test_a_pool_of_one_slab_drains_every_ticket_in_order(run: Run, tmp_path: Path) -> None:
     expected = []
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL, max_in_flight=3)) as ckpt:
         for step in range(12):
@@ -542,8 +524,7 @@ def test_a_pool_of_one_slab_drains_every_ticket_in_order(tmp_path: Path) -> None
         assert equal(loaded(tmp_path, step)["optimizer"], expected[step])
 
 
-def test_more_saves_than_workers_may_wait_without_an_optimizer_step(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_more_saves_than_workers_may_wait_without_an_optimizer_step(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         saves = [ckpt.save(step, run.state) for step in range(30)]
         gate.open.set()
@@ -567,8 +548,7 @@ def test_full_means_skip_where_that_was_asked_for(tmp_path: Path, gate: CopyGate
     assert "staging pool" in skipped.reason
 
 
-def test_full_means_eager_where_that_was_asked_for(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_full_means_eager_where_that_was_asked_for(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(
         tmp_path, snapshot="lazy", limits=aiockpt.Limits(when_full="eager", max_in_flight=1)
     ) as ckpt:
@@ -582,8 +562,7 @@ def test_full_means_eager_where_that_was_asked_for(tmp_path: Path, gate: CopyGat
 # ------------------------------------------------------------------ failure
 
 
-def test_a_stuck_copy_fails_its_save_and_training_goes_on(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_stuck_copy_fails_its_save_and_training_goes_on(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     deadlines = aiockpt.Deadlines(slab_s=0.3)
     with aiockpt.Checkpointer(
         tmp_path, snapshot="lazy", limits=aiockpt.Limits(deadlines=deadlines), on_error="warn"
@@ -598,19 +577,17 @@ def test_a_stuck_copy_fails_its_save_and_training_goes_on(tmp_path: Path, gate: 
         ckpt.save(2, run.state).result()
 
 
-def test_a_cancelled_save_lets_the_optimizer_go(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_cancelled_save_lets_the_optimizer_go(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         save = ckpt.save(1, run.state)
         save.cancel()
         gate.open.set()
         run.train()
-        assert isinstance(save.exception(), SaveCancelledError)
+        assert isinstance(save.exception(), aiockpt.SaveCancelledError)
         until_at_rest(ckpt)
 
 
-def test_a_forked_child_is_not_held(tmp_path: Path, gate: CopyGate) -> None:
-    run = Run()
+def test_a_forked_child_is_not_held(run: Run, tmp_path: Path, gate: CopyGate) -> None:
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         ckpt.save(1, run.state)
         run.forward_and_backward()
@@ -743,9 +720,7 @@ def check_ended(save: aiockpt.SaveFuture, refused: bool) -> None:
     moves=[Move("lazy"), Move("lazy", whole=False), Move("eager", whole=False), Move("step")], in_flight=4, slabs=1
 )
 @examples(25)
-def test_tickets_are_served_in_order_whatever_becomes_of_the_others(
-    moves: list[Move], in_flight: int, slabs: int
-) -> None:
+def test_tickets_are_served_in_order(moves: list[Move], in_flight: int, slabs: int) -> None:
     run, seen = Run("sgd"), Watch()
     io = msgspec.structs.replace(SLOW, pool_bytes=slabs * SLOW.slab_bytes)
     place = FaultyBackend(MemoryBackend(f"lazy-{uuid.uuid4()}"), refuse(moves))

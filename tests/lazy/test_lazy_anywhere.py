@@ -1,7 +1,5 @@
 """A lazy save is right wherever it is called: in a closure, on any thread, beside other checkpointers, in a callback."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +12,6 @@ from torch import nn
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import BlockingCallError, UsageError
 from aiockpt.events import SnapshotTaken
 from aiockpt.options import Snapshot
 from tests.gates import Gate
@@ -48,7 +45,7 @@ def is_saved(ckpt: aiockpt.Checkpointer, save: aiockpt.SaveFuture, expected: dic
 @pytest.mark.parametrize("snapshot", ["lazy", "device"])
 @pytest.mark.parametrize("where", ["closure", "hook", "lbfgs"])
 @pytest.mark.parametrize("in_loop", [False, True], ids=["sync", "event loop"])
-def test_a_save_inside_a_step_is_copied_in_the_call(
+def test_a_save_inside_a_step_is_copied_at_once(
     tmp_path: Path, where: str, snapshot: Snapshot, in_loop: bool, gate: CopyGate
 ) -> None:
     model, x, watch = Net(), torch.randn(8, 64), Watch()
@@ -125,7 +122,7 @@ def test_no_checkpointer_saves_where_this_thread_changes_the_state_by_hand(tmp_p
         aiockpt.Checkpointer(tmp_path / "near", limits=aiockpt.Limits(io=SMALL)) as near,
         aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as far,
     ):
-        with near.mutating(), pytest.raises(UsageError, match="inside mutating"):
+        with near.mutating(), pytest.raises(aiockpt.UsageError, match="inside mutating"):
             far.save(0, {"x": torch.ones(3)})
         elsewhere: list[aiockpt.SaveFuture] = []
         with near.mutating():  # of a state that another thread's checkpointer need not know
@@ -192,7 +189,7 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
                         optimizer.step()
                     case _:
                         ckpt.steps()
-            except BlockingCallError as error:
+            except aiockpt.BlockingCallError as error:
                 refused.append(error)
             told.set()
 
@@ -207,7 +204,7 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
     assert "aiockpt's own thread" in str(refused[0])
 
 
-async def test_tensors_in_lists_of_one_rank_are_saved_lazily_read_and_loaded(tmp_path: Path) -> None:
+async def test_tensors_in_lists_are_saved_lazily_and_loaded(tmp_path: Path) -> None:
     held = {"lists": [torch.ones(2), {"deep": [torch.full((3,), 4.0)]}]}
     async with aiockpt.Checkpointer(tmp_path, snapshot="lazy", lazy=aiockpt.Lazy(immutable=["own.lists"])) as ckpt:
         await ckpt.save(1, {"own": aiockpt.per_rank(held)})

@@ -1,6 +1,4 @@
-"""Is a tensor that moves between the call and the end of its copy noticed, and before anything is read from where it was?"""
-
-from __future__ import annotations
+"""Tensors that move between the call and the end of its copy: noticed before anything is read from where they were."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ def error_of(save: aiockpt.SaveFuture) -> aiockpt.TornSnapshotError:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_storage_that_is_resized_while_the_save_waits_for_its_turn_is_noticed(
+def test_a_storage_resized_while_the_save_waits_is_noticed(
     strided: bool, tmp_path: Path, gate: CopyGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair(), pair(strided=strided)
@@ -57,9 +55,7 @@ def test_a_storage_that_is_resized_while_the_save_waits_for_its_turn_is_noticed(
     assert not read
 
 
-def test_a_storage_that_is_resized_while_the_copy_is_prepared_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_resized_during_preparation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = pair()
     prepare = copying.CopyProgram.__init__
 
@@ -72,9 +68,7 @@ def test_a_storage_that_is_resized_while_the_copy_is_prepared_is_noticed(
         assert error_of(ckpt.save(1, state)).tensors == ("model.0",)
 
 
-def test_no_window_is_copied_from_where_its_tensors_are_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_window_is_copied_from_a_former_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.ones(16 * 1024)) for _ in range(4)]
     state = {"model": nn.ParameterList(parameters), "optimizer": torch.optim.SGD(parameters, lr=0.1)}
     copied: list[int] = []

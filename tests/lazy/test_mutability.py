@@ -1,6 +1,4 @@
-"""Is everything held still that the program may change, whoever changes it? What only steps change is left in place."""
-
-from __future__ import annotations
+"""Everything that the program may change, held still, whatever changes it. What only steps change is left in place."""
 
 import functools
 import gc
@@ -48,7 +46,7 @@ def sgd(*modules: nn.Module) -> torch.optim.SGD:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_renormalises_its_rows_is_saved_as_it_was_at_the_call(
+def test_a_renormalising_embedding_is_saved_as_at_the_call(
     kind: Callable[..., nn.Module], tmp_path: Path, gate: CopyGate
 ) -> None:
     model = nn.Sequential(kind(50, 4, max_norm=0.1), nn.Linear(4, 2))
@@ -69,7 +67,7 @@ def test_only_what_is_renormalised_is_copied() -> None:
     assert moving({"model": model, "optimizer": sgd(model)}) == {"model.0.weight"}
 
 
-def test_a_weight_that_is_tied_to_a_renormalised_one_moves_under_whatever_name() -> None:
+def test_a_weight_tied_to_a_renormalised_one_moves() -> None:
     embedding, head = nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 9, bias=False)
     head.weight = embedding.weight
     assert moving({"head": head, "optimizer": sgd(head)}) == {"head.weight"}
@@ -81,7 +79,7 @@ def test_a_renormalised_weight_is_found_where_the_state_has_no_module() -> None:
     assert moving(state) == {"weight"}
 
 
-def test_a_module_of_somebody_else_with_such_a_limit_is_taken_for_an_embedding() -> None:
+def test_a_module_with_such_a_limit_is_an_embedding() -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +135,7 @@ def names(module: nn.Module) -> set[str]:
     return {f"model.{name}" for name, _ in module.named_parameters()}
 
 
-def test_what_an_optimizer_without_hooks_owns_is_copied_in_the_call(
+def test_what_an_optimizer_without_hooks_owns_is_copied(
     tmp_path: Path, gate: CopyGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(4, 4)
@@ -152,14 +150,14 @@ def test_what_an_optimizer_without_hooks_owns_is_copied_in_the_call(
     assert "Unhooked steps without torch's hooks" in caplog.text
 
 
-def test_an_optimizer_without_hooks_that_shares_parameters_with_another_one_makes_them_move() -> None:
+def test_parameters_shared_with_an_optimizer_without_hooks_move() -> None:
     model = nn.Linear(4, 4)
     silent = Unhooked(model.parameters())
     assert moving({"model": model, "optimizer": sgd(model)}) == names(model)
     assert silent.param_groups
 
 
-def test_a_step_that_was_replaced_is_not_trusted_whatever_it_looks_like() -> None:
+def test_a_step_that_was_replaced_is_not_trusted() -> None:
     model = nn.Linear(4, 4)
     optimizer, holder = sgd(model), Holder()
     state = {"model": model, "optimizer": optimizer}
@@ -181,7 +179,7 @@ def test_a_step_of_the_class_that_was_replaced_is_not_trusted() -> None:
     assert holder.moving(state) == names(model)
 
 
-def test_what_a_scheduler_or_the_compiler_puts_around_a_step_calls_the_hooks() -> None:
+def test_wrappers_of_schedulers_and_compilers_call_the_hooks() -> None:
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer, compiled = sgd(model), sgd(other)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -192,7 +190,7 @@ def test_what_a_scheduler_or_the_compiler_puts_around_a_step_calls_the_hooks() -
     assert scheduler.last_epoch == 0
 
 
-def test_a_wrapper_that_is_known_to_only_call_a_step_with_hooks_is_trusted_like_that() -> None:
+def test_a_known_wrapper_of_a_step_is_trusted() -> None:
     class AcceleratedOptimizer(Unhooked):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             assert self.optimizer is not None
@@ -235,7 +233,7 @@ def test_an_optimizer_that_comes_later_is_found() -> None:
     assert silent.param_groups
 
 
-def test_a_parameter_that_leaves_the_groups_of_an_optimizer_outside_the_state_moves() -> None:
+def test_a_parameter_that_leaves_its_groups_moves() -> None:
     model, holder = nn.Linear(4, 4), Holder()
     optimizer = sgd(model)
     assert holder.moving({"model": model}) == set()
@@ -268,7 +266,7 @@ def test_nobody_is_looked_for_twice_while_nobody_came_or_went(monkeypatch: pytes
     assert len(looks) == 1
 
 
-def test_what_lies_in_the_gaps_of_a_parameter_is_not_owned_with_it_and_both_are_copied() -> None:
+def test_gaps_of_a_parameter_are_not_owned_with_it() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -280,7 +278,7 @@ def test_what_lies_in_the_gaps_of_a_parameter_is_not_owned_with_it_and_both_are_
     assert moving({"model": model, "optimizer": sgd(model)}) == {"model.beside", "model.weight"}
 
 
-def test_a_part_of_a_parameter_whose_axes_are_in_another_order_is_owned_with_it() -> None:
+def test_a_turned_part_of_a_parameter_is_owned_too() -> None:
     parameter = nn.Parameter(torch.randn(4, 6).t())
     state = {"some": [parameter.detach().t()[1:3]], "whole": parameter.detach()}
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -288,7 +286,7 @@ def test_a_part_of_a_parameter_whose_axes_are_in_another_order_is_owned_with_it(
     assert optimizer.param_groups
 
 
-def test_small_tensors_that_are_copied_together_are_what_they_were_whatever_their_kind_and_wherever_they_go() -> None:
+def test_small_tensors_of_every_kind_are_copied_together() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8, torch.float64]
     state: State = {"some": [torch.arange(1, 4).to(kind) for kind in kinds] + [torch.tensor(7.0), torch.empty(0)]}
     state["some"] += [torch.ones(1000), torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.complex64).conj()]

@@ -1,6 +1,4 @@
-"""Does a lazy copy take few slabs while nobody waits, and all it needs as soon as somebody does?"""
-
-from __future__ import annotations
+"""The slabs of a lazy copy: few while nothing waits, and all that it needs as soon as something does."""
 
 import mmap
 import threading
@@ -55,7 +53,7 @@ WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, OneLayer, aiockpt.SaveFu
     "wait_mutable": lambda ckpt, _, __: anyio.run(ckpt.wait_mutable),
     "a wait for the snapshot": lambda _, __, save: save.snapshotted().result(),
     "an await of the snapshot": lambda _, __, save: anyio.run(_wait, save),
-    "the next save": lambda ckpt, run, save: ckpt.save(2, run.state) and save.snapshotted().result(),
+    "the next save": lambda ckpt, run, save: (ckpt.save(2, run.state), save.snapshotted().result()),
 }
 
 
@@ -77,7 +75,7 @@ def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
     assert torch.equal(run.model.weight, weight)
 
 
-def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
+def test_a_save_over_before_the_step_copies_nothing() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         known(ckpt, 1000.0)
@@ -88,7 +86,7 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
 
 
 @pytest.mark.parametrize("quiet_s", [None, 0.5])
-def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
+def test_a_copy_is_made_when_a_step_is_near(quiet_s: float | None) -> None:
     run, place = run_of_48_slabs(), held_place()
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         if quiet_s is not None:
@@ -98,7 +96,7 @@ def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: fl
         place.open_up()
 
 
-def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_save_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     run, place, inside = run_of_48_slabs(), held_place(), threading.Semaphore(0)
     wait = Throttle.wait
 
@@ -121,7 +119,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
         assert copied == 50  # the headers of the two files, weights and the rest, have windows of their own
 
 
-def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
+def test_the_time_between_steps_is_learned() -> None:
     run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", limits=aiockpt.Limits(io=IO)) as ckpt:
         for step in range(3):
@@ -139,7 +137,7 @@ class Clock:
         return self.ns
 
 
-def test_the_shortest_of_the_last_times_is_expected_and_the_copy_counted_twice() -> None:
+def test_the_shortest_of_the_last_times_is_expected() -> None:
     clock = Clock()
     pacing = Pacing(clock)
     assert pacing.spare_s(0.0, 0) == 0.0
@@ -242,7 +240,7 @@ def test_a_bandwidth_of_nothing_is_refused(bandwidth: float) -> None:
 # ------------------------------------------------------------------ what goes wrong
 
 
-def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_save_fails_for_slabs_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(12, "no memory")
 
@@ -253,7 +251,7 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
         ckpt.save(2, run.state).result()
 
 
-def test_the_pool_is_filled_after_the_first_copy_that_needed_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_filled_after_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the copy was so slow that few slabs went round: here none seem to be there."""
     run, asked = run_of_48_slabs(), list[int]()
     with aiockpt.Checkpointer("memory://", limits=aiockpt.Limits(io=IO)) as ckpt:

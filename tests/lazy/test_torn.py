@@ -1,6 +1,4 @@
-"""Is a change that torch can see never published, whoever makes it and whenever? Programs that do what trainers do."""
-
-from __future__ import annotations
+"""Changes that torch can see, never published, whatever makes them and whenever. Programs that do what trainers do."""
 
 import asyncio
 import uuid
@@ -152,7 +150,7 @@ HABITS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[Run], No
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_what_trainers_do_between_a_save_and_its_copy_is_never_published_and_only_once_an_error(
+def test_what_trainers_change_before_the_copy_is_never_published(
     habit: str, tmp_path: Path, gate: CopyGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer, change = HABITS[habit]
@@ -175,9 +173,7 @@ def test_what_trainers_do_between_a_save_and_its_copy_is_never_published_and_onl
     assert "Checkpointer(lazy=Lazy(mutable=['model" in warned
 
 
-def test_what_has_changed_when_something_else_ends_a_save_is_copied_in_the_call_of_the_next(
-    tmp_path: Path, gate: CopyGate
-) -> None:
+def test_changes_during_a_failed_save_are_copied_next_time(tmp_path: Path, gate: CopyGate) -> None:
     run = Run(torch.optim.SGD)
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", on_error="warn", limits=aiockpt.Limits(io=SMALL)) as ckpt:
         first = ckpt.save(1, run.state)
@@ -268,9 +264,7 @@ class LocalShards:
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_what_is_counted_after_the_copy_is_found_on_the_thread_of_the_next_hook(
-    hook: str, ends: bool, gate: CopyGate
-) -> None:
+def test_changes_found_after_the_copy_reach_the_next_hook(hook: str, ends: bool, gate: CopyGate) -> None:
     run, writes = Run(), Gate(MemoryBackend(f"torn-{uuid.uuid4()}"), verb="create")
     with aiockpt.Checkpointer(writes, snapshot="lazy", on_error="warn", limits=aiockpt.Limits(max_in_flight=3)) as ckpt:
         held = LocalShards(ckpt, run, gate)
@@ -286,7 +280,7 @@ def test_what_is_counted_after_the_copy_is_found_on_the_thread_of_the_next_hook(
             held.save.result()
 
 
-def test_what_is_counted_after_the_copy_is_found_before_the_receipt_where_there_was_no_hook(gate: CopyGate) -> None:
+def test_without_a_hook_late_changes_are_found_before_receipts(gate: CopyGate) -> None:
     run, writes = Run(), Gate(MemoryBackend(f"torn-{uuid.uuid4()}"), verb="create")
     with aiockpt.Checkpointer(writes, snapshot="lazy", on_error="warn") as ckpt:
         held = LocalShards(ckpt, run, gate)
@@ -296,7 +290,7 @@ def test_what_is_counted_after_the_copy_is_found_before_the_receipt_where_there_
         assert ckpt.latest().result() is None
 
 
-def test_who_waits_for_a_snapshot_that_turns_out_torn_is_told_and_nobody_is_told_again(gate: CopyGate) -> None:
+def test_who_waits_for_a_torn_snapshot_is_told_once(gate: CopyGate) -> None:
     run, writes = Run(), Gate(MemoryBackend(f"torn-{uuid.uuid4()}"), verb="create")
     with aiockpt.Checkpointer(writes, snapshot="lazy") as ckpt:
         held = LocalShards(ckpt, run, gate)
@@ -309,7 +303,7 @@ def test_who_waits_for_a_snapshot_that_turns_out_torn_is_told_and_nobody_is_told
         ckpt.save(2, run.state).result()
 
 
-def test_copies_of_a_call_in_inference_mode_serve_the_next_one_outside_of_it(tmp_path: Path) -> None:
+def test_copies_made_in_inference_mode_serve_outside_it(tmp_path: Path) -> None:
     average = torch.zeros(4)
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         with torch.inference_mode():

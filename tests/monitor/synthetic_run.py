@@ -126,7 +126,9 @@ class SyntheticRun(msgspec.Struct, frozen=True, kw_only=True):
 
         snapshot_s = took("snapshot", SNAPSHOT_S)
         total = sum(FILE_BYTES)
-        yield events.SaveStarted(at_ns=at(0.002), step=step, bytes=total, tensor_count=100)
+        yield events.SaveStarted(
+            at_ns=at(0.002), step=step, bytes=total, tensor_count=100, metrics={"loss": 1 / (1 + step)}
+        )
         yield _stage("walk", at(0.001), step, took("walk", 0.001))
         yield _stage("plan", at(0.002), step, 0.0005)
         yield events.SnapshotTaken(
@@ -159,6 +161,18 @@ class SyntheticRun(msgspec.Struct, frozen=True, kw_only=True):
         end_s = max(voted_s, slowest_s * (WRITE_S + FLUSH_S)) + REST_S
         yield _stage("wait", at(end_s), step, end_s - voted_s, key="commit")
         yield events.Committed(at_ns=at(end_s), step=step, bytes=total, seconds=end_s, generation=1)
+
+
+def opened(at_s: float, pid: int) -> events.Opened:
+    """Return what a run's only rank tells first."""
+    at_ns = int(at_s * 1e9)
+    return events.Opened(at_ns=at_ns, time_ns=at_ns, pid=pid, host="h", rank=0, world_size=1, urls=())
+
+
+def append_events(trace: Path, *told: Event) -> None:
+    """Append *told* to a trace, which need not be there."""
+    with trace.open("ab") as file:
+        file.writelines(msgspec.json.encode(one) + b"\n" for one in told)
 
 
 class _RankClock:

@@ -1,6 +1,4 @@
-"""Does the page work in a real browser: does it draw, do phases switch, do tooltips show, at 1,000 ranks, offline?"""
-
-from __future__ import annotations
+"""The page in a real browser: drawing, phases, tooltips, at 1,000 ranks, offline."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ RUN = SyntheticRun(
     retried=frozenset({2}),
     restart_after=5,
 )
-FIGURES = ("history", "places", "since", "rank", "timeline", "pause", "bandwidth", "sizes")
+FIGURES = ("history", "places", "since", "rank", "timeline", "metrics", "pause", "bandwidth", "sizes")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +100,16 @@ def test_every_figure_and_the_verdict_are_drawn(browser: Browser) -> None:
     assert browser.text("#tiles").count("saves committed, 1 failed") == 1
     assert browser.run("return document.querySelectorAll('#stragglers tbody tr').length") == 2
     assert browser.run("return document.querySelectorAll('#stages tbody tr').length") > 10
+
+
+def test_words_have_room_on_a_telephone(browser: Browser) -> None:
+    narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        widths = browser.run("return [...document.querySelectorAll('.finding .what')].map((one) => one.clientWidth)")
+        assert min(widths) > 300
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_the_map_begins_with_what_is_wrong(browser: Browser) -> None:

@@ -1,6 +1,4 @@
-"""Are the ranks of a run laid on one clock, whatever the clocks of their hosts say?"""
-
-from __future__ import annotations
+"""One clock for the ranks of a run, whatever the clocks of their hosts say."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from hypothesis import given, strategies
 from aiockpt.events import Committed, Event, Opened, StageEnded
 from aiockpt.monitor.read_run import align_clocks, read_run
 from aiockpt.monitor.run_log import ProcessLog, RunLog
+from tests.monitor.synthetic_run import append_events
 
 S = 10**9
 BEGUN_S = 1_795_500_000
@@ -111,8 +110,7 @@ def test_a_rank_that_had_several_checkpointers_is_laid_by_the_saves_of_all_of_th
 def test_what_is_read_is_aligned(tmp_path: Path) -> None:
     saves = [save(10.0 * number) for number in range(1, 4)]
     for process in (told(0, saves, 0), told(1, saves, 30.0)):
-        lines = [msgspec.json.encode(event) for event in (process.opened, *process.events)]
-        (tmp_path / f"rank-{process.opened.rank:05}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+        append_events(tmp_path / f"rank-{process.opened.rank:05}.jsonl", process.opened, *process.events)
     first, other = read_run(tmp_path).processes
     assert abs(first.wall_s(first.events[0].at_ns) - other.wall_s(other.events[0].at_ns)) < 0.03
 

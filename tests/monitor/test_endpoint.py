@@ -1,6 +1,4 @@
-"""Does the endpoint say over real HTTP whether a rank is well, and only that?"""
-
-from __future__ import annotations
+"""The endpoint over real HTTP: whether a rank is well, and only that."""
 
 import json
 import sys
@@ -16,10 +14,9 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import StorageError
 from aiockpt.monitor import Endpoint, Metrics
 from tests.gates import Gate
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -49,14 +46,14 @@ class Filled(LocalBackend):
 
     async def create(self, key: str, size: int) -> Any:
         if self.full:
-            raise StorageError("no space left", key=key)
+            raise aiockpt.StorageError("no space left", key=key)
         return await super().create(key, size)
 
 
 @pytest.mark.parametrize("then", ["load", "save"])
 def test_a_load_that_failed_is_no_health_until_one_does_not_or_a_save_is_durable(tmp_path: Path, then: str) -> None:
     endpoint = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]) as ckpt:
+    with small_checkpointer(tmp_path, observers=[endpoint]) as ckpt:
         ckpt.save(7, STATE).result()
         with pytest.raises(aiockpt.StepNotFoundError):
             ckpt.load(STATE, 8).result()
@@ -74,7 +71,7 @@ def test_a_load_that_failed_is_no_health_until_one_does_not_or_a_save_is_durable
 def test_a_load_that_its_program_cancels_is_neither_pending_nor_a_problem(tmp_path: Path) -> None:
     endpoint = Endpoint(0, overdue_s=1e-6)
     gate = Gate(LocalBackend(tmp_path), "put", "*/lease-*")  # between two stages of the load
-    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]) as ckpt:
+    with small_checkpointer(gate, observers=[endpoint]) as ckpt:
         ckpt.save(7, STATE).result()
         load = ckpt.load(STATE)
         assert gate.reached.wait(250)
@@ -88,10 +85,10 @@ def test_a_load_that_its_program_cancels_is_neither_pending_nor_a_problem(tmp_pa
 
 def test_a_save_that_failed_is_a_problem_until_one_is_durable_though_a_load_succeeds(tmp_path: Path) -> None:
     place, endpoint = Filled(tmp_path), Endpoint(0)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
+    with small_checkpointer(place, observers=[endpoint], on_error="warn") as ckpt:
         ckpt.save(7, STATE).result()
         place.full = True
-        with pytest.raises(StorageError):
+        with pytest.raises(aiockpt.StorageError):
             ckpt.save(8, STATE).result()
         ckpt.load(STATE).result()
         assert health(endpoint)[0] == 503
@@ -103,7 +100,7 @@ def test_a_save_that_failed_is_a_problem_until_one_is_durable_though_a_load_succ
 def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
     place, endpoint = Filled(tmp_path), Endpoint(0, overdue_s=0.05)
     gate = Gate(place)
-    with aiockpt.Checkpointer(gate, limits=aiockpt.Limits(io=SMALL), observers=[endpoint], on_error="warn") as ckpt:
+    with small_checkpointer(gate, observers=[endpoint], on_error="warn") as ckpt:
         status, said = health(endpoint)
         assert (status, said["well"], said["durable_step"], said["world_size"]) == (200, True, None, 1)
         save = ckpt.save(7, STATE)
@@ -117,7 +114,7 @@ def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> N
         status, said = health(endpoint)
         assert (status, said["durable_step"], said["pending"], said["problems"]) == (200, 7, [], [])
         place.full = True
-        with pytest.raises(StorageError):
+        with pytest.raises(aiockpt.StorageError):
             ckpt.save(8, STATE).result()
         status, said = health(endpoint)
         assert (status, said["durable_step"]) == (503, 7)
@@ -132,9 +129,7 @@ def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> N
 def test_metrics_are_those_of_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = prometheus_client.CollectorRegistry()
     endpoint = Endpoint(0, registry=registry)
-    with aiockpt.Checkpointer(
-        tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[Metrics(registry), endpoint]
-    ) as ckpt:
+    with small_checkpointer(tmp_path, observers=[Metrics(registry), endpoint]) as ckpt:
         ckpt.save(3, STATE).result()
         status, kind, body = get(endpoint, "/metrics")
         assert status == 200
@@ -148,7 +143,7 @@ def test_metrics_are_those_of_prometheus(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_it_only_answers_questions(tmp_path: Path) -> None:
     endpoint = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]):
+    with small_checkpointer(tmp_path, observers=[endpoint]):
         assert get(endpoint, "/health", "POST")[0] == 405
         assert get(endpoint, "/metrics", "DELETE")[0] == 405
         assert get(endpoint, "/", "GET")[0] == 404
@@ -157,11 +152,9 @@ def test_it_only_answers_questions(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Endpoint(0)
-    with aiockpt.Checkpointer(tmp_path / "1", limits=aiockpt.Limits(io=SMALL), observers=[first]):
+    with small_checkpointer(tmp_path / "1", observers=[first]):
         until(lambda: first.port, "it listens")
-        with aiockpt.Checkpointer(
-            tmp_path / "2", limits=aiockpt.Limits(io=SMALL), observers=[Endpoint(first.port)]
-        ) as ckpt:
+        with small_checkpointer(tmp_path / "2", observers=[Endpoint(first.port)]) as ckpt:
             ckpt.save(1, STATE).result()
             until(lambda: "stopped working" in caplog.text, "it is told")
     (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -171,10 +164,7 @@ def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCa
 
 def test_the_log_says_where_it_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     endpoint = Endpoint(0)
-    with (
-        caplog.at_level("INFO", "aiockpt"),
-        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[endpoint]),
-    ):
+    with caplog.at_level("INFO", "aiockpt"), small_checkpointer(tmp_path, observers=[endpoint]):
         until(lambda: "health and metrics of this rank" in caplog.text, "it listens")
     assert f"http://127.0.0.1:{endpoint.port}" in caplog.text
 
@@ -191,12 +181,9 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         Endpoint()
 
 
-def test_it_may_be_closed_before_it_began() -> None:
-    async def main() -> None:
-        endpoint = Endpoint(0)
-        with anyio.fail_after(250):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(endpoint.run)
-                await endpoint.aclose()
-
-    anyio.run(main)
+async def test_it_may_be_closed_before_it_began() -> None:
+    endpoint = Endpoint(0)
+    with anyio.fail_after(250):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(endpoint.run)
+            await endpoint.aclose()

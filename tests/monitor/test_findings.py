@@ -1,6 +1,4 @@
-"""Is what is wrong with a run told in words, the worst first, with where and since when, and nothing of a good run?"""
-
-from __future__ import annotations
+"""What is wrong with a run, in words, the worst first, with where and since when, and nothing of a good run."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -20,7 +18,6 @@ from aiockpt.events import (
     Loaded,
     LoadFailed,
     NotFiniteFound,
-    Opened,
     Promoted,
     PromotionFailed,
     SaveStarted,
@@ -34,7 +31,7 @@ from aiockpt.monitor.save_points import save_points, usual_interval_s
 from aiockpt.monitor.spans import spans
 from aiockpt.monitor.summary import summarize
 from aiockpt.units import duration
-from tests.monitor.synthetic_run import BEGUN_S, Fault, SyntheticRun
+from tests.monitor.synthetic_run import BEGUN_S, Fault, SyntheticRun, append_events, opened
 
 
 def drawn(**facts: Any) -> SyntheticRun:
@@ -93,8 +90,7 @@ def read_beside(folder: Path) -> None:
 def fail_to_load(folder: Path) -> None:
     for one in read_run(folder).processes:
         failed = LoadFailed(at_ns=one.opened.at_ns + 10**13, step=-1, error="NoValidCheckpointError: no", seconds=1.0)
-        with (folder / f"rank-{one.opened.rank:05}.jsonl").open("ab") as trace:
-            trace.write(msgspec.json.encode(failed) + b"\n")
+        append_events(folder / f"rank-{one.opened.rank:05}.jsonl", failed)
 
 
 def slow(ranks: Iterable[int], stage: str, factor: float, since: int = 0) -> Fault:
@@ -124,6 +120,7 @@ CASES = {
     "two failed saves": Case({"failing": frozenset({3, 4})}),
     "the last save failed": Case({"failing": frozenset({19})}),
     "nothing durable for long": Case({"failing": frozenset(range(15, 20))}),
+    "nothing durable for seconds, in a quick run": Case({"failing": frozenset(range(15, 20)), "period_s": 1.0}),
     "never durable": Case({"failing": frozenset(range(20))}),
     "no save": Case({"saves": 0}),
     "restart and retries": Case({"restart_after": 9, "retried": frozenset({2, 7})}),
@@ -171,23 +168,22 @@ def test_the_golden_file_has_no_other_runs() -> None:
     assert msgspec.json.decode(GOLDEN.read_bytes()).keys() == CASES.keys()
 
 
-def test_steps_that_a_scrub_found_damaged_are_told_and_so_are_those_that_it_mended(tmp_path: Path) -> None:
+def test_steps_that_a_repair_found_damaged_are_told_and_so_are_those_that_it_mended(tmp_path: Path) -> None:
     drawn().write(tmp_path)
-    (opened,) = [one.opened for one in read_run(tmp_path).processes if one.opened.rank == 0]
-    last: dict[str, Any] = {"at_ns": opened.at_ns, "url": "file:///far"}
+    (first,) = [one.opened for one in read_run(tmp_path).processes if one.opened.rank == 0]
+    last: dict[str, Any] = {"at_ns": first.at_ns, "url": "file:///far"}
 
-    def scrub(*found: Event) -> list[Finding]:
-        with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
-            trace.writelines(msgspec.json.encode(event) + b"\n" for event in found)
+    def repaired(*found: Event) -> list[Finding]:
+        append_events(tmp_path / "rank-00000.jsonl", *found)
         return problems_in(tmp_path)
 
-    (bad,) = scrub(*(StepDamaged(step=step, problem="block 1 is bad", **last) for step in (300, 200, 300)))
+    (bad,) = repaired(*(StepDamaged(step=step, problem="block 1 is bad", **last) for step in (300, 200, 300)))
     assert (bad.level, bad.step) == ("bad", 300)
     assert bad.what == "Steps 200, 300 in file:///far: damaged. block 1 is bad."
-    bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **{**last, "at_ns": opened.at_ns + 1}))
+    bad, mended = repaired(StepRepaired(step=200, keys=("d",), bytes=1, **{**last, "at_ns": first.at_ns + 1}))
     assert bad.what == "Step 300 in file:///far: damaged. block 1 is bad."
     assert (mended.level, mended.step) == ("warning", 200)
-    bad, _ = scrub(StepDamaged(step=200, problem="it is bad again", **{**last, "at_ns": opened.at_ns + 10**9}))
+    bad, _ = repaired(StepDamaged(step=200, problem="it is bad again", **{**last, "at_ns": first.at_ns + 10**9}))
     assert bad.what.startswith("Steps 200, 300 in file:///far: damaged.")
 
 
@@ -217,13 +213,7 @@ def test_processes_that_began_together_are_of_one_start_also_when_fewer_came_bac
 
 
 def test_a_second_checkpointer_of_a_process_is_no_start(tmp_path: Path) -> None:
-    def line(event: Event) -> bytes:
-        return msgspec.json.encode(event) + b"\n"
-
-    def opened(time_s: float) -> Opened:
-        return Opened(at_ns=0, time_ns=int(time_s * 1e9), pid=7, host="h", rank=0, world_size=1, urls=())
-
-    (tmp_path / "t.jsonl").write_bytes(line(opened(BEGUN_S)) + line(opened(BEGUN_S + 500)))
+    append_events(tmp_path / "t.jsonl", opened(BEGUN_S, 7), opened(BEGUN_S + 500, 7))
     assert start_numbers(read_run(tmp_path)) == [0, 0]
 
 
@@ -247,10 +237,7 @@ def test_a_save_has_the_figures_of_all_ranks(tmp_path: Path) -> None:
 def test_events_of_a_save_that_never_began_are_no_save(tmp_path: Path) -> None:
     drawn(saves=1).write(tmp_path)
     change_events(tmp_path / "rank-00000.jsonl", lambda event: event)
-    for rank in range(12):
-        change_events(
-            tmp_path / f"rank-{rank:05}.jsonl", lambda event: None if event["type"] == SaveStarted.__name__ else event
-        )
+    all_ranks(lambda _, event: None if event["type"] == SaveStarted.__name__ else event)(tmp_path)
     assert Committed.__name__ in (tmp_path / "rank-00000.jsonl").read_text()
     assert save_points(read_run(tmp_path)) == []
 
@@ -277,16 +264,14 @@ def test_work_up_to_the_last_sign_of_life_is_lost_and_other_ranks_are_not_silent
     (first,) = [one for one in read_run(tmp_path).processes if one.opened.rank == 0]
     later_ns = max(event.at_ns for event in first.events)
     again = drawn(mesh={"dp": 2}, saves=0)
-    with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
-        for seconds_later in (60, 900):
-            trace.write(msgspec.json.encode(Alive(at_ns=later_ns + seconds_later * 10**9)) + b"\n")
+    trace = tmp_path / "rank-00000.jsonl"
+    append_events(trace, *(Alive(at_ns=later_ns + seconds_later * 10**9) for seconds_later in (60, 900)))
     assert summarize(read_run(tmp_path), []).ended_s == pytest.approx(before.ended_s + 900)
     assert not [one for one in problems_in(tmp_path) if "any more" in one.what]
-    opened = msgspec.structs.replace(
+    following = msgspec.structs.replace(
         next(again.events_of(0)), time_ns=int((before.ended_s + 1000) * 1e9), pid=7, at_ns=later_ns + 10**12
     )
-    with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
-        trace.write(msgspec.json.encode(opened) + b"\n")
+    append_events(trace, following)
     (restart,) = summarize(read_run(tmp_path), []).restarts
     assert restart.down_s == pytest.approx(100, abs=0.1)
     assert restart.lost_s > 900
@@ -294,12 +279,8 @@ def test_work_up_to_the_last_sign_of_life_is_lost_and_other_ranks_are_not_silent
 
 def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of_life(tmp_path: Path) -> None:
     """The first one loads and is closed, the second saves for an hour, and a start follows a minute after its last word."""
-
-    def opened(time_s: float, pid: int) -> Opened:
-        at_ns = int(time_s * 1e9)
-        return Opened(at_ns=at_ns, time_ns=at_ns, pid=pid, host="h", rank=0, world_size=1, urls=())
-
-    told: list[Event] = [
+    append_events(
+        tmp_path / "t.jsonl",
         opened(BEGUN_S, 7),
         Closed(at_ns=int((BEGUN_S + 1) * 1e9)),
         opened(BEGUN_S + 2, 7),
@@ -307,8 +288,7 @@ def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of
         opened(BEGUN_S + 3660, 8),
         Loaded(at_ns=int((BEGUN_S + 3670) * 1e9), step=5, bytes=1, read_bytes=1, seconds=3.0),
         BarrierWaited(at_ns=int((BEGUN_S + 3700) * 1e9), step=5, seconds=7.0),
-    ]
-    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    )
     run = read_run(tmp_path)
     summary = summarize(run, spans(run))
     (restart,) = summary.restarts
@@ -327,7 +307,7 @@ def run_of_starts(folder: Path, count: int, *, foreign: bool = False) -> RunLog:
     told: list[Event] = []
     for start in range(count):
         at_ns = int((BEGUN_S + 100 * start) * 1e9)
-        told.append(Opened(at_ns=at_ns, time_ns=at_ns, pid=start, host="h", rank=0, world_size=1, urls=()))
+        told.append(opened(BEGUN_S + 100 * start, start))
         if foreign:
             told.append(Loaded(at_ns=at_ns, step=-1, bytes=1, read_bytes=1, seconds=0.0))
         if start:
@@ -335,7 +315,7 @@ def run_of_starts(folder: Path, count: int, *, foreign: bool = False) -> RunLog:
         else:
             told.append(Committed(at_ns=at_ns + 10 * 10**9, step=5, bytes=1, seconds=0.0, generation=1))
         told.append(Alive(at_ns=at_ns + 90 * 10**9))
-    (folder / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    append_events(folder / "t.jsonl", *told)
     return read_run(folder)
 
 
@@ -353,11 +333,9 @@ def test_a_copy_that_succeeds_when_it_is_retried_is_no_failure(tmp_path: Path) -
     last_ns = max(event.at_ns for event in read_run(tmp_path).processes[0].events)
     failed = PromotionFailed(at_ns=last_ns + 10**9, step=100, url="s3://far", error="down", final=False)
     copied = Promoted(at_ns=last_ns + 2 * 10**9, step=100, url="s3://far", bytes=1, seconds=3.0)
-    with trace.open("ab") as file:
-        file.write(msgspec.json.encode(failed) + b"\n")
+    append_events(trace, failed)
     assert [one.level for one in problems_in(tmp_path) if "down" in one.what] == ["bad"]
-    with trace.open("ab") as file:
-        file.write(msgspec.json.encode(copied) + b"\n")
+    append_events(trace, copied)
     assert not [one for one in problems_in(tmp_path) if "down" in one.what]
 
 
@@ -394,13 +372,9 @@ def test_numbers_that_are_not_finite_count_from_the_last_step_that_has_none(tmp_
 
 def test_a_job_that_overlaps_the_longest_one_is_found_though_a_short_one_came_between(tmp_path: Path) -> None:
     for name, pid, begin_s, end_s in (("a", 1, 0, 100), ("b", 2, 10, 12), ("c", 3, 20, 90)):
-        at_ns, end_ns = (int((BEGUN_S + second) * 1e9) for second in (begin_s, end_s))
-        told: list[Event] = [
-            Opened(at_ns=at_ns, time_ns=at_ns, pid=pid, host="h", rank=0, world_size=1, urls=()),
-            SaveStarted(at_ns=at_ns, step=1, bytes=1, tensor_count=1, seconds=0.0),
-            Alive(at_ns=end_ns),
-        ]
-        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+        first, end_ns = opened(BEGUN_S + begin_s, pid), int((BEGUN_S + end_s) * 1e9)
+        saving = SaveStarted(at_ns=first.at_ns, step=1, bytes=1, tensor_count=1, seconds=0.0)
+        append_events(tmp_path / f"{name}.jsonl", first, saving, Alive(at_ns=end_ns))
     (found,) = [one for one in problems_in(tmp_path) if one.what.startswith("Two jobs saved to one place")]
     assert "at once for 70 s: process 1 on h and process 3 on h" in found.what
 
@@ -413,11 +387,7 @@ def test_a_start_that_begins_with_a_foreign_checkpoint_resumes_the_step_that_it_
 
 def test_a_step_that_is_saved_twice_in_one_start_counts_twice(tmp_path: Path) -> None:
     drawn(saves=2).write(tmp_path)
-    for rank in range(12):
-        change_events(
-            tmp_path / f"rank-{rank:05}.jsonl",
-            lambda event: event | {"step": 0} if event.get("step") == 100 else event,
-        )
+    all_ranks(lambda _, event: event | {"step": 0} if event.get("step") == 100 else event)(tmp_path)
     points = save_points(read_run(tmp_path))
     assert [(one.step, one.ranks, one.open) for one in points] == [(0, 12, ()), (0, 12, ())]
     assert points[1].begun_s - points[0].begun_s == pytest.approx(60, abs=1)

@@ -1,6 +1,4 @@
-"""Does `aiockpt top` show who is alive, what each rank waits for, and who has fallen silent?"""
-
-from __future__ import annotations
+"""`aiockpt top`: which ranks are alive, what each waits for, and which have fallen silent."""
 
 import fcntl
 import json
@@ -28,7 +26,6 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import StorageError
 from aiockpt.events import (
     BytesWritten,
     Committed,
@@ -48,6 +45,7 @@ from aiockpt.storage.backend import Backend, Listing
 from aiockpt.tools.cli.live_view import follow, view
 from aiockpt.tools.cli.main import app
 from tests.gates import Gate
+from tests.run_python import run_python
 from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -79,8 +77,8 @@ def pending(step: int, for_s: float, **given: Any) -> PendingWork:
     return PendingWork(operation="save", step=step, stage="write", for_s=for_s, silent_s=1.0, **given)
 
 
-def shown(what: RenderableType) -> str:
-    console = Console(width=120)
+def shown(what: RenderableType, width: int = 120) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(what)
     return captured.get()
@@ -110,6 +108,7 @@ def test_what_was_loaded_is_what_a_crash_would_fall_back_to(tmp_path: Path) -> N
 def test_a_save_that_hangs_is_shown_and_told_with_its_stage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(LocalBackend(tmp_path), match="*.safetensors")
     with aiockpt.Checkpointer(gate, observers=[Heartbeat(every_s=0.02, overdue_s=0.05)]) as ckpt:
+        until((tmp_path / "monitor" / "beat-00000.json").exists, "on a busy disk a beat takes longer than overdue_s")
         save = ckpt.save(12, STATE)
         until(lambda: "save of step 12: in write, for " in caplog.text, "the log names the stage where it waits")
         until(lambda: getattr(look(tmp_path).ranks[0].oldest, "stage", "") == "write", "so does the heartbeat")
@@ -181,25 +180,21 @@ def test_ranks_that_are_killed_fall_silent_and_those_that_never_came_are_named(
     assert job.missing == [2]
 
 
-def test_a_rank_is_silent_by_the_clock_of_whoever_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_is_silent_by_the_clock_of_whoever_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = time.time() + 3600
-
-    async def main() -> None:
-        watch = JobWatch(LocalBackend(tmp_path))
-        for number in (1, 2):
-            write(tmp_path, beat_of(0, world_size=1, time_s=ahead, every_s=1000.0, number=number))
-            job = await watch.poll()
-            assert job is not None
-            assert 0 <= job.ranks[0].heard_s < 1000
-        await anyio.sleep(0.01)
+    watch = JobWatch(LocalBackend(tmp_path))
+    for number in (1, 2):
+        write(tmp_path, beat_of(0, world_size=1, time_s=ahead, every_s=1000.0, number=number))
         job = await watch.poll()
         assert job is not None
-        assert job.silent == []
-        monkeypatch.setattr(live_job, "GRACE_S", 0.0)
-        monkeypatch.setattr(live_job, "MISSED", 0)
-        assert job.ranks[0].silent, "nothing new was seen at the last look"
-
-    anyio.run(main)
+        assert 0 <= job.ranks[0].heard_s < 1000
+    await anyio.sleep(0.01)
+    job = await watch.poll()
+    assert job is not None
+    assert job.silent == []
+    monkeypatch.setattr(live_job, "GRACE_S", 0.0)
+    monkeypatch.setattr(live_job, "MISSED", 0)
+    assert job.ranks[0].silent, "nothing new was seen at the last look"
 
 
 class Counting(LocalBackend):
@@ -210,26 +205,23 @@ class Counting(LocalBackend):
         return await super().get_many(keys, max_bytes)
 
 
-def test_of_a_thousand_ranks_only_the_beats_that_are_new_are_read(tmp_path: Path) -> None:
-    async def main() -> None:
-        backend = Counting(tmp_path)
-        watch = JobWatch(backend)
-        write(tmp_path, *(beat_of(rank, world_size=1000) for rank in range(1000)))
-        await watch.poll()
-        assert backend.reads == 1000
-        write(tmp_path, beat_of(17, world_size=1000, number=2, pending=[pending(20, 400.0)]))
-        job = await watch.poll()
-        assert backend.reads == 1001
-        assert job is not None
-        assert job.in_flight == [20]
-        text = shown(view("runs/7", job, height=20))
-        rows = [line.split()[0] for line in text.splitlines() if "host" in line][1:]
-        assert rows[:3] == ["17", "0", "1"]
-        assert "save 20: write" in text
-        assert "1000 of 1000 ranks reporting" in text
-        assert f"{1000 - len(rows)} ranks more" in text
-
-    anyio.run(main)
+async def test_of_a_thousand_ranks_only_the_beats_that_are_new_are_read(tmp_path: Path) -> None:
+    backend = Counting(tmp_path)
+    watch = JobWatch(backend)
+    write(tmp_path, *(beat_of(rank, world_size=1000) for rank in range(1000)))
+    await watch.poll()
+    assert backend.reads == 1000
+    write(tmp_path, beat_of(17, world_size=1000, number=2, pending=[pending(20, 400.0)]))
+    job = await watch.poll()
+    assert backend.reads == 1001
+    assert job is not None
+    assert job.in_flight == [20]
+    text = shown(view("runs/7", job, height=20))
+    rows = [line.split()[0] for line in text.splitlines() if "host" in line][1:]
+    assert rows[:3] == ["17", "0", "1"]
+    assert "save 20: write" in text
+    assert "1000 of 1000 ranks reporting" in text
+    assert f"{1000 - len(rows)} ranks more" in text
 
 
 def test_what_is_wrong_is_said_above_the_table(tmp_path: Path) -> None:
@@ -252,10 +244,8 @@ def test_what_is_wrong_is_said_above_the_table(tmp_path: Path) -> None:
 
 def test_it_fits_into_a_terminal_however_long_the_name_of_the_run_is(tmp_path: Path) -> None:
     write(tmp_path, *(beat_of(rank, world_size=30) for rank in range(29)))
-    console = Console(width=60)
-    with console.capture() as captured:
-        console.print(view("s3://bucket/" + "long" * 40, look(tmp_path), height=16))
-    assert len(captured.get().splitlines()) <= 16
+    text = shown(view("s3://bucket/" + "long" * 40, look(tmp_path), height=16), width=60)
+    assert len(text.splitlines()) <= 16
 
 
 def test_two_jobs_that_speak_in_turns_are_told_and_a_start_that_follows_another_is_not(tmp_path: Path) -> None:
@@ -266,10 +256,8 @@ def test_two_jobs_that_speak_in_turns_are_told_and_a_start_that_follows_another_
             job = await watch.poll()
             assert job is not None
             seen.append(job.doubled)
-        console = Console(width=160)
-        with console.capture() as captured:
-            console.print(view(str(tmp_path), await watch.poll(), height=40))
-        assert "two jobs have one place: rank 0" in captured.get()
+        text = shown(view(str(tmp_path), await watch.poll(), height=40), width=160)
+        assert "two jobs have one place: rank 0" in text
         return seen
 
     assert anyio.run(main) == [[], [], [], [0], [0]]
@@ -292,11 +280,11 @@ class Deaf(LocalBackend):
 
     failures = 0
 
-    async def put(self, key: str, data: bytes) -> None:
+    async def put(self, key: str, data: bytes, *, flushed: bool = True) -> None:
         if key.startswith("monitor/") and self.failures < 5:
             self.failures += 1
-            raise StorageError("not today", key=key)
-        await super().put(key, data)
+            raise aiockpt.StorageError("not today", key=key)
+        await super().put(key, data, flushed=flushed)
 
 
 def test_beats_that_cannot_be_written_harm_no_save_and_are_tried_again(
@@ -306,10 +294,7 @@ def test_beats_that_cannot_be_written_harm_no_save_and_are_tried_again(
     monkeypatch.setattr("aiockpt.monitor.heartbeat.open_backend", lambda _: deaf)
     with aiockpt.Checkpointer(tmp_path / "run", observers=[Heartbeat(every_s=0.01)]) as ckpt:
         ckpt.save(1, STATE).result()
-        deadline_s = time.monotonic() + 250
-        while not (tmp_path / "monitor").exists():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until((tmp_path / "monitor").exists, "a beat could be written")
     assert caplog.text.count("could not be written; will retry") == 1
     assert look(tmp_path).ended
 
@@ -333,17 +318,14 @@ def test_times_are_more_than_nothing(given: dict[str, Any]) -> None:
         Heartbeat(**given)
 
 
-def test_it_may_be_closed_before_it_began() -> None:
-    async def main() -> None:
-        heart = Heartbeat()
-        await heart.aclose()
-        with anyio.fail_after(250):
-            await heart.run()
-
-    anyio.run(main)
+async def test_it_may_be_closed_before_it_began() -> None:
+    heart = Heartbeat()
+    await heart.aclose()
+    with anyio.fail_after(250):
+        await heart.run()
 
 
-def test_beats_tell_what_was_written_since_the_last_one(tmp_path: Path) -> None:
+def test_beats_tell_what_was_written_since_the_last_one() -> None:
     heart = Heartbeat()
     heart.on_event(Opened(at_ns=0, time_ns=0, pid=1, host="h", rank=0, world_size=1, urls=()))
     heart.on_event(BytesWritten(bytes=1 << 40, at_ns=1))
@@ -429,7 +411,7 @@ def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanw
     os.close(mine)
 
 
-def test_of_many_ranks_it_looks_as_often_as_a_small_part_of_a_core_allows(tmp_path: Path) -> None:
+async def test_of_many_ranks_it_looks_as_often_as_a_small_part_of_a_core_allows(tmp_path: Path) -> None:
     write(tmp_path, *(beat_of(rank, world_size=300) for rank in range(300)))
 
     class Counting(LocalBackend):
@@ -441,12 +423,8 @@ def test_of_many_ranks_it_looks_as_often_as_a_small_part_of_a_core_allows(tmp_pa
             return await super().list(prefix)
 
     backend = Counting(tmp_path)
-
-    async def main() -> None:
-        with anyio.move_on_after(3):
-            await follow("run", backend, 0.01)
-
-    anyio.run(main)
+    with anyio.move_on_after(3):
+        await follow("run", backend, 0.01)
     assert 1 < backend.looks < 10
 
 
@@ -454,9 +432,7 @@ def test_storage_that_fails_at_the_first_look_is_an_error(tmp_path: Path) -> Non
     run, flag = tmp_path / "run", tmp_path / "flag"
     write(run, beat_of(0, world_size=1))
     flag.write_text("fails")
-    command = [sys.executable, "-c", FAILING, "top", str(run), "--once", str(flag)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 3
+    done = run_python("-c", FAILING, "top", run, "--once", flag, status=3)
     assert "mount is away" in done.stderr
     assert "Traceback" not in done.stderr
 

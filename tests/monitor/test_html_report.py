@@ -1,6 +1,4 @@
-"""Does the page hold what the run told, all in one file, and is it written by the command that says so?"""
-
-from __future__ import annotations
+"""The page of a run: all in one file, with what the run reported, written by the command that says so."""
 
 import base64
 import json
@@ -16,15 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.engine.maintenance import TensorInfo
-from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.findings import find_problems
 from aiockpt.monitor.html import html_report
 from aiockpt.monitor.html.html_report import ReportData, StageGrid, gather, html_page, size_map
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
-from aiockpt.monitor.spans import BLOCKS, spans
+from aiockpt.monitor.spans import BLOCKS, TimeSpan, spans
 from aiockpt.monitor.summary import summarize
 from aiockpt.tools.cli.main import app
 from tests.monitor.synthetic_run import Fault, SyntheticRun
@@ -38,11 +34,11 @@ SLOW = SyntheticRun(
 )
 
 
-def data_of(folder: Path) -> ReportData:
+def data_of(folder: Path, name: str = "a run") -> ReportData:
     told = read_run(folder)
     found = spans(told)
     summary, points = summarize(told, found), save_points(told)
-    return gather("a run", told, found, summary, points, find_problems(told, summary, points, summary.ended_s), None)
+    return gather(name, told, found, summary, points, find_problems(told, summary, points, summary.ended_s), None)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +69,21 @@ def test_the_grid_has_every_stage_of_every_rank_and_save(data: ReportData) -> No
     assert written[:, 0] == pytest.approx(1.23, abs=0.15), "both files of a rank together"
     assert written[9, 1:] == pytest.approx(4.3, abs=0.4)
     assert np.isnan(seconds_of(saves, 12)[saves.stages.index("barrier")][:, 0]).all()
+
+
+def test_files_that_are_written_at_once_count_once() -> None:
+    span = TimeSpan(process=0, rank=0, host="a", step=3, operation="save", stage="write", begin_s=10.0, seconds=1.0)
+    beside = [msgspec.structs.replace(span, begin_s=10.5), msgspec.structs.replace(span, begin_s=10.1, seconds=0.2)]
+    later = msgspec.structs.replace(span, begin_s=20.0)
+    (grid,) = html_report.stage_grids([span, *beside, later], [0], {0: 0})
+    assert seconds_of(grid, 1)[0, 0] == pytest.approx(2.5)
+
+
+def test_metrics_of_the_saves_are_in_the_page(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, observers=[TraceFile()]) as ckpt:
+        for step, loss in enumerate((0.5, float("nan"))):
+            ckpt.save(step, {"x": torch.ones(1)}, metrics={"loss": loss}).result()
+    assert [one.metrics for one in data_of(tmp_path).saves] == [{"loss": 0.5}, {"loss": None}]
 
 
 def test_the_timeline_has_the_spans_of_each_save(data: ReportData) -> None:
@@ -107,8 +118,8 @@ def test_retries_and_starts_are_on_the_line_of_time(data: ReportData) -> None:
 # ------------------------------------------------------------------ sizes
 
 
-def tensor(name: str, size: int) -> TensorInfo:
-    return TensorInfo(name=name, dtype="F32", shape=(size // 4,), bytes=size, files=())
+def tensor(name: str, size: int) -> aiockpt.TensorInfo:
+    return aiockpt.TensorInfo(name=name, dtype="F32", shape=(size // 4,), bytes=size, files=())
 
 
 def test_sizes_are_a_tree_in_which_each_part_is_the_sum_of_what_is_below() -> None:
@@ -160,11 +171,8 @@ def test_what_a_run_told_cannot_become_part_of_the_page(data: ReportData, tmp_pa
 @pytest.mark.usefixtures("plotly")
 def test_credentials_are_not_in_the_page(tmp_path: Path) -> None:
     SLOW.write(tmp_path)
-    told = read_run(tmp_path)
-    found = spans(told)
-    summary, points = summarize(told, found), save_points(told)
-    name = "s3://user:swordfish@host/run"
-    (tmp_path / "page.html").write_text(html_page(gather(name, told, found, summary, points, [], None)), "utf-8")
+    data = data_of(tmp_path, "s3://user:swordfish@host/run")
+    (tmp_path / "page.html").write_text(html_page(data), "utf-8")
     assert "swordfish" not in (tmp_path / "page.html").read_text("utf-8")
 
 
@@ -172,7 +180,7 @@ def test_without_plotly_it_says_what_to_install(
     data: ReportData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UsageError, match="pip install plotly; --text needs nothing"):
+    with pytest.raises(aiockpt.UsageError, match="pip install plotly; --text needs nothing"):
         (tmp_path / "page.html").write_text(html_page(data), "utf-8")
     assert not (tmp_path / "page.html").exists()
 

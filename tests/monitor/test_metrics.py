@@ -1,13 +1,11 @@
-"""Do the metrics say what happened, and is the logger of experiments handed every number with its step?"""
-
-from __future__ import annotations
+"""The metrics of what happened, and each number with its step for the logger of experiments."""
 
 import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,24 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.monitor import Metrics, Scalars
 from aiockpt.monitor.metrics import RunTime
 from aiockpt.runtime.world import OsFiles, World
+from tests.watch import Watch
 
 prometheus: Any = pytest.importorskip("prometheus_client")
 STATE: dict[str, Any] = {"x": torch.arange(1000.0)}
+Read = Callable[..., float]
 
 
-def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+@pytest.fixture
+def registry() -> Any:
+    return prometheus.CollectorRegistry()
+
+
+@pytest.fixture
+def read(registry: Any) -> Any:
+    return registry.get_sample_value
+
+
+def test_saves_loads_stages_and_copies_are_counted(registry: Any, read: Read, tmp_path: Path) -> None:
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far")]
     with aiockpt.Checkpointer(tiers, observers=[Metrics(registry)]) as ckpt:
         for step in (3, 7):
@@ -35,7 +44,6 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
         with pytest.raises(aiockpt.StateMismatchError):
             ckpt.load({"y": torch.zeros(1)}).result()
         ckpt.wait()
-    read = registry.get_sample_value
     assert read("aiockpt_saves_total", {"outcome": "committed"}) == 2
     assert read("aiockpt_saves_in_flight") == 0
     assert read("aiockpt_durable_step") == 7
@@ -53,44 +61,42 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
     assert b"aiockpt_saves_total" in prometheus.generate_latest(registry)
 
 
-def test_a_registry_takes_the_metrics_of_one_checkpointer_at_a_time(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+def test_a_registry_takes_the_metrics_of_one_checkpointer_at_a_time(registry: Any, read: Read, tmp_path: Path) -> None:
     metrics = Metrics(registry)
     for name in ("first", "second"):
         with aiockpt.Checkpointer(tmp_path / name, observers=[metrics]) as ckpt:
             ckpt.save(1, STATE).result()
-    assert registry.get_sample_value("aiockpt_saves_total", {"outcome": "committed"}) == 2
+    assert read("aiockpt_saves_total", {"outcome": "committed"}) == 2
     with pytest.raises(aiockpt.UsageError, match="has the metrics of another checkpointer already"):
         Metrics(registry)
 
 
-def test_numbers_that_are_not_finite_and_what_a_scrub_finds_are_counted(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+def test_numbers_that_are_not_finite_and_what_a_repair_finds_are_counted(
+    registry: Any, read: Read, tmp_path: Path
+) -> None:
     metrics = Metrics(registry)
     with aiockpt.Checkpointer(tmp_path, observers=[metrics], screen="finite") as ckpt:
         for step, value in ((1, 0.0), (2, float("nan")), (3, float("inf"))):
             ckpt.save(step, {"x": torch.full((4,), value)}).result()
     metrics.on_event(events.StepRepaired(at_ns=1, step=1, url="file:///r", keys=("d",), bytes=4))
     metrics.on_event(events.StepDamaged(at_ns=2, step=2, url="file:///r", problem="no copy"))
-    read = registry.get_sample_value
     assert read("aiockpt_saves_not_finite_total") == 2
-    assert read("aiockpt_scrub_found_total", {"outcome": "repaired"}) == 1
-    assert read("aiockpt_scrub_found_total", {"outcome": "left"}) == 1
+    assert read("aiockpt_repairs_total", {"outcome": "repaired"}) == 1
+    assert read("aiockpt_repairs_total", {"outcome": "left"}) == 1
 
 
-def test_what_loads_read_is_compared_with_what_they_filled(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+def test_what_loads_read_is_compared_with_what_they_filled(registry: Any, read: Read, tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
         ckpt.save(1, STATE).result()
         loaded = ckpt.load(STATE).result()
     assert loaded is not None
-    assert registry.get_sample_value("aiockpt_loaded_bytes_total") == loaded.bytes == 4000
-    assert registry.get_sample_value("aiockpt_load_read_ratio") == loaded.read_bytes / 4000
+    assert read("aiockpt_loaded_bytes_total") == loaded.bytes == 4000
+    assert read("aiockpt_load_read_ratio") == loaded.read_bytes / 4000
 
 
-def test_memory_and_writes_are_looked_up_as_long_as_the_checkpointer_is_there(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
-    read = registry.get_sample_value
+def test_memory_and_writes_are_looked_up_as_long_as_the_checkpointer_is_there(
+    registry: Any, read: Read, tmp_path: Path
+) -> None:
     ckpt = aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)])
     with ckpt:
         ckpt.save(1, STATE).result()
@@ -105,16 +111,15 @@ def test_memory_and_writes_are_looked_up_as_long_as_the_checkpointer_is_there(tm
     assert read("aiockpt_pool_bytes", {"state": "limit"}) == 0
 
 
-def test_memory_in_use_is_seen_while_a_save_writes(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+def test_memory_in_use_is_seen_while_a_save_writes(registry: Any, read: Read, tmp_path: Path) -> None:
     used: list[tuple[float, float]] = []
 
     class Files(OsFiles):
         def pwrite(self, fd: int, data: Any, offset: int) -> int:
             used.append(
                 (
-                    registry.get_sample_value("aiockpt_pool_bytes", {"state": "used"}),
-                    registry.get_sample_value("aiockpt_writes", {"state": "running"}),
+                    read("aiockpt_pool_bytes", {"state": "used"}),
+                    read("aiockpt_writes", {"state": "running"}),
                 )
             )
             return os.pwrite(fd, data, offset)
@@ -125,9 +130,8 @@ def test_memory_in_use_is_seen_while_a_save_writes(tmp_path: Path) -> None:
     assert any(memory > 0 and running == 1 for memory, running in used)
 
 
-def test_what_waits_for_a_farther_place_is_counted_until_it_is_there_or_given_up() -> None:
-    registry = prometheus.CollectorRegistry()
-    metrics, read, far = Metrics(registry), registry.get_sample_value, {"url": "s3://far"}
+def test_what_waits_for_a_farther_place_is_counted_until_it_is_there_or_given_up(registry: Any, read: Read) -> None:
+    metrics, far = Metrics(registry), {"url": "s3://far"}
     began_ns = time.monotonic_ns() - 60 * 10**9
     for step in (1, 2, 3):
         metrics.on_event(events.PromotionQueued(at_ns=began_ns, step=step, url="s3://far"))
@@ -143,19 +147,14 @@ def test_what_waits_for_a_farther_place_is_counted_until_it_is_there_or_given_up
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_each_copy_is_queued_before_it_is_made(tmp_path: Path, worker: Any) -> None:
-    told: list[events.Event] = []
-
-    class Sees:
-        def on_event(self, event: events.Event) -> None:
-            if isinstance(event, events.PromotionQueued | events.Promoted):
-                told.append(event)
-
+    watch = Watch()
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far", every=2)]
-    with aiockpt.Checkpointer(tiers, observers=[Sees()], worker=worker) as ckpt:
+    with aiockpt.Checkpointer(tiers, observers=[watch], worker=worker) as ckpt:
         for step in (1, 2):
             ckpt.save(step, STATE).result()
     far = f"file://{tmp_path / 'far'}"
-    assert [(type(one), one.step, getattr(one, "url", "")) for one in told] == [
+    told = [one for one in watch.events if isinstance(one, events.PromotionQueued | events.Promoted)]
+    assert [(type(one), one.step, one.url) for one in told] == [
         (events.PromotionQueued, 2, far),
         (events.Promoted, 2, far),
     ]
@@ -182,15 +181,16 @@ def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path)
         assert 0.1 <= second.get_sample_value("aiockpt_at_risk_seconds") <= time.monotonic() - before_s
 
 
-def test_a_step_of_an_earlier_start_that_is_loaded_after_a_save_is_no_restart(tmp_path: Path) -> None:
+def test_a_step_of_an_earlier_start_that_is_loaded_after_a_save_is_no_restart(
+    registry: Any, read: Read, tmp_path: Path
+) -> None:
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, STATE).result()
     time.sleep(0.05)
-    registry = prometheus.CollectorRegistry()
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
         ckpt.save(2, STATE).result()
         ckpt.load(STATE, 1).result()
-    assert registry.get_sample_value("aiockpt_lost_seconds") == 0
+    assert read("aiockpt_lost_seconds") == 0
 
 
 def test_time_that_training_was_held_is_not_trained() -> None:
@@ -207,9 +207,9 @@ def test_time_that_training_was_held_is_not_trained() -> None:
     assert time_of.wall_s(20 * 10**9) == pytest.approx(120)
 
 
-def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_not(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
-    read = registry.get_sample_value
+def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_not(
+    registry: Any, read: Read, tmp_path: Path
+) -> None:
     with aiockpt.Checkpointer(tmp_path, on_exists="skip", observers=[Metrics(registry)]) as ckpt:
         for _ in range(3):
             ckpt.save(1, STATE).result()  # committed already, which is seen when it has begun
@@ -221,8 +221,7 @@ def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_
     assert second.get_sample_value("aiockpt_saves_in_flight") == 1
 
 
-def test_a_failed_save_is_counted_and_in_flight_no_more(tmp_path: Path) -> None:
-    registry = prometheus.CollectorRegistry()
+def test_a_failed_save_is_counted_and_in_flight_no_more(registry: Any, read: Read, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     broken = tmp_path / "file" / "run"
     with (
@@ -230,8 +229,8 @@ def test_a_failed_save_is_counted_and_in_flight_no_more(tmp_path: Path) -> None:
         aiockpt.Checkpointer(broken, observers=[Metrics(registry)]) as ckpt,
     ):
         ckpt.save(1, STATE)
-    assert registry.get_sample_value("aiockpt_saves_total", {"outcome": "failed"}) == 1
-    assert registry.get_sample_value("aiockpt_saves_in_flight") == 0
+    assert read("aiockpt_saves_total", {"outcome": "failed"}) == 1
+    assert read("aiockpt_saves_in_flight") == 0
 
 
 def test_a_logger_of_experiments_gets_numbers_with_their_step_on_another_thread(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Are saves, loads and copies spans of OpenTelemetry, with their stages below them? With its real SDK."""
-
-from __future__ import annotations
+"""Saves, loads and copies as spans of OpenTelemetry, with their stages below them. With its real SDK."""
 
 import socket
 import sys
@@ -20,12 +18,12 @@ from opentelemetry.trace import StatusCode
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import StorageError
 from aiockpt.events import Closed, Opened, SaveFailed, SaveStarted, StageEnded
 from aiockpt.monitor import OpenTelemetry
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
+OPENED = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",))
 MICROSECONDS = 1000
 """What the seconds of an event, as a float since 1970, are rounded by, in nanoseconds."""
 
@@ -39,6 +37,9 @@ class Traced:
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer = provider.get_tracer("test")
         self.observer = OpenTelemetry(self.tracer)
+
+    def checkpointer(self, place: Any, **options: Any) -> aiockpt.Checkpointer:
+        return small_checkpointer(place, observers=[self.observer], **options)
 
     def finished(self) -> Sequence[ReadableSpan]:
         return self._exporter.get_finished_spans()
@@ -57,6 +58,11 @@ class Traced:
         return {span.name for span in spans if span.parent is not None and span.parent.span_id == parent}
 
 
+@pytest.fixture
+def traced() -> Traced:
+    return Traced()
+
+
 def size_of_data(run: Path) -> int:
     return sum(data.stat().st_size for data in run.glob("step-*/a-*/d/*"))
 
@@ -65,10 +71,9 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_save_and_a_load_are_spans_with_their_stages_below_them(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_save_and_a_load_are_spans_with_their_stages_below_them(traced: Traced, tmp_path: Path) -> None:
     began_ns = time.time_ns()
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
+    with traced.checkpointer(tmp_path) as ckpt:
         ckpt.save(3, STATE).result()
         ckpt.load(STATE).result()
     ended_ns = time.time_ns()
@@ -90,10 +95,9 @@ def test_a_save_and_a_load_are_spans_with_their_stages_below_them(tmp_path: Path
     assert attributes(load) | {"aiockpt.bytes": 8000, "aiockpt.read_bytes": size_of_data(tmp_path)} == attributes(load)
 
 
-def test_a_whole_begins_before_its_stages_and_ends_after_them(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_whole_begins_before_its_stages_and_ends_after_them(traced: Traced, tmp_path: Path) -> None:
     tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
+    with traced.checkpointer(tiers) as ckpt:
         for step in range(5):  # a small state is copied before or after its save begins on the loop
             ckpt.save(step, STATE).committed(tmp_path / "far").result()
         ckpt.load(STATE).result()
@@ -110,10 +114,9 @@ def test_a_whole_begins_before_its_stages_and_ends_after_them(tmp_path: Path) ->
         assert whole.start_time <= stage.start_time + MICROSECONDS, stage.name
 
 
-def test_a_save_is_a_child_of_the_span_that_the_program_is_in(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_save_is_a_child_of_the_span_that_the_program_is_in(traced: Traced, tmp_path: Path) -> None:
     with (
-        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt,
+        traced.checkpointer(tmp_path) as ckpt,
         traced.tracer.start_as_current_span("train"),
     ):
         ckpt.save(1, STATE).result()
@@ -122,16 +125,13 @@ def test_a_save_is_a_child_of_the_span_that_the_program_is_in(tmp_path: Path) ->
 
 class Full(LocalBackend):
     async def create(self, key: str, size: int) -> Any:
-        raise StorageError("no space left", key=key)
+        raise aiockpt.StorageError("no space left", key=key)
 
 
-def test_what_failed_or_was_not_made_is_an_error(tmp_path: Path) -> None:
-    traced = Traced()
+def test_what_failed_or_was_not_made_is_an_error(traced: Traced, tmp_path: Path) -> None:
     with (
-        aiockpt.Checkpointer(
-            Full(tmp_path), limits=aiockpt.Limits(io=SMALL), observers=[traced.observer], on_error="warn"
-        ) as ckpt,
-        pytest.raises(StorageError),
+        traced.checkpointer(Full(tmp_path), on_error="warn") as ckpt,
+        pytest.raises(aiockpt.StorageError),
     ):
         ckpt.save(1, STATE).result()
     save, write = traced.one("aiockpt.save"), traced.named("aiockpt.save.write")[0]
@@ -141,14 +141,13 @@ def test_what_failed_or_was_not_made_is_an_error(tmp_path: Path) -> None:
     assert "0 under way" in repr(traced.observer)
 
 
-def test_a_load_that_fails_ends_with_its_stage(tmp_path: Path) -> None:
-    traced = Traced()
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_load_that_fails_ends_with_its_stage(traced: Traced, tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(1, STATE).result()
     (data,) = tmp_path.glob("step-*/a-*/d/*")
     data.write_bytes(data.read_bytes()[:-1] + b"\xff")
     with (
-        aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt,
+        traced.checkpointer(tmp_path) as ckpt,
         pytest.raises(aiockpt.CheckpointError),
     ):
         ckpt.load(STATE, 1).result()
@@ -158,10 +157,9 @@ def test_a_load_that_fails_ends_with_its_stage(tmp_path: Path) -> None:
     assert "0 under way" in repr(traced.observer)
 
 
-def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(traced: Traced, tmp_path: Path) -> None:
     two_files = {"x": torch.arange(1000), "model": torch.nn.Linear(8, 8)}
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
+    with traced.checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, two_files).result()
         for data in tmp_path.glob("step-00000002/a-*/d/*"):
@@ -172,20 +170,17 @@ def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(tmp
     assert [attributes(span)["aiockpt.step"] for span in (damaged, whole)] == [2, 1]
 
 
-def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error() -> None:
-    traced = Traced()
-    opened = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",))
-    for event in (opened, SaveStarted(at_ns=5, step=1, bytes=8, tensor_count=1, seconds=2e-9), Closed(at_ns=9)):
+def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error(traced: Traced) -> None:
+    for event in (OPENED, SaveStarted(at_ns=5, step=1, bytes=8, tensor_count=1, seconds=2e-9), Closed(at_ns=9)):
         traced.observer.on_event(event)
     save = traced.one("aiockpt.save")
     assert (save.start_time, save.end_time) == (3, 9)
     assert save.status.status_code is StatusCode.ERROR
 
 
-def test_stages_of_a_save_that_failed_before_it_began_are_no_spans() -> None:
-    traced = Traced()
+def test_stages_of_a_save_that_failed_before_it_began_are_no_spans(traced: Traced) -> None:
     for event in (
-        Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",)),
+        OPENED,
         StageEnded(at_ns=5, step=1, operation="save", stage="walk", seconds=2e-9),
         SaveFailed(at_ns=6, step=1, error="no plan", seconds=6e-9),
         Closed(at_ns=9),
@@ -194,23 +189,19 @@ def test_stages_of_a_save_that_failed_before_it_began_are_no_spans() -> None:
     assert traced.finished() == ()
 
 
-def test_a_copy_to_another_tier_is_a_span_of_its_own(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_copy_to_another_tier_is_a_span_of_its_own(traced: Traced, tmp_path: Path) -> None:
     tiers = [aiockpt.Tier("memory://otel"), aiockpt.Tier(tmp_path)]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]) as ckpt:
+    with traced.checkpointer(tiers) as ckpt:
         ckpt.save(1, STATE).committed(tmp_path).result()
     copy = traced.one("aiockpt.copy")
     assert attributes(copy)["aiockpt.url"] == f"file://{tmp_path}"
     assert traced.below(copy) == {"aiockpt.copy.copy"}
 
 
-def test_a_copy_that_is_given_up_says_why(tmp_path: Path) -> None:
-    traced = Traced()
+def test_a_copy_that_is_given_up_says_why(traced: Traced, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     far = aiockpt.Tier(tmp_path / "file" / "far", deadline=0.01)
-    with aiockpt.Checkpointer(
-        [aiockpt.Tier(tmp_path / "near"), far], limits=aiockpt.Limits(io=SMALL), observers=[traced.observer]
-    ) as ckpt:
+    with traced.checkpointer([aiockpt.Tier(tmp_path / "near"), far]) as ckpt:
         ckpt.save(1, STATE).result()
     copy = traced.one("aiockpt.copy")
     assert copy.status.status_code is StatusCode.ERROR
@@ -218,7 +209,7 @@ def test_a_copy_that_is_given_up_says_why(tmp_path: Path) -> None:
 
 
 async def test_the_global_provider_is_taken_where_none_is_named(tmp_path: Path) -> None:
-    async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), observers=[OpenTelemetry()]) as ckpt:
+    async with small_checkpointer(tmp_path, observers=[OpenTelemetry()]) as ckpt:
         await ckpt.save(1, STATE)
         await anyio.lowlevel.checkpoint()
 

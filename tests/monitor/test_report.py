@@ -1,11 +1,7 @@
-"""Does what the ranks have told become the story of the run: stages, restarts, losses, stragglers, as text and timeline?"""
-
-from __future__ import annotations
+"""The story of a run from what its ranks reported: stages, restarts, losses, stragglers, as text and timeline."""
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import anyio
@@ -15,7 +11,6 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import UsageError
 from aiockpt.events import Opened, SaveStarted, SnapshotTaken
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
@@ -23,12 +18,13 @@ from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans, spans_of
 from aiockpt.monitor.summary import Summary, summarize
 from aiockpt.tools.cli.main import app
 from tests.monitor.synthetic_run import SyntheticRun
+from tests.run_python import run_python
 
 SCRIPT = """
 import os, signal, sys, time, torch, aiockpt
 from aiockpt.monitor import TraceFile
 state = {"x": torch.arange(100_000.0)}
-with aiockpt.Checkpointer(sys.argv[1], every=2, observers=[TraceFile()]) as ckpt:
+with aiockpt.Checkpointer(sys.argv[1], every=2, save_last=False, observers=[TraceFile()]) as ckpt:
     for step in range(ckpt.resume(state), 10):
         ckpt.step(step, state)
         if step == int(sys.argv[2]):
@@ -48,8 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after step 5, and went on from step 4."""
     folder = tmp_path_factory.mktemp("run")
     for kill_after, status in (("5", -signal.SIGKILL), ("-1", 0)):
-        done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), kill_after], check=False, timeout=250)
-        assert done.returncode == status
+        run_python("-c", SCRIPT, folder, kill_after, status=status)
     return folder
 
 
@@ -173,7 +168,7 @@ def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "--text"])
     words = done.output.replace("\n", " ")
     assert words.index("No step has become durable") < words.index("Step 3 was not saved") < words.index("saves  ")
-    assert "step 3 on rank 0" in words
+    assert "on rank 0" in words
 
 
 def test_a_job_that_cannot_load_says_so_for_each_reason_once(tmp_path: Path) -> None:
@@ -206,9 +201,9 @@ def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -
 
 
 def test_without_a_trace_it_says_how_to_have_one(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere: there is no such file or folder"):
+    with pytest.raises(aiockpt.UsageError, match=r"nowhere: there is no such file or folder"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="TraceFile"):
+    with pytest.raises(aiockpt.UsageError, match="TraceFile"):
         read_run(tmp_path)
 
 
@@ -294,9 +289,7 @@ def test_a_trace_that_cannot_be_read_is_named_beside_what_the_others_tell(tmp_pa
 @pytest.mark.parametrize("data", [b"", b"\x00\x01\n\n", b'{"type":"Comm'])
 def test_where_nothing_can_be_read_the_command_says_so_and_why(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "trace.jsonl").write_bytes(data)
-    command = [sys.executable, "-c", "from aiockpt.tools.cli.main import main; main()", "report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 2
+    done = run_python("-m", "aiockpt.tools.cli.main", "report", tmp_path, status=2)
     assert "nothing can be read from 1 trace here: no line says" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
@@ -327,5 +320,5 @@ def test_traces_that_were_brought_to_another_storage_are_read_there(tmp_path: Pa
     for where in ("memory://traced-run", "memory://traces"):
         assert summary_of(where) == summary_of(tmp_path)
     assert [one.opened.rank for one in read_run("memory://traces/rank-00003.jsonl").processes] == [3]
-    with pytest.raises(UsageError, match="no trace of a run here"):
+    with pytest.raises(aiockpt.UsageError, match="no trace of a run here"):
         read_run("memory://elsewhere")

@@ -1,8 +1,7 @@
-"""Is a rank that is slower than its peers named, with its stage and since when, and nobody else?"""
-
-from __future__ import annotations
+"""Ranks slower than their peers, named with their stage and since when, and no others."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from aiockpt.monitor.spans import TimeSpan
 from aiockpt.monitor.stragglers import KEPT_STEPS, STEPS, PeerTimes, RankTimes, Straggler, stage_times
 from aiockpt.monitor.stragglers import stragglers as compare
 from aiockpt.tools.cli.live_view import view
-from tests.watch import until
+from tests.watch import Watch
 
 
 def opened(rank: int = 0, url: str = "file:///runs/7", world_size: int = 4, time_ns: int = 0) -> Opened:
@@ -36,6 +35,11 @@ def stragglers(found: list[TimeSpan], url: str = "file:///runs/7") -> list[Strag
 def written(rank: int, step: int, seconds: float, **facts: Any) -> TimeSpan:
     named = {"operation": "save", "stage": "write", **facts}
     return TimeSpan(process=rank, rank=rank, host=f"h{rank}", step=step, begin_s=step, seconds=seconds, **named)
+
+
+def all_written(seconds: Callable[[int, int], float], steps: int = 10, ranks: int = 4, **facts: Any) -> list[TimeSpan]:
+    """Return what each rank took in each step; *seconds* is given both."""
+    return [written(rank, step, seconds(rank, step), **facts) for rank in range(ranks) for step in range(steps)]
 
 
 def test_a_rank_that_is_slow_in_most_steps_is_named_with_stage_and_cause() -> None:
@@ -77,11 +81,7 @@ def test_a_processor_that_is_slow_by_a_few_milliseconds_is_not_what_makes_writin
 
 def test_one_hiccup_of_the_processor_beside_a_slow_disk_is_not_the_cause() -> None:
     some = [written(rank, step, 0.1 + 0.3 * (rank == 2)) for rank in range(4) for step in range(10)]
-    some += [
-        written(rank, step, 0.01 + 5.0 * (rank == 2 and step == 4), stage="snapshot")
-        for rank in range(4)
-        for step in range(10)
-    ]
+    some += all_written(lambda rank, step: 0.01 + 5.0 * (rank == 2 and step == 4), stage="snapshot")
     (slow,) = stragglers(some)
     assert "disk" in slow.cause
 
@@ -90,11 +90,9 @@ def test_where_the_others_are_often_slow_too_it_takes_more_steps_than_where_they
     """On a machine with more ranks than cores, five steps in a row are chance."""
 
     def found(steps: int) -> list[int]:
-        some = [
-            written(rank, step, 0.1 + 0.3 * ((step + rank) % 4 == 0 or (rank == 2 and step >= 24 - steps)))
-            for rank in range(4)
-            for step in range(24)
-        ]
+        some = all_written(
+            lambda rank, step: 0.1 + 0.3 * ((step + rank) % 4 == 0 or (rank == 2 and step >= 24 - steps)), 24
+        )
         return [one.rank for one in stragglers(some)]
 
     assert found(6) == []
@@ -105,15 +103,8 @@ def test_who_makes_up_in_other_stages_for_what_takes_it_longer_is_not_slow() -> 
     """A small file that is flushed may wait for the large ones of the others: first come, first served."""
 
     def found(saved_s: float) -> list[str]:
-        some = [
-            written(rank, step, seconds, stage=stage)
-            for rank in range(4)
-            for step in range(10)
-            for stage, seconds in (
-                ("write", 0.5 - saved_s * (rank == 0)),
-                ("vote", 0.01 + 0.06 * (rank == 0)),
-            )
-        ]
+        some = all_written(lambda rank, _: 0.5 - saved_s * (rank == 0))
+        some += all_written(lambda rank, _: 0.01 + 0.06 * (rank == 0), stage="vote")
         return [one.stage for one in stragglers(some)]
 
     assert found(saved_s=0.05) == []
@@ -146,22 +137,17 @@ def test_what_failed_is_not_compared() -> None:
 
 
 def test_the_slowest_comes_first_and_a_stage_without_a_known_cause_says_so() -> None:
-    some = [
-        written(rank, step, 0.1 + extra * (rank == 2), stage=stage)
-        for stage, extra in (("vote", 0.2), ("new", 0.4))
-        for rank in range(4)
-        for step in range(10)
-    ]
+    some = all_written(lambda rank, _: 0.1 + 0.2 * (rank == 2), stage="vote")
+    some += all_written(lambda rank, _: 0.1 + 0.4 * (rank == 2), stage="new")
     assert [(one.stage, one.cause == "unknown") for one in stragglers(some)] == [("new", True), ("vote", False)]
 
 
 def test_outliers_small_stages_few_steps_and_waiting_name_nobody() -> None:
-    ranks, steps = range(4), range(10)
-    once = [written(rank, step, 0.1 + 5.0 * (rank == 2 and step == 4)) for rank in ranks for step in steps]
-    small = [written(rank, step, 1e-4 * (1 + 9 * (rank == 2))) for rank in ranks for step in steps]
-    few = [written(rank, step, 0.1 + (rank == 2)) for rank in ranks for step in range(STEPS - 1)]
-    waiting = [written(rank, step, 0.1 + (rank == 2), stage="wait") for rank in ranks for step in steps]
-    pair = [written(rank, step, 0.1 + (rank == 1)) for rank in range(2) for step in steps]
+    once = all_written(lambda rank, step: 0.1 + 5.0 * (rank == 2 and step == 4))
+    small = all_written(lambda rank, _: 1e-4 * (1 + 9 * (rank == 2)))
+    few = all_written(lambda rank, _: 0.1 + (rank == 2), STEPS - 1)
+    waiting = all_written(lambda rank, _: 0.1 + (rank == 2), stage="wait")
+    pair = all_written(lambda rank, _: 0.1 + (rank == 1), ranks=2)
     for some in (once, small, few, waiting, pair):
         assert stragglers(some) == []
 
@@ -193,7 +179,7 @@ def test_ranks_tell_each_other_and_the_first_one_says_who_is_slow_once(
             emitted.append(event)
             told.set()
 
-        hearts[0].tell_through(take)
+        hearts[0].set_emitter(take)
         with anyio.fail_after(250):
             async with anyio.create_task_group() as tasks:
                 for rank, heart in enumerate(hearts):
@@ -210,9 +196,7 @@ def test_ranks_tell_each_other_and_the_first_one_says_who_is_slow_once(
     (found,) = emitted
     assert isinstance(found, StragglerFound)
     assert (found.rank, found.host, found.stage, found.step, found.steps) == (2, "h2", "write", 0, 10)
-    assert (
-        caplog.text.count("rank 2 (h2) is slow: write takes 4.0 × as long as on the others, 0.3 s more each save") == 1
-    )
+    assert caplog.text.count("rank 2 (h2) is slow: write takes 4.0 ×, 0.3 s more each save") == 1
     job = anyio.run(JobWatch(LocalBackend(tmp_path)).poll)
     assert job is not None
     assert [one.rank for one in job.slow] == [2]
@@ -239,16 +223,11 @@ def test_it_reaches_all_observers_of_a_checkpointer(tmp_path: Path, monkeypatch:
         return [slow]
 
     monkeypatch.setattr(PeerTimes, "compare", compare)
-    seen: list[Event] = []
-
-    class Sees:
-        def on_event(self, event: Event) -> None:
-            seen.append(event)
-
-    with aiockpt.Checkpointer(tmp_path, observers=[Sees(), Heartbeat(every_s=0.001)]) as ckpt:
+    watch = Watch()
+    with aiockpt.Checkpointer(tmp_path, observers=[watch, Heartbeat(every_s=0.001)]) as ckpt:
         ckpt.save(1, {"x": 1}).result()
-        until(lambda: any(isinstance(one, StragglerFound) for one in seen), "it was told")
-    found = next(one for one in seen if isinstance(one, StragglerFound))
+        watch.wait_for(StragglerFound)
+    found = watch.of(StragglerFound)[0]
     assert (found.rank, found.step, found.cause) == (3, 40, "slow disk")
 
 
@@ -256,14 +235,18 @@ async def compared(backend: MemoryBackend, times: PeerTimes, **given: Any) -> li
     return [one.rank for one in await times.compare(backend, opened(**given))]
 
 
+async def publish_all(backend: MemoryBackend, ranks: list[PeerTimes], steps: range, slow: int) -> None:
+    for rank, times in enumerate(ranks):
+        for event in saves(rank, steps, slow):
+            times.receive(event)
+        await times.publish(backend, opened(rank))
+
+
 async def test_who_recovered_and_is_slow_again_is_told_again() -> None:
     backend, ranks = MemoryBackend(), [PeerTimes() for _ in range(4)]
 
     async def go_on(steps: range, slow: int) -> list[int]:
-        for rank, times in enumerate(ranks):
-            for event in saves(rank, steps, slow):
-                times.receive(event)
-            await times.publish(backend, opened(rank))
+        await publish_all(backend, ranks, steps, slow)
         return await compared(backend, ranks[0])
 
     assert await go_on(range(10), slow=1) == [1]
@@ -275,10 +258,7 @@ async def test_who_recovered_and_is_slow_again_is_told_again() -> None:
 
 async def test_what_an_earlier_start_or_a_larger_job_has_left_is_not_compared() -> None:
     backend, ranks = MemoryBackend(), [PeerTimes() for _ in range(6)]
-    for rank, times in enumerate(ranks):
-        for event in saves(rank, range(10), slow=5):
-            times.receive(event)
-        await times.publish(backend, opened(rank))
+    await publish_all(backend, ranks, range(10), slow=5)
     assert await compared(backend, ranks[0], world_size=6) == [5]
     assert await compared(backend, PeerTimes(), world_size=5) == []
     assert await compared(backend, PeerTimes(), world_size=6, time_ns=time.time_ns() + 10**12) == []
@@ -302,12 +282,9 @@ async def test_what_cannot_be_read_is_no_rank_and_only_the_last_steps_are_told()
 
 def test_who_is_a_little_slow_in_all_is_named_with_the_stage_that_adds_most() -> None:
     """Sums vary less than single stages: 1.3 times as long is told there, and not in one stage."""
-    some = [
-        written(rank, step, seconds * (1.3 if rank == 2 else 1.0), stage=stage)
-        for stage, seconds in (("snapshot", 0.05), ("write", 0.2), ("vote", 0.01))
-        for rank in range(4)
-        for step in range(10)
-    ]
+    some = all_written(lambda rank, _: 0.05 * (1.3 if rank == 2 else 1.0), stage="snapshot")
+    some += all_written(lambda rank, _: 0.2 * (1.3 if rank == 2 else 1.0))
+    some += all_written(lambda rank, _: 0.01 * (1.3 if rank == 2 else 1.0), stage="vote")
     (slow,) = stragglers(some)
     assert (slow.rank, slow.stage, slow.since, slow.steps) == (2, "write", 0, 10)
     assert slow.factor == pytest.approx(1.3)

@@ -1,6 +1,4 @@
-"""Does a trace hold every event, in whole lines, whatever ends the program, and does it keep out of the way?"""
-
-from __future__ import annotations
+"""Traces: every event, in whole lines, whatever ends the program, and out of its way."""
 
 import asyncio
 import contextlib
@@ -20,11 +18,11 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.errors import UsageError
 from aiockpt.events import BackgroundTask, BytesWritten, Committed, Observer, Opened
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.trace import alive_after_s
+from tests.run_python import run_python
 from tests.watch import Watch, until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -118,7 +116,7 @@ def test_the_lines_are_complete_when_the_program_ends_without_closing(tmp_path: 
         "ckpt = aiockpt.Checkpointer(sys.argv[1] + '/run', observers=[TraceFile(sys.argv[1] + '/trace.jsonl')])\n"
         "ckpt.save(7, {'x': torch.arange(1000)})\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=250)
+    run_python("-c", program, tmp_path)
     assert lines(tmp_path / "trace.jsonl")[-1]["type"] == "Closed"
 
 
@@ -244,7 +242,7 @@ def test_where_the_rank_stands_in_the_mesh_is_told_first(tmp_path: Path, mesh: A
 
 
 def test_a_mesh_without_names_is_refused() -> None:
-    with pytest.raises(UsageError, match="mesh_dim_names"):
+    with pytest.raises(aiockpt.UsageError, match="mesh_dim_names"):
         TraceFile(mesh=Mesh(None, [0]))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
@@ -301,8 +299,7 @@ def test_the_last_line_says_that_it_was_closed_unless_it_was_killed(tmp_path: Pa
     script = SAVES + "    if len(sys.argv) > 4: import os; os.kill(os.getpid(), 9)\n"
     for how, status in (((), 0), (("killed",), -9)):
         trace = tmp_path / f"trace{status}.jsonl"
-        command = [sys.executable, "-c", script, str(tmp_path / f"run{status}"), str(trace), "1", *how]
-        assert subprocess.run(command, input="\n", text=True, check=False, timeout=250).returncode == status
+        run_python("-c", script, tmp_path / f"run{status}", trace, 1, *how, status=status, input="\n")
         (log,) = read_run(trace).processes
         assert log.closed == (not how)
         assert log.opened.process != ""

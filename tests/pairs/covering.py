@@ -4,8 +4,6 @@ Most faults of options come from two of them. A greedy draw makes about a fifth 
 and always the same ones.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product

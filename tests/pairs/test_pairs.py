@@ -3,8 +3,6 @@
 What cannot be combined is refused when the checkpointer is made, and the message says what to do.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,20 +21,20 @@ from aiockpt.errors import RankFailedError, StepExistsError, UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk
-from aiockpt.testing.objects_client import ObjectsBackend
-from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulation import SimulatedClock
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.pairs.covering import Row, cover, pairs_of
 from tests.ranks.crew import Crew
-from tests.ranks.gloo_threads import connect, use
+from tests.ranks.peer_crew import use
+from tests.simulated.objects_client import ObjectsBackend
+from tests.simulated.simulated_objects import ObjectStore
+from tests.simulated.simulation import SimulatedClock
+from tests.simulated.twin_accelerator import TwinAccelerator
 
 OPTIONS = {
     "worker": ("thread", "process"),
     "ranks": ("1", "2"),
     "tiers": ("one", "two", "memory first"),
     "snapshot": ("eager", "lazy", "device"),
-    "load_group": ("none", "gloo"),
+    "load_group": ("none", "all"),
     "on_exists": ("new_generation", "skip", "raise"),
     "storage": ("local", "memory", "objects"),
     "trouble": ("damaged everywhere", "damaged in the nearest", "killed before the commit", "killed while writing"),
@@ -47,7 +45,7 @@ LIMIT = 1 << 24
 
 def is_refused(row: Row) -> str | None:
     """Say with which words a combination is refused; None for one that is not."""
-    if row["load_group"] == "gloo" and row["ranks"] == "1":
+    if row["load_group"] == "all" and row["ranks"] == "1":
         return "init_process_group"
     if row["worker"] == "process":
         if row["tiers"] == "memory first" or row["storage"] == "memory":
@@ -125,13 +123,13 @@ def crew_of(row: Row, places: Places, device: TwinAccelerator | None = None) -> 
     options: dict[str, Any] = {name: row[name] for name in ("worker", "snapshot", "on_exists")}
     if device is not None:
         options["world"] = World(accelerator=device)
-    if row["load_group"] == "gloo" and row["ranks"] == "1":
+    if row["load_group"] == "all" and row["ranks"] == "1":
         options["load_group"] = torch.distributed.ProcessGroupGloo
     size = int(row["ranks"])
     with Crew(size, lambda _: places.given(), **options) as crew:
-        if row["load_group"] == "gloo":
-            for peers in connect(range(size)):
-                use(crew, peers)
+        if row["load_group"] == "all":
+            for rank in range(size):
+                use(crew, range(size), rank)
         yield crew
 
 
@@ -229,5 +227,5 @@ def test_every_two_choices_that_can_be_combined_are_played_together() -> None:
         frozenset((("worker", "process"), ("storage", "memory"))),
         frozenset((("worker", "process"), ("storage", "objects"))),
         frozenset((("worker", "process"), ("tiers", "memory first"))),
-        frozenset((("ranks", "1"), ("load_group", "gloo"))),
+        frozenset((("ranks", "1"), ("load_group", "all"))),
     }

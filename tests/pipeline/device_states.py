@@ -1,7 +1,5 @@
 """States on the devices of a twin, the plans of them, and what a snapshot made of both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,14 +1,11 @@
 """A place whose step 1 has generations, and one that refuses to read some of them."""
 
-from __future__ import annotations
-
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.format.manifest import Manifest, encode_manifest
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.storage.backend import Backend
 from tests.gates import Around
-from tests.paper import paper_receipt
+from tests.paper import paper_manifest, paper_receipt
 
 STEP = step_id(1)
 FIRST, SECOND = "1" * 12, "2" * 12
@@ -17,8 +14,7 @@ FIRST, SECOND = "1" * 12, "2" * 12
 def made(generation: int, attempt: str) -> Manifest:
     """Return a manifest of step 1."""
     said = {"step": 1, "id": STEP, "generation": generation, "attempt": attempt, "sequence": generation}
-    votes = [paper_receipt(rank, **said) for rank in (0, 1)]
-    return merge_receipts(votes, writer="w", write_id="0" * 32, created_ns=5)
+    return paper_manifest(paper_receipt(rank, **said) for rank in (0, 1))
 
 
 async def saved_twice() -> MemoryBackend:

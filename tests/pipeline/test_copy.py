@@ -1,7 +1,5 @@
 """A committed step is copied to another place: whole, verified, taken up again after a crash, by any number of copiers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +13,38 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.pipeline.copy import CopySource, Windows, copied_files, copy_files, copy_step, open_copy_source
-from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest
+from aiockpt.pipeline.copy import copied_files, copy_files
+from aiockpt.pipeline.discover import list_step
 from aiockpt.runtime.limits import Pace, open_tasks
 from aiockpt.runtime.world import OsClock, World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.transfer import walk
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.small_run import SMALL
+from tests.pipeline.copies import FREE, STEP, copy, copy_of, open_source, windows
+from tests.run_python import run_python
+from tests.small_run import small_checkpointer
 
 STATE: dict[str, Any] = {f"w{index}": torch.arange(3000) * (index + 1) for index in range(4)}
-STEP = "step-00000007"
-FREE = Pace(None, OsClock())
 
 
-def windows() -> Windows:
-    return Windows(2, SMALL.read_bytes)
-
-
-async def save(place: Any, step: int = 7, **options: Any) -> None:
+async def save(place: Any) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=32768)
-    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=io), **options) as ckpt:
-        await ckpt.save(step, STATE)
+    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=io)) as ckpt:
+        await ckpt.save(1, STATE)
 
 
 async def load(place: Any) -> None:
     like = {name: torch.zeros_like(value) for name, value in STATE.items()}
-    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(place) as ckpt:
         assert await ckpt.load(like) is not None
     assert all(torch.equal(like[name], STATE[name]) for name in STATE)
 
 
-async def copy_of(place: Backend) -> StepCopy:
-    return StepCopy(place, await newest_manifest(place, await list_step(place, STEP)))
-
-
-async def open_source(*sources: Backend) -> CopySource:
-    copies = [await copy_of(source) for source in sources]
-    return await open_copy_source(copies, "full", window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
-
-
-async def copy(sources: list[Backend], target: Backend, **options: Any) -> Manifest:
-    return await copy_step(await open_source(*sources), target, World(), windows=windows(), **{"pace": FREE, **options})
+async def saved_in(folder: Path) -> tuple[LocalBackend, LocalBackend]:
+    """Save the step; return its place, and the one it is to be copied to."""
+    await save(folder / "a")
+    return LocalBackend(str(folder / "a")), LocalBackend(str(folder / "b"))
 
 
 async def keys(place: Backend) -> set[str]:
@@ -65,8 +52,7 @@ async def keys(place: Backend) -> set[str]:
 
 
 async def test_a_copy_is_the_same_checkpoint_and_leaves_nothing_else(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     moved: list[int] = []
     there = await copy([source], target, on_copied=moved.append)
     here = (await copy_of(source)).manifest
@@ -79,23 +65,21 @@ async def test_a_copy_is_the_same_checkpoint_and_leaves_nothing_else(tmp_path: P
 
 
 async def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     first = await copy([source], target)
     assert await copy([source], target) == first
     assert (await list_step(target, STEP)).generations == (1,)
 
 
 async def test_another_save_of_the_step_is_followed_by_the_next_generation(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
+    source, target = await saved_in(tmp_path)
     await save(tmp_path / "b")
-    there = await copy([LocalBackend(str(tmp_path / "a"))], LocalBackend(str(tmp_path / "b")))
+    there = await copy([source], target)
     assert there.generation == 2
 
 
 async def test_a_copy_that_died_is_taken_up_where_it_was(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     manifest = (await copy_of(source)).manifest
     what = await open_source(source)
     await copy_files(what, target, World(), windows=windows(), pace=FREE, only=lambda file: "-0001" in file.p)
@@ -110,8 +94,7 @@ async def test_a_copy_that_died_is_taken_up_where_it_was(tmp_path: Path) -> None
 
 
 async def test_a_mark_that_lies_is_not_believed(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     manifest = (await copy_of(source)).manifest
     folder = f"{STEP}/a-{manifest.attempt}/c"
     file = manifest.files[3]
@@ -145,8 +128,7 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
 
 
 async def test_two_copiers_of_one_step_end_with_one_checkpoint(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     done: list[Manifest] = []
 
     async def once() -> None:
@@ -177,8 +159,7 @@ class Between(Forwarding):
 
 
 async def test_a_copier_that_commits_before_another_one_has_cleaned_up_leaves_its_files(tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, target = await saved_in(tmp_path)
     committed, noted, ended = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def second() -> None:
@@ -198,8 +179,7 @@ async def test_a_copier_that_commits_before_another_one_has_cleaned_up_leaves_it
 
 @pytest.mark.parametrize("verb", ["create", "upload.write", "upload.finish", "put", "put_new"])
 async def test_a_failed_copy_shows_nothing_and_the_next_one_succeeds(verb: str, tmp_path: Path) -> None:
-    await save(tmp_path / "a")
-    source, inner = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    source, inner = await saved_in(tmp_path)
     target = FaultyBackend(inner, [Fault(do="fail", verb=verb, match="*", times=1)])
     with pytest.raises(StorageError):
         await copy([source], target)
@@ -223,3 +203,26 @@ async def test_it_goes_no_faster_than_it_is_told() -> None:
     target = MemoryBackend()
     await copy([MemoryBackend("copy-source")], target, pace=pace)
     assert pace._free_at_ns > 10_000_000 + 90_000
+
+
+def test_what_a_dead_copier_has_decided_to_commit_is_garbage(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "from") as ckpt:
+        ckpt.save(1, {"x": 1}).result()
+        dying = [Fault(do="fail", verb="put_new", match="*/MANIFEST-*", times=None)]
+        with pytest.raises(StorageError):
+            ckpt.copy(1, FaultyBackend(LocalBackend(str(tmp_path / "to")), dying)).result()
+    assert list((tmp_path / "to").glob("*/a-*/DECISION.json"))
+    with small_checkpointer(tmp_path / "to") as ckpt:
+        assert ckpt.prune(aiockpt.Retention()).result().garbage == ()  # its copier may be at work
+        assert len(ckpt.prune(aiockpt.Retention(grace_s=0)).result().garbage) == 1
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_a_copy_under_way_of_a_dead_saver_is_no_garbage(tmp_path: Path) -> None:
+    code = "import sys, aiockpt\nwith aiockpt.Checkpointer(sys.argv[1]) as ckpt: ckpt.save(1, {'x': 1}).result()"
+    run_python("-c", code, tmp_path / "from")
+    half = FaultyBackend(LocalBackend(str(tmp_path / "to")), [Fault(do="fail", verb="put_new", times=None)])
+    with small_checkpointer(tmp_path / "from") as ckpt, pytest.raises(StorageError):
+        ckpt.copy(1, half).result()
+    with small_checkpointer(tmp_path / "to") as ckpt:
+        assert ckpt.prune(aiockpt.Retention()).result().garbage == ()

@@ -1,34 +1,26 @@
 """What a copy may consist of: a step with its pieces in columns, or the weights of one, saved by many ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.format import merge
-from aiockpt.format.manifest import Manifest, decode_manifest
-from aiockpt.options import Content
-from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step, open_copy_source
-from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest
+from aiockpt.format.manifest import decode_manifest
+from aiockpt.pipeline.copy import copied_files, copy_files, copy_step, open_copy_source
+from aiockpt.pipeline.discover import list_step
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.planning.weights import has_weights_only, weights_attempt
-from aiockpt.runtime.limits import Pace
-from aiockpt.runtime.world import OsClock, World
-from aiockpt.storage.backend import Backend
+from aiockpt.runtime.world import World
 from aiockpt.storage.transfer import walk
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.pipeline.copies import FREE, STEP, copy, copy_of, open_source, windows
 from tests.ranks.crew import Crew
-from tests.small_run import SMALL
-
-STEP = "step-00000001"
-FREE = Pace(None, OsClock())
+from tests.small_run import small_checkpointer
 
 
 def model(value: float) -> torch.nn.Module:
@@ -51,19 +43,9 @@ def columns_in(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.glob("*/a-*/p/*")}
 
 
-async def copy_of(place: Backend) -> StepCopy:
-    return StepCopy(place, await newest_manifest(place, await list_step(place, STEP)))
-
-
-async def copy(sources: list[Backend], target: Backend, content: Content) -> Manifest:
-    copies = [await copy_of(source) for source in sources]
-    what = await open_copy_source(copies, content, window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
-    return await copy_step(what, target, World(), windows=Windows(2, SMALL.read_bytes), pace=FREE)
-
-
 async def check_model(place: Any) -> None:
     bare = model(0)
-    async with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(place) as ckpt:
         assert await ckpt.load({"model": bare}, only=["model"]) is not None
         assert (await ckpt.verify(1)).step == 1
     assert all(torch.equal(mine, other) for mine, other in zip(bare.parameters(), model(1).parameters(), strict=True))
@@ -129,9 +111,8 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
 async def test_files_of_weights_that_are_there_are_not_made_again_unless_their_marks_lie(tmp_path: Path) -> None:
     save(tmp_path / "a")
     source, target = LocalBackend(str(tmp_path / "a")), MemoryBackend()
-    what = await open_copy_source([await copy_of(source)], "weights", window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
-    windows = Windows(2, SMALL.read_bytes)
-    await copy_files(what, target, World(), windows=windows, pace=FREE)
+    what = await open_source(source, content="weights")
+    await copy_files(what, target, World(), windows=windows(), pace=FREE)
     assert set(await copied_files(target, what)) == {0, 1}
     mark = f"{STEP}/a-{what.attempt}/c/f000001.json"
     told = await target.get(mark, 10_000)
@@ -139,7 +120,7 @@ async def test_files_of_weights_that_are_there_are_not_made_again_unless_their_m
     await target.put(mark, told[:at] + (b"A" if told[at : at + 1] != b"A" else b"B") + told[at + 1 :])
     assert set(await copied_files(target, what)) == {0}
     recorder = FaultyBackend(target, [])
-    await copy_step(what, recorder, World(), windows=windows, pace=FREE)
+    await copy_step(what, recorder, World(), windows=windows(), pace=FREE)
     await check_model(target)
 
 

@@ -1,6 +1,4 @@
-"""Does a snapshot hold the state as of its call, whatever devices do and when? With a twin that is late on purpose."""
-
-from __future__ import annotations
+"""Snapshots of the state as of their call, whatever devices do and when. With a twin that is late on purpose."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.engine.job import Unguarded
+from aiockpt.engine.job import SaveGuard
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.pipeline.device_copy import SMALL_BYTES
@@ -23,8 +21,8 @@ from aiockpt.planning.write_plan import plan_save
 from aiockpt.runtime.accelerator import DeviceEvent
 from aiockpt.runtime.limits import open_threads
 from aiockpt.runtime.slabs import SlabPool
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.pipeline.device_states import SLAB_BYTES, Writer, planned, read_back
+from tests.simulated.twin_accelerator import TwinAccelerator
 
 State = dict[str, torch.Tensor]
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
@@ -52,7 +50,7 @@ class Snapshot:
         options.setdefault("after", [(device, self.twin.now(device)) for device in self.used_devices])
         options.setdefault("timeout_s", 10)
         options.setdefault("wanted", lambda: True)
-        self.program.run(self.pool, self.writer, host_copied=note, guard=Unguarded(), **options)
+        self.program.run(self.pool, self.writer, host_copied=note, guard=SaveGuard(), **options)
         return read_back(self.walked, self.plan, self.writer.files)
 
 

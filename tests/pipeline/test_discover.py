@@ -1,7 +1,5 @@
 """A scan that remembers what it has read tells what a fresh one does, whatever happens to the steps in between."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
@@ -10,13 +8,12 @@ from hypothesis import strategies as st
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.format.manifest import Decision, Manifest, encode_manifest
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, step_id
 from aiockpt.pipeline.discover import Heads, scan
 from aiockpt.runtime.world import World
 from aiockpt.storage.transfer import delete_below
-from aiockpt.testing.virtual_time import run_virtually
-from tests.paper import paper_receipt
+from tests.paper import paper_manifest, paper_receipt
+from tests.simulated.virtual_time import run_virtually
 
 Change = tuple[Literal["save", "delete", "scan"], int]
 CHANGES = st.tuples(st.sampled_from(["save", "delete", "scan"]), st.integers(0, 2))
@@ -47,8 +44,7 @@ class Asked(MemoryBackend):
 def manifest(step: int, generation: int, sequence: int) -> Manifest:
     """Return a manifest whose bytes are as many whatever *sequence* is."""
     changes = {"step": step, "id": step_id(step), "generation": generation, "attempt": f"{sequence:012x}"}
-    votes = [paper_receipt(rank, sequence=100 + sequence, **changes) for rank in (0, 1)]
-    return merge_receipts(votes, writer="w", write_id="0" * 32, created_ns=5)
+    return paper_manifest(paper_receipt(rank, sequence=100 + sequence, **changes) for rank in (0, 1))
 
 
 async def save(backend: Asked, step: int, sequence: int) -> None:

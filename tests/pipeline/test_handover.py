@@ -1,7 +1,5 @@
 """Full slabs between the snapshot and the writers: in order, several at once, none lost, none kept."""
 
-from __future__ import annotations
-
 import asyncio
 
 from aiockpt.pipeline.upload import Handover

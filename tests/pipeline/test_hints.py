@@ -1,7 +1,5 @@
 """A place without a step says what may have been meant, and a load from nothing says it too."""
 
-from __future__ import annotations
-
 import logging
 import re
 import uuid
@@ -16,13 +14,13 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import UsageError
-from aiockpt.pipeline import discover
-from aiockpt.pipeline.discover import Hints, find_hints
+from aiockpt.pipeline import wrong_places
+from aiockpt.pipeline.wrong_places import Hints, find_hints
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.tools.cli.survey import open_place
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 STATE = {"x": torch.arange(100)}
 
@@ -32,7 +30,7 @@ def look(backend: Backend) -> Hints:
 
 
 def make_run(root: Path) -> None:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         ckpt.save(3, STATE).result()
 
 
@@ -120,23 +118,23 @@ def test_the_folder_of_a_step_elsewhere_is_found_out_by_the_first_look() -> None
 
 def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> None:
     make_run(tmp_path / "first")
-    make_run(tmp_path / "second")
+    make_run(tmp_path / "of" / "my" / "second")
     (tmp_path / "logs" / "step-one").mkdir(parents=True)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     found = look(LocalBackend(str(tmp_path)))
-    assert found == Hints(runs=("first", "second"), weights="model-00001-of-00002.safetensors")
+    assert found == Hints(runs=("first", "of/my/second"), weights="model-00001-of-00002.safetensors")
     assert found.hints("/here/") == [
         "/here/first holds steps",
-        "/here/second holds steps",
+        "/here/of/my/second holds steps",
         "/here holds weights, model-00001-of-00002.safetensors: `aiockpt convert /here PLACE` makes a step of them",
     ]
 
 
 def test_of_many_runs_a_few_are_shown(tmp_path: Path) -> None:
-    for number in range(discover.RUNS_SHOWN + 2):
+    for number in range(wrong_places.RUNS_SHOWN + 2):
         (tmp_path / f"run{number}" / "step-00000001").mkdir(parents=True)
-    assert len(look(LocalBackend(str(tmp_path))).runs) == discover.RUNS_SHOWN
+    assert len(look(LocalBackend(str(tmp_path))).runs) == wrong_places.RUNS_SHOWN
 
 
 def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
 
 
 def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover, "LISTING_S", 0.1)
+    monkeypatch.setattr(wrong_places, "HINTS_S", 0.1)
     (tmp_path / "model.safetensors").write_bytes(b"")
     make_run(tmp_path / "first")
     hanging = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="list", match="first", times=None)])
@@ -162,7 +160,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_load_of_nothing_says_what_may_have_been_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_run(tmp_path / "run")
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         assert ckpt.load(STATE).result() is None
     assert warnings(caplog) == [f"nothing is loaded, and {LocalBackend(str(tmp_path)).url}/run holds steps"]
 
@@ -174,7 +172,7 @@ def test_a_load_of_something_or_from_an_empty_place_says_nothing(
     make_run(tmp_path)
     make_run(tmp_path / "inner")
     for place, step in ((tmp_path, 3), (tmp_path / "empty", None), (tmp_path / "not there", None)):
-        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(place) as ckpt:
             loaded = ckpt.load(STATE).result()
             assert (None if loaded is None else loaded.step) == step
     assert warnings(caplog) == []

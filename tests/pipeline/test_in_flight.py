@@ -1,6 +1,4 @@
-"""Is a slab that a device fills neither read nor used again before it is full, whatever fails meanwhile?"""
-
-from __future__ import annotations
+"""Slabs that a device fills: neither read nor used again before they are full, whatever fails meanwhile."""
 
 from collections.abc import Callable
 
@@ -11,7 +9,7 @@ from aiockpt.errors import ClosedError, StorageTimeoutError, TornSnapshotError
 from aiockpt.pipeline.snapshot import InFlightSlabs
 from aiockpt.planning.write_plan import Window
 from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.testing.twin_accelerator import TwinAccelerator, TwinEvent
+from tests.simulated.twin_accelerator import TwinAccelerator, TwinEvent
 
 SLAB_BYTES = 4096
 WINDOWS = [Window(0, number * SLAB_BYTES, SLAB_BYTES, ()) for number in range(8)]

@@ -1,7 +1,5 @@
 """What a look at one step believes: each manifest and each vote that is bad, gone, too new or not to be had."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest
@@ -39,6 +37,20 @@ async def test_a_manifest_that_is_rewritten_is_read_again() -> None:
     assert told_of((await scan(backend, heads))[0]) == (2, [])
     await backend.put(manifest_key(STEP, 2), b"nothing like it")
     assert told_of((await scan(backend, heads))[0]) == (1, [2])
+
+
+async def test_what_was_bad_is_read_again() -> None:
+    """Another copy of the manifest may have come within the second of its date."""
+    backend, heads, is_bad = await saved_twice(), Heads(), True
+
+    async def before(verb: str, key: str) -> None:
+        if is_bad and (verb, key) == ("get", manifest_key(STEP, 2)):
+            raise ManifestError("it is damaged", key=key)
+
+    place = Around(backend, before=before)
+    assert told_of((await scan(place, heads))[0]) == (1, [2])
+    is_bad = False
+    assert told_of((await scan(place, heads))[0]) == (2, [])
 
 
 async def test_what_is_known_of_a_step_that_is_gone_is_forgotten() -> None:

@@ -1,7 +1,5 @@
 """Where a new save stands: above what was seen and what was loaded, in the order of the calls; who else's steps are told."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any
@@ -11,13 +9,12 @@ import pytest
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.format.manifest import Manifest, encode_manifest
-from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry, scan
 from aiockpt.pipeline.lineage import LAST_CLOCK, Lineage, Position
 from aiockpt.storage.backend import Backend
-from tests.paper import paper_receipt
+from tests.paper import paper_manifest, paper_receipt
 
 MINE, THEIRS, OTHERS = "a" * 12, "b" * 12, "c" * 12
 
@@ -33,8 +30,7 @@ def lineage(*places: Backend, rank: int = 0) -> Lineage:
 async def saved(backend: Backend, step: int, run: str, sequence: int, **said: Any) -> Manifest:
     """Put a committed step there."""
     facts = {"id": step_id(step), "step": step, "run": run, "sequence": sequence, "attempt": f"{sequence:012x}"}
-    votes = [paper_receipt(rank, **{"parent": None, **facts, **said}) for rank in (0, 1)]
-    manifest = merge_receipts(votes, writer="w", write_id="0" * 32, created_ns=5)
+    manifest = paper_manifest(paper_receipt(rank, **{"parent": None, **facts, **said}) for rank in (0, 1))
     await backend.put(f"{attempt_folder(manifest.id, manifest.attempt)}/there", b"")
     await backend.put(manifest_key(manifest.id, 1), encode_manifest(manifest))
     return manifest

@@ -1,14 +1,12 @@
 """What comes after the newest, for who wants more: each older generation at its own place, and nothing untold."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from aiockpt.errors import CorruptionError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest, encode_manifest
 from aiockpt.format.names import manifest_key
-from aiockpt.pipeline.discover import Listed, StepEntry, list_step, newest_first
+from aiockpt.pipeline.discover import StepAt, StepEntry, list_step, newest_first
 from aiockpt.planning.weights import CONTENT
 from aiockpt.planning.write_plan import WEIGHTS
 from aiockpt.storage.backend import Backend
@@ -24,11 +22,11 @@ class Reader:
 
     async def read(self, backend: Backend, listed: StepEntry | None = None) -> None:
         """Read all of *backend*, as *listed*, or as it is."""
-        one = Listed(backend, listed or await list_step(backend, STEP))
+        one = StepAt(backend, listed or await list_step(backend, STEP))
         async for _, manifest in newest_first([one], self._pass_over):
             self.got.append(manifest.generation)
 
-    def _pass_over(self, one: Listed, error: CorruptionError) -> None:
+    def _pass_over(self, one: StepAt, error: CorruptionError) -> None:
         self.told.append(str(error))
 
 

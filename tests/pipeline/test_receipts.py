@@ -1,7 +1,5 @@
 """Votes of a large world, gathered by groups that die, lie or are late: none is lost, none is made up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -20,8 +18,8 @@ from aiockpt.pipeline.discover import list_step, read_receipts, votes_to_finish
 from aiockpt.pipeline.receipts import PATIENCE_S, gather
 from aiockpt.planning import groups
 from aiockpt.planning.groups import groups_of
-from aiockpt.testing.virtual_time import run_virtually
 from tests.paper import paper_receipt
+from tests.simulated.virtual_time import run_virtually
 
 ATTEMPT = "3f9c21d07b44"
 STEP_ID = "step-00000007"
@@ -75,6 +73,19 @@ async def gather_all(backend: MemoryBackend, but: Iterable[int] = ()) -> None:
             await gather(backend, receipt(group[-1]), group)
 
 
+def gathered(*, but: Iterable[int] = (), silent: Iterable[int] = ()) -> Asked:
+    """Return a place where all but the *silent* ranks have voted, and all groups but *but* are gathered."""
+    backend = Asked()
+
+    async def main() -> None:
+        await cast(backend, set(range(RANKS)) - set(silent))
+        await gather_all(backend, but)
+
+    run_virtually(main)
+    backend.read.clear()
+    return backend
+
+
 def waited(
     backend: MemoryBackend, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
 ) -> tuple[list[Receipt], float]:
@@ -97,17 +108,11 @@ def waited(
 
 
 ALL = [receipt(rank) for rank in range(RANKS)]
+BUT_ONE_GROUP = ["r00000-r00003.jsonl", "r00008-r00009.jsonl", *(f"r{rank:05d}.json" for rank in range(4, 8))]
 
 
 def test_gathered_votes_are_all_that_is_read() -> None:
-    backend = Asked()
-
-    async def prepare() -> None:
-        await cast(backend)
-        await gather_all(backend)
-        backend.read.clear()
-
-    run_virtually(prepare)
+    backend = gathered()
     assert waited(backend) == (ALL, LOOK_EVERY_S)
     assert backend.read == ["r00000-r00003.jsonl", "r00004-r00007.jsonl", "r00008-r00009.jsonl"]
 
@@ -124,22 +129,11 @@ def test_whoever_gathers_reads_its_group_only() -> None:
 
 
 def test_a_group_whose_gatherer_died_is_read_receipt_by_receipt_after_a_patience() -> None:
-    backend = Asked()
-
-    async def prepare() -> None:
-        await cast(backend)
-        await gather_all(backend, but=[1])
-        backend.read.clear()
-
-    run_virtually(prepare)
+    backend = gathered(but=[1])
     found, seconds = waited(backend)
     assert found == ALL
     assert PATIENCE_S <= seconds <= 2 * (PATIENCE_S + LOOK_EVERY_S + 0.2)
-    assert backend.read == [
-        "r00000-r00003.jsonl",
-        "r00008-r00009.jsonl",
-        *(f"r{rank:05d}.json" for rank in range(4, 8)),
-    ]
+    assert backend.read == BUT_ONE_GROUP
 
 
 def test_a_gatherer_that_is_late_is_not_waited_for_and_does_no_harm() -> None:
@@ -187,13 +181,7 @@ def test_without_any_gathering_the_receipts_are_found() -> None:
 
 
 def test_ranks_that_never_vote_are_named_and_nobody_gathers_for_them() -> None:
-    backend = MemoryBackend()
-
-    async def prepare() -> None:
-        await cast(backend, set(range(RANKS)) - {5})
-        await gather_all(backend)
-
-    run_virtually(prepare)
+    backend = gathered(silent=[5])
     with pytest.raises(CommitTimeoutError, match="no receipt from rank 5 ") as caught:
         waited(backend)
     assert caught.value.missing_ranks == (5,)
@@ -244,11 +232,9 @@ def test_a_damaged_receipt_is_not_gathered() -> None:
 
 
 def test_a_vote_that_was_withdrawn_is_not_counted_because_it_was_gathered() -> None:
-    backend = MemoryBackend()
+    backend = gathered()
 
     async def main() -> None:
-        await cast(backend)
-        await gather_all(backend)
         entry = await list_step(backend, STEP_ID)
         assert await votes_to_finish(backend, entry, ATTEMPT) == ALL
         await backend.delete([receipt_key(STEP_ID, ATTEMPT, 5)])
@@ -259,20 +245,13 @@ def test_a_vote_that_was_withdrawn_is_not_counted_because_it_was_gathered() -> N
 
 
 def test_rolling_forward_reads_what_was_gathered() -> None:
-    backend = Asked()
+    backend = gathered(but=[1])
 
     async def main() -> None:
-        await cast(backend)
-        await gather_all(backend, but=[1])
-        backend.read.clear()
         assert await votes_to_finish(backend, await list_step(backend, STEP_ID), ATTEMPT) == ALL
 
     run_virtually(main)
-    assert backend.read == [
-        "r00000-r00003.jsonl",
-        "r00008-r00009.jsonl",
-        *(f"r{rank:05d}.json" for rank in range(4, 8)),
-    ]
+    assert backend.read == BUT_ONE_GROUP
 
 
 def test_what_is_known_is_not_read_again() -> None:

@@ -1,6 +1,4 @@
-"""Do pieces that are copied out of scratch memory come to where they are wanted, when there is little of it?"""
-
-from __future__ import annotations
+"""Pieces that are copied out of scratch memory to where they are wanted, when there is little of it."""
 
 from pathlib import Path
 
@@ -8,7 +6,6 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.errors import CorruptionError
 
 IO = aiockpt.IO(slab_bytes=4096, block_bytes=4096, read_bytes=4096, file_bytes=100_000)
 """Scratch memory for 64 KiB: two of the tensors below, and less than the largest one."""
@@ -49,5 +46,5 @@ def test_a_block_that_is_damaged_in_the_last_pass_is_found(tmp_path: Path) -> No
         content = bytearray(last.read_bytes())
         content[-1] ^= 1
         last.write_bytes(content)
-        with pytest.raises(CorruptionError, match=last.name):
+        with pytest.raises(aiockpt.CorruptionError, match=last.name):
             ckpt.load({name: half(tensor)[1] for name, tensor in saved.items()}, step=1).result()

@@ -1,24 +1,21 @@
 """Which uploads of dead writers are aborted, and which are somebody else's, or may still be finished."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import StorageAccessError
 from aiockpt.events import GarbageDeleted
 from aiockpt.format.names import data_path, receipt_key, step_id
 from aiockpt.pipeline.collect import DeadUploads, abort_leftovers, find_leftovers
 from aiockpt.storage.backend import UnfinishedUpload
 from aiockpt.storage.retry import Retrying
-from aiockpt.testing.objects_client import ObjectsBackend
-from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
-from aiockpt.testing.virtual_time import run_virtually
 from tests.inline_process import Process, tiny_state
+from tests.simulated.objects_client import ObjectsBackend
+from tests.simulated.simulated_objects import ObjectStore
+from tests.simulated.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from tests.simulated.virtual_time import run_virtually
 from tests.watch import Watch
 
 DAY_S = 24 * 3600.0
@@ -106,11 +103,11 @@ class Refusing(ObjectsBackend):
 
     async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
         if not self.may_list:
-            raise StorageAccessError("s3:ListBucketMultipartUploads is not allowed")
+            raise aiockpt.StorageAccessError("s3:ListBucketMultipartUploads is not allowed")
         return await super().leftover_uploads(prefix)
 
     async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        raise StorageAccessError("s3:AbortMultipartUpload is not allowed")
+        raise aiockpt.StorageAccessError("s3:AbortMultipartUpload is not allowed")
 
 
 @pytest.mark.parametrize("may_list", [True, False])

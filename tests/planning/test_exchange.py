@@ -1,7 +1,5 @@
 """What several ranks want is read by one of them and reaches each exactly once; what one wants is its own affair."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,7 +11,6 @@ from aiockpt.planning.exchange import (
     MIN_PARCEL_BYTES,
     Exchange,
     FileSpan,
-    SharedRange,
     landings_of,
     landings_within,
     plan_exchange,
@@ -45,13 +42,9 @@ def spans_of(blocks: set[tuple[int, int]], sizes: Sequence[int]) -> list[FileSpa
     return wanted_spans([landings], list(zip(sizes, BLOCKS, strict=True)))
 
 
-def parcels_of(exchange: Exchange) -> list[SharedRange]:
-    return [parcel for parcels in exchange.rounds for parcel in parcels]
-
-
 def bytes_read(exchange: Exchange) -> list[int]:
     read = [sum(span.end - span.start for span in spans) for spans in exchange.alone]
-    for parcel in parcels_of(exchange):
+    for parcel in exchange.parcels:
         read[parcel.reader] += parcel.size_bytes
     return read
 
@@ -71,11 +64,11 @@ def test_every_wanted_block_reaches_each_rank_that_wants_it_exactly_once(
     exchange = plan_exchange(spans, BLOCKS, parcel_bytes=parcel_bytes)
     for rank, mine in enumerate(spans):
         arrives = blocks_in(exchange.alone[rank])
-        for parcel in parcels_of(exchange):
+        for parcel in exchange.parcels:
             if rank in parcel.takers:
                 arrives += blocks_in(parcel.spans)
         assert arrives == blocks_in(mine)
-    read = sum((blocks_in(parcel.spans) for parcel in parcels_of(exchange)), Counter[tuple[int, int]]())
+    read = sum((blocks_in(parcel.spans) for parcel in exchange.parcels), Counter[tuple[int, int]]())
     read += sum(map(blocks_in, exchange.alone), Counter[tuple[int, int]]())
     assert set(read.values()) <= {1}, "a block is read by two ranks"
 
@@ -89,18 +82,16 @@ def test_parcels_are_whole_blocks_of_a_bounded_size_that_their_reader_wants_too(
 ) -> None:
     exchange = plan_exchange([spans_of(blocks, sizes) for blocks in wanted], BLOCKS, parcel_bytes=parcel_bytes)
     opened: list[int] = []
-    for parcels in exchange.rounds:
-        assert len({parcel.reader for parcel in parcels}) == len(parcels), "a rank reads twice in a round"
-        for parcel in parcels:
-            assert parcel.reader in parcel.takers
-            assert len(parcel.takers) > 1
-            assert list(parcel.takers) == sorted(set(parcel.takers))
-            assert 0 < parcel.size_bytes <= max(parcel_bytes, *BLOCKS)
-            for span in parcel.spans:
-                assert span.start % BLOCKS[span.file] == 0
-                assert span.end % BLOCKS[span.file] == 0 or span.end == sizes[span.file]
-            opened += parcel.opens
-    assert sorted(opened) == sorted({span.file for parcel in parcels_of(exchange) for span in parcel.spans})
+    for parcel in exchange.parcels:
+        assert parcel.reader in parcel.takers
+        assert len(parcel.takers) > 1
+        assert list(parcel.takers) == sorted(set(parcel.takers))
+        assert 0 < parcel.size_bytes <= max(parcel_bytes, *BLOCKS)
+        for span in parcel.spans:
+            assert span.start % BLOCKS[span.file] == 0
+            assert span.end % BLOCKS[span.file] == 0 or span.end == sizes[span.file]
+        opened += parcel.opens
+    assert sorted(opened) == sorted({span.file for parcel in exchange.parcels for span in parcel.spans})
 
 
 @examples(50)
@@ -111,7 +102,7 @@ def test_replicas_read_alike_within_one_parcel(ranks: int, size: int, seed: int)
     exchange = plan_exchange([spans] * ranks, (4096, 4096), parcel_bytes=4 * MIB)
     read = bytes_read(exchange)
     assert sum(read) == sum(span.end - span.start for span in spans)
-    largest = max(parcel.size_bytes for parcel in parcels_of(exchange))
+    largest = max(parcel.size_bytes for parcel in exchange.parcels)
     assert largest <= 4 * MIB
     assert max(read) - min(read) <= largest
 
@@ -126,19 +117,19 @@ def test_a_rank_that_reads_much_alone_reads_less_for_others() -> None:
 def test_small_checkpoints_are_cut_so_that_all_ranks_read() -> None:
     exchange = plan_exchange([[FileSpan(0, 0, 8 * MIB)]] * 2, (4096,), parcel_bytes=16 * MIB)
     assert bytes_read(exchange) == [4 * MIB] * 2
-    assert len(exchange.rounds) == 4
-    assert all(parcel.size_bytes == MIN_PARCEL_BYTES for parcel in parcels_of(exchange))
+    assert [parcel.reader for parcel in exchange.parcels] == [0, 1] * 4, "in turn"
+    assert all(parcel.size_bytes == MIN_PARCEL_BYTES for parcel in exchange.parcels)
 
 
 def test_few_wanted_blocks_of_many_tensors_travel_in_one_message() -> None:
     norms = [FileSpan(0, number * 40960, number * 40960 + 4096) for number in range(100)]
     exchange = plan_exchange([norms, norms], (4096,), parcel_bytes=16 * MIB)
-    assert [len(parcel.spans) for parcel in parcels_of(exchange)] == [100]
+    assert [len(parcel.spans) for parcel in exchange.parcels] == [100]
 
 
 def test_nothing_is_exchanged_where_nobody_wants_the_same() -> None:
     exchange = plan_exchange([[FileSpan(0, 0, 4096)], [FileSpan(0, 4096, 8192)], []], (4096,), parcel_bytes=MIB)
-    assert exchange.rounds == ()
+    assert exchange.parcels == ()
     assert exchange.alone == ((FileSpan(0, 0, 4096),), (FileSpan(0, 4096, 8192),), ())
 
 

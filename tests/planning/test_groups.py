@@ -1,7 +1,5 @@
 """Groups of ranks: every rank in exactly one, none of them large, and none at all where nobody needs them."""
 
-from __future__ import annotations
-
 from math import isqrt
 
 from hypothesis import given

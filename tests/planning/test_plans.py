@@ -1,7 +1,5 @@
 """Plans move every byte exactly once: writes are fulfilled in memory, reads are fulfilled from the writes."""
 
-from __future__ import annotations
-
 import struct
 
 import msgspec

@@ -1,7 +1,5 @@
 """Who writes what: everything once, by someone who holds it, and nobody much more than the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Which names are weights, where their bytes come from, and what is refused; without a file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

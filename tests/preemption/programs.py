@@ -1,7 +1,5 @@
 """Programs that train and are told to end, in processes of their own: `start` runs one, `Program` talks to it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -20,7 +18,7 @@ import torch, aiockpt
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 root = sys.argv[1]
 state = {"weight": torch.zeros(200, 100), "value": -1}
-small = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
+small = aiockpt.Limits(io=aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384))
 
 
 def say(*words):
@@ -77,6 +75,12 @@ class Program:
         """Send its whole process group a signal, as schedulers do."""
         os.killpg(self.process.pid, number)
 
+    def stop(self, said: str = "go") -> int:
+        """Send SIGTERM once the program has said that; return its status."""
+        self.wait_said(said)
+        self.send()
+        return self.end()
+
     def end(self) -> int:
         """Wait for its end; return its status."""
         try:
@@ -114,3 +118,12 @@ def start(folder: Path, script: str, environment: Mapping[str, str] | None = Non
             env={**os.environ, **(environment or {})},
         )
     return Program(process, log)
+
+
+def run_and_end(folder: Path, script: str, number: int = signal.SIGTERM, status: int = 75) -> Program:
+    """Run *script* in *folder* and send it a signal where it says "go"; return it when it has ended with *status*."""
+    program = start(folder, script)
+    program.wait_said("go")
+    program.send(number)
+    assert program.end() == status, program.log
+    return program

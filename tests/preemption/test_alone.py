@@ -1,6 +1,4 @@
-"""Does a run that is told to end keep what it has, and say so? Real processes, real signals."""
-
-from __future__ import annotations
+"""Runs that are told to end: they keep what they have, and say so. Real processes, real signals."""
 
 import errno
 import logging
@@ -18,14 +16,14 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
-from tests.preemption.programs import start
-from tests.small_run import SMALL
+from tests.preemption.programs import run_and_end, start
+from tests.small_run import SMALL, small_checkpointer
 
 
 def newest(root: Path) -> int | None:
     """Load the newest step as a new process would, and return its value, after checking its tensor."""
     state: dict[str, Any] = {"weight": torch.zeros(200, 100), "value": -1}
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         loaded = ckpt.load(state).result()
     if loaded is None:
         return None
@@ -35,7 +33,7 @@ def newest(root: Path) -> int | None:
 
 
 STEPS = """
-with aiockpt.Checkpointer(root, every=EVERY, io=small, on_preempt=ON_PREEMPT) as ckpt:
+with aiockpt.Checkpointer(root, every=EVERY, limits=small, on_preempt=ON_PREEMPT) as ckpt:
     for step in range(ckpt.resume(state), 100_000):
         train(step)
         if step == 25:
@@ -62,30 +60,20 @@ def steps(every: int = 1_000_000, on_preempt: str = ANEW) -> str:
 def test_a_signal_saves_the_step_that_is_reached_and_the_status_says_that_it_was_read_back(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    program = start(tmp_path, steps())
-    program.wait_said("go")
-    program.send(number)
-    assert program.end() == 75, program.log
-    step = newest(tmp_path / "run")
-    assert step is not None
+    program = run_and_end(tmp_path, steps(), number)
+    step = newest(tmp_path / "run") or 0
     assert step >= 25
     assert f"{number.name}: the run ends; step {step} is saved and committed, read back and compared" in program.log
     assert "Traceback" not in program.log
 
 
 def test_without_reading_back_the_status_is_another(tmp_path: Path) -> None:
-    program = start(tmp_path, steps(on_preempt="aiockpt.Preemption(verify=False)"))
-    program.wait_said("go")
-    program.send()
-    assert program.end() == 76, program.log
+    program = run_and_end(tmp_path, steps(on_preempt="aiockpt.Preemption(verify=False)"), status=76)
     assert "not read back" in program.log
 
 
 def test_a_snapshot_that_is_recent_enough_is_flushed_and_no_new_one_made(tmp_path: Path) -> None:
-    program = start(tmp_path, steps(every=20, on_preempt="aiockpt.Preemption(recent_s=1000)"))
-    program.wait_said("go")
-    program.send()
-    assert program.end() == 75, program.log
+    program = run_and_end(tmp_path, steps(every=20, on_preempt="aiockpt.Preemption(recent_s=1000)"))
     step = newest(tmp_path / "run")
     assert step is not None
     assert step % 20 == 0
@@ -94,7 +82,7 @@ def test_a_snapshot_that_is_recent_enough_is_flushed_and_no_new_one_made(tmp_pat
 
 def test_a_program_that_calls_save_ends_there_with_that_very_step(tmp_path: Path) -> None:
     script = """
-with aiockpt.Checkpointer(root, io=small, on_preempt=ON_PREEMPT) as ckpt:
+with aiockpt.Checkpointer(root, limits=small, on_preempt=ON_PREEMPT) as ckpt:
     for step in range(100_000):
         train(step)
         if step == 30:
@@ -103,12 +91,8 @@ with aiockpt.Checkpointer(root, io=small, on_preempt=ON_PREEMPT) as ckpt:
             ckpt.save(step, state)
         time.sleep(0.002)
 """
-    program = start(tmp_path, script.replace("ON_PREEMPT", ANEW))
-    program.wait_said("go")
-    program.send()
-    assert program.end() == 75, program.log
-    step = newest(tmp_path / "run")
-    assert step is not None
+    run_and_end(tmp_path, script.replace("ON_PREEMPT", ANEW))
+    step = newest(tmp_path / "run") or 0
     assert step >= 30
     assert step % 10 == 0
 
@@ -126,7 +110,7 @@ class SlowFiles(OsFiles):
         OsFiles.fdatasync(fd)
 
 
-with aiockpt.Checkpointer(LocalBackend(root, world=World(files=SlowFiles())), io=small, on_preempt="save") as ckpt:
+with aiockpt.Checkpointer(LocalBackend(root, world=World(files=SlowFiles())), limits=small, on_preempt="save") as ckpt:
     train(7)
     ckpt.save(7, state)
     long_call()
@@ -145,7 +129,7 @@ with aiockpt.Checkpointer(LocalBackend(root, world=World(files=SlowFiles())), io
 
 def test_inside_a_long_call_of_c_with_nothing_saved_the_log_says_that(tmp_path: Path) -> None:
     script = """
-with aiockpt.Checkpointer(root, io=small, on_preempt="save") as ckpt:
+with aiockpt.Checkpointer(root, limits=small, on_preempt="save") as ckpt:
     long_call()
 """
     program = start(tmp_path, script)
@@ -159,7 +143,7 @@ with aiockpt.Checkpointer(root, io=small, on_preempt="save") as ckpt:
 
 def test_a_signal_while_it_closes_loses_nothing_and_what_comes_after_ends_as_before(tmp_path: Path) -> None:
     script = """
-with aiockpt.Checkpointer(root, io=small, on_preempt="save") as ckpt:
+with aiockpt.Checkpointer(root, limits=small, on_preempt="save") as ckpt:
     train(3)
     ckpt.save(3, state)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -179,16 +163,14 @@ def test_a_program_that_is_done_ends_well(tmp_path: Path) -> None:
 
 
 def test_a_writer_process_outlives_the_signals_and_saves_the_last_step(tmp_path: Path) -> None:
-    program = start(tmp_path, steps().replace("io=small", "io=small, worker='process'"))
+    program = start(tmp_path, steps().replace("limits=small", "limits=small, worker='process'"))
     program.wait_said("go")
     for child in children(program.process.pid):
         os.kill(child, signal.SIGUSR1)
         os.kill(child, signal.SIGTERM)
     program.send()
     assert program.end() == 75, program.log
-    step = newest(tmp_path / "run")
-    assert step is not None
-    assert step >= 25
+    assert (newest(tmp_path / "run") or 0) >= 25
 
 
 def children(pid: int) -> list[int]:
@@ -227,8 +209,16 @@ def reach(ckpt: aiockpt.Checkpointer, step: int, state: dict[str, Any]) -> aiock
     return ckpt.step(step, state)
 
 
+def end_at(ckpt: aiockpt.Checkpointer, step: int, state: dict[str, Any]) -> tuple[int | None, object]:
+    """Tell this process to end, and reach *step*; return the step that the end names, and the status."""
+    tell()
+    with pytest.raises(aiockpt.Preempted) as ended:
+        reach(ckpt, step, state)
+    return ended.value.step, ended.value.code
+
+
 def test_who_catches_it_and_goes_on_is_told_again_and_saves_nothing(tmp_path: Path, state: dict[str, Any]) -> None:
-    with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
         assert reach(ckpt, 1, state) is None
         tell()
         with pytest.raises(aiockpt.Preempted) as first:
@@ -249,7 +239,7 @@ def test_other_threads_save_on_and_never_end_the_run(tmp_path: Path, state: dict
         except BaseException as error:  # noqa: BLE001
             ended.append(error)
 
-    with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
         tell()
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -262,9 +252,7 @@ def test_other_threads_save_on_and_never_end_the_run(tmp_path: Path, state: dict
 def test_a_state_that_cannot_be_saved_ends_the_run_too_and_names_the_last_step_that_was(
     tmp_path: Path, state: dict[str, Any]
 ) -> None:
-    with aiockpt.Checkpointer(
-        tmp_path, on_preempt=aiockpt.Preemption(recent_s=0), limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer(tmp_path, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
         reach(ckpt, 1, state)
         ckpt.save(1, state).result()
         tell()
@@ -279,14 +267,9 @@ def test_a_folder_that_cannot_be_flushed_keeps_the_last_step_all_the_same(
 ) -> None:
     files = FaultyFiles(OsFiles(), [Fault(do="fail", verb="fsync", times=None, error=errno.EINVAL)])
     place = LocalBackend(tmp_path, world=World(files))
-    with aiockpt.Checkpointer(
-        place, on_preempt=aiockpt.Preemption(recent_s=0), limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer(place, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
         assert not ckpt.save(1, state).result().durable
-        tell()
-        with pytest.raises(aiockpt.Preempted) as ended:
-            reach(ckpt, 2, state)
-    assert (ended.value.step, ended.value.code) == (2, 75)
+        assert end_at(ckpt, 2, state) == (2, 75)
 
 
 def test_when_full_skip_does_not_skip_the_last_save(tmp_path: Path, state: dict[str, Any]) -> None:
@@ -303,34 +286,30 @@ def test_when_full_skip_does_not_skip_the_last_save(tmp_path: Path, state: dict[
 
 
 async def test_inside_an_event_loop_it_ends_as_well(tmp_path: Path, state: dict[str, Any]) -> None:
-    async with aiockpt.Checkpointer(tmp_path, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
         reach(ckpt, 1, state)
-        tell()
-        with pytest.raises(aiockpt.Preempted) as ended:
-            reach(ckpt, 2, state)
-    assert (ended.value.step, ended.value.code) == (2, 75)
+        assert end_at(ckpt, 2, state) == (2, 75)
 
 
 def test_the_last_step_goes_to_the_fastest_durable_tier_though_its_rule_does_not_take_it(
     tmp_path: Path, state: dict[str, Any]
 ) -> None:
     tiers = [aiockpt.Tier("memory://preempted"), aiockpt.Tier(tmp_path / "disk", every=10)]
-    with aiockpt.Checkpointer(tiers, on_preempt="save", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers, on_preempt="save") as ckpt:
         reach(ckpt, 7, state)
-        tell()
-        with pytest.raises(aiockpt.Preempted) as ended:
-            reach(ckpt, 8, state)
-    assert (ended.value.step, ended.value.code) == (8, 75)
-    with aiockpt.Checkpointer(tmp_path / "disk", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        assert end_at(ckpt, 8, state) == (8, 75)
+    with small_checkpointer(tmp_path / "disk") as ckpt:
         assert ckpt.latest().result() == 8
 
 
 class SlowFiles(OsFiles):
     """A disk whose flushes take their time."""
 
+    late_s = 0.4
+
     def fdatasync(self, fd: int) -> None:  # type: ignore[override]
         """Flush, late."""
-        time.sleep(0.4)
+        time.sleep(self.late_s)
         os.fdatasync(fd)
 
 
@@ -339,19 +318,25 @@ def test_of_two_durable_tiers_the_last_step_goes_to_the_one_that_was_faster(
 ) -> None:
     slow, fast = LocalBackend(tmp_path / "slow", world=World(files=SlowFiles())), LocalBackend(tmp_path / "fast")
     anew = aiockpt.Preemption(recent_s=0)
-    with aiockpt.Checkpointer(
-        [aiockpt.Tier(slow), aiockpt.Tier(fast)], on_preempt=anew, limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([aiockpt.Tier(slow), aiockpt.Tier(fast)], on_preempt=anew) as ckpt:
         first = ckpt.save(1, state)
         assert first.result().url == slow.url
         first.committed(fast).result()
-        tell()
-        with pytest.raises(aiockpt.Preempted) as ended:
-            reach(ckpt, 2, state)
-    assert (ended.value.step, ended.value.code) == (2, 75)
+        assert end_at(ckpt, 2, state) == (2, 75)
     for place, step in ((tmp_path / "fast", 2), (tmp_path / "slow", 1)):
-        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(place) as ckpt:
             assert ckpt.latest().result() == step
+
+
+def test_the_last_step_is_saved_however_recent_the_last_snapshot_is(tmp_path: Path, state: dict[str, Any]) -> None:
+    files = SlowFiles()
+    place = LocalBackend(tmp_path / "run", world=World(files=files))
+    with small_checkpointer(place, on_preempt="save") as ckpt:
+        ckpt.save(1, state).result()  # takes seconds; a later one is taken to do so, too
+        files.late_s = 0.0
+        ckpt.save(2, state).result()
+        reach(ckpt, 3, state)
+        assert end_at(ckpt, 4, state) == (4, 75)
 
 
 def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rule_does_not_take_it(
@@ -360,7 +345,7 @@ def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rul
     rarely, slow = tmp_path / "rarely", LocalBackend(tmp_path / "slow", world=World(files=SlowFiles()))
     tiers = [aiockpt.Tier("memory://flushed"), aiockpt.Tier(rarely, every=10), aiockpt.Tier(slow)]
     flushes = aiockpt.Preemption(recent_s=1000)
-    with aiockpt.Checkpointer(tiers, on_preempt=flushes, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers, on_preempt=flushes) as ckpt:
         save = ckpt.save(7, state)
         tell()
         with pytest.raises(aiockpt.Preempted, match="step 7 is flushed and committed") as ended:
@@ -368,7 +353,7 @@ def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rul
         assert save.result().url == slow.url
     assert (ended.value.step, ended.value.code) == (7, 75)
     for place, steps_there in ((rarely, []), (tmp_path / "slow", [7])):
-        with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(place) as ckpt:
             assert [info.step for info in ckpt.steps().result()] == steps_there
 
 

@@ -1,6 +1,4 @@
-"""Does a run end in time before its allocation does? The time is a point of the wall clock, and one rank looks at it."""
-
-from __future__ import annotations
+"""Runs that end before their allocation does. The time is a point of the wall clock, and one rank looks at it."""
 
 import datetime
 import time

@@ -1,6 +1,4 @@
-"""What is saved of a run that is told to end and makes no further call? Real processes, real signals, real workers."""
-
-from __future__ import annotations
+"""What is saved of a run that is told to end and makes no further call. Real processes, real signals, real workers."""
 
 import os
 import signal
@@ -18,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import aiockpt
 from aiockpt.runtime.loop import LoopThread
-from tests.preemption.programs import WAIT_S, Program, start, start_ranks
+from tests.preemption.programs import WAIT_S, Program, run_and_end, start, start_ranks
 from tests.preemption.test_alone import newest, tell
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 BEGIN = """
 from torch.utils.data import DataLoader
@@ -35,7 +33,7 @@ class Data(torch.utils.data.Dataset):
 PLAIN = (
     BEGIN
     + """
-with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
+with aiockpt.Checkpointer(root, limits=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
     start = ckpt.resume(state)
     for step, batch in enumerate(DataLoader(Data(), 8, num_workers=2), start):
         train(step)
@@ -72,39 +70,63 @@ def test_a_signal_that_ends_the_workers_first_saves_the_step_of_the_last_call(tm
     assert f"step {saved} is saved and committed, read back and compared" in program.log
 
 
-def test_a_handler_of_another_library_that_ends_the_program_keeps_its_status_and_the_last_step(tmp_path: Path) -> None:
-    program = start(
-        tmp_path,
-        """
-with aiockpt.Checkpointer(root, io=small, on_preempt="save") as ckpt:
+LOADED = (
+    BEGIN
+    + """
+sampler = aiockpt.ShardedSampler(1_000_000, 8, shuffle=False)
+state["loader"] = loader = aiockpt.Loader(DataLoader(Data(), batch_sampler=sampler, num_workers=2, **options))
+with aiockpt.Checkpointer(root, limits=small, every=1000, on_preempt="save") as ckpt:
+    for step, batch in enumerate(loader, ckpt.resume(state)):
+        train(step)
+        die_here(step)
+        ckpt.step(step, state)
+"""
+)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_signal_to_the_group_saves_the_last_step(tmp_path: Path, persistent: bool) -> None:
+    options = f"options = dict(persistent_workers={persistent})\ndef die_here(step): pass\n"
+    program = start(tmp_path, options + LOADED)
+    program.wait_said("go")
+    program.send_group()
+    assert program.end() == aiockpt.Preempted.VERIFIED, program.log
+    assert f"step {newest(tmp_path / 'run')} is saved and committed" in program.log
+
+
+def test_a_worker_that_ends_before_the_signal_comes_interrupts_no_step(tmp_path: Path) -> None:
+    dies = """
+options = {}
+def die_here(step):
+    if step == 20:
+        worker, other = (int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split())
+        os.kill(worker, signal.SIGTERM)
+        while "State:\tZ" not in open(f"/proc/{worker}/status").read():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        state["value"] = step
+"""
+    program = start(tmp_path, dies + LOADED)
+    assert program.end() == aiockpt.Preempted.VERIFIED, program.log
+    assert (newest(tmp_path / "run") or 0) >= 20, program.log
+
+
+ENDED_BY_ANOTHER_HANDLER = """
+def go():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     train(7)
     ckpt.step(7, state)
     say("go")
     time.sleep(60)
-""",
-    )
-    program.wait_said("go")
-    program.send()
-    assert program.end() == 3, program.log
-    assert newest(tmp_path / "run") == 7
+ckpt = aiockpt.Checkpointer(root, limits=small, on_preempt="save")
+"""
 
 
-def test_a_program_without_a_with_block_saves_the_last_step_as_it_ends(tmp_path: Path) -> None:
-    program = start(
-        tmp_path,
-        """
-ckpt = aiockpt.Checkpointer(root, io=small, on_preempt="save")
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-train(7)
-ckpt.step(7, state)
-say("go")
-time.sleep(60)
-""",
-    )
-    program.wait_said("go")
-    program.send()
-    assert program.end() == 3, program.log
+@pytest.mark.parametrize("block", ["with ckpt: go()", "go()"])
+def test_a_handler_of_another_library_that_ends_the_program_keeps_its_status_and_the_last_step(
+    tmp_path: Path, block: str
+) -> None:
+    run_and_end(tmp_path, ENDED_BY_ANOTHER_HANDLER + block, status=3)
     assert newest(tmp_path / "run") == 7
 
 
@@ -121,6 +143,20 @@ class Own:
         self.seen = state
 
 
+class Slotted(Own):
+    """The same, whose values are in slots."""
+
+    __slots__ = ("average", "count")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.average = 0, torch.zeros(3)
+
+    def __call__(self) -> None:
+        """Count, as averages of weights that are called with a model do."""
+        self.count += 1
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "nothing": lambda state: None,
     "a tensor in place": lambda state: state["weight"][3, 4].fill_(5.0),
@@ -133,6 +169,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a schedule": lambda state: setattr(state["schedule"], "last_epoch", 4),
     "a batch": lambda state: next(state["batches"].value),
     "an own object": lambda state: state["own"].seen.update(count=1),
+    "a tensor past torch's counter": lambda state: state["weight"].data.fill_(5.0),
+    "weights past torch's counter": lambda state: state["net"].weight.data.copy_(torch.ones(2, 2)),
+    "a strided tensor past torch's counter": lambda state: state["turned"].data.fill_(5.0),
+    "a slot of an own object that is called": lambda state: state["slotted"](),
+    "a tensor in a slot": lambda state: state["slotted"].average.fill_(1.0),
     "an array": lambda state: state["array"].fill(1),
     "too many values": lambda state: state["own"].seen.update({str(number): number for number in range(9999)}),
 }
@@ -156,12 +197,14 @@ def test_only_a_state_that_has_not_moved_since_the_last_call_is_saved_as_its_ste
         "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 3),
         "rng": aiockpt.RNG(),
         "own": Own(),
+        "slotted": Slotted(),
+        "turned": torch.zeros(3, 2).t(),
         "array": np.zeros(3),
     }
     batches = iter(loader)
 
     def fail() -> None:
-        with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
+        with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
             ckpt.step(7, state)
             CHANGES[change]({**state, "batches": aiockpt.per_rank(batches)} if change != "a plain value" else state)
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -183,7 +226,7 @@ def test_the_end_of_a_worker_does_not_interrupt_the_last_save(tmp_path: Path) ->
 
     earlier = signal.signal(signal.SIGCHLD, fail)
     try:
-        with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
+        with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
             tell()
             with pytest.raises(aiockpt.Preempted) as ended:
                 ckpt.step(7, {"own": Ends()})
@@ -248,7 +291,7 @@ def test_ranks_whose_workers_die_of_the_signal_save_the_same_step(tmp_path: Path
     script = (
         BEGIN
         + """
-with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
+with aiockpt.Checkpointer(root, limits=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
     for step, batch in enumerate(DataLoader(Data(), 8, num_workers=1)):
         torch.distributed.barrier()
         train(step)
@@ -273,7 +316,7 @@ with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s
 
 
 def test_a_loop_that_is_over_saves_its_last_step_and_ends_well(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), on_preempt="save") as ckpt:
+    with small_checkpointer(tmp_path, on_preempt="save") as ckpt:
         state = {"weight": torch.full((200, 100), 4.0), "value": 4}
         ckpt.step(4, state)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,6 +1,4 @@
-"""Do all ranks end in the same call, with the same step, whichever of them is told? Real processes on gloo."""
-
-from __future__ import annotations
+"""Ranks that all end in the same call, with the same step, whichever of them is told. Real processes on gloo."""
 
 import random
 import signal
@@ -10,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import aiockpt
 from tests.preemption.programs import Program, start_ranks
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 
 WORLD_SIZE = 3
 
 TOGETHER = """
 state = {"shared": torch.zeros(40, 10), f"own{rank}": torch.zeros(100), "value": -1}
-with aiockpt.Checkpointer(root, every=EVERY, io=small, on_preempt=ON_PREEMPT) as ckpt:
+with aiockpt.Checkpointer(root, every=EVERY, limits=small, on_preempt=ON_PREEMPT) as ckpt:
     for step in range(ckpt.resume(state), 100_000):
         if COLLECTIVE:
             torch.distributed.all_reduce(torch.ones(1))
@@ -49,7 +46,7 @@ def newest(root: Path) -> int | None:
     own = {f"own{rank}": torch.zeros(100) for rank in range(WORLD_SIZE)}
     shared = torch.zeros(40, 10)
     state = {"shared": shared, "value": -1, **own}
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         loaded = ckpt.load(state).result()
     if loaded is None:
         return None

@@ -1,7 +1,5 @@
 """A mesh of this process alone: DTensors as they are on a rank, without others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The changes of the table of `aiockpt.lazy.guards` that need nothing but a tensor, plain or a DTensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ The processes, the damage, and what must hold are those of the campaign (`tests.
 of them by seed; here Hypothesis draws, so that a history that fails comes down to the few calls that it needs.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -4,8 +4,6 @@ All ranks live in this process and own arrays. What they write goes into files i
 and merge; what they load comes out of these files through the real load plans. There is no storage and no torch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod

@@ -3,8 +3,6 @@
 The same cases by seed, as many as one likes: ``make campaign KIND=states COUNT=100000``.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 
@@ -13,10 +11,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
-from aiockpt.testing.state_model import facts_of, first_difference
-from aiockpt.testing.states import Blueprint, blueprints, build
 from tests.campaigns.states import IO, WAYS, Saved
 from tests.example_counts import examples
+from tests.simulated.state_model import facts_of, first_difference
+from tests.simulated.states import Blueprint, blueprints, build
 
 
 @examples(60, suppress_health_check=[HealthCheck.too_slow])

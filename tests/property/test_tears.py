@@ -5,8 +5,6 @@ of the call, bit for bit, or raise; where the table of `aiockpt.lazy.guards` nam
 The copy waits for the change, so it is under way when that is made, except where the moment is after the copy.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -33,11 +31,11 @@ import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.lazy.guards import CHANGES, Change, Guard
 from aiockpt.runtime.world import World
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
 from tests.gates import Gate
 from tests.property.tensor_changes import MAKE, by_data, counters_of, like, local, set_counters
 from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped, lazy_of, promise_of
+from tests.simulated.twin_accelerator import TwinAccelerator
 from tests.watch import until
 
 ELEMENTS = 16 * 1024
@@ -381,7 +379,7 @@ def test_what_waits_and_what_is_replaced_leaves_the_state_of_the_call(
 @pytest.mark.parametrize("mode", ["lazy", "lazy on a device"])
 @pytest.mark.parametrize("change", ["data", "foreach", "fused"])
 def test_digests_see_what_nothing_else_does(
-    change: str, mode: Mode, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, mode: Mode, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin = TwinAccelerator("late") if mode == "lazy on a device" else None
     gates, state = Gates(monkeypatch), State(mesh, twin)

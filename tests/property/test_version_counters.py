@@ -1,7 +1,5 @@
 """What torch counts, and what it does not: all of it private behaviour that the guards of a lazy save rely upon."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

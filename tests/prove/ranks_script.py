@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 -m tests.prove.ranks_script
 """
 
-from __future__ import annotations
-
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard

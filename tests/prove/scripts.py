@@ -5,8 +5,6 @@
 "" is the script without a bug. Each bug is one that a real project shipped, and that nobody noticed for a while.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -1,6 +1,4 @@
-"""Does `aiockpt prove` do it all with real processes and a real SIGKILL, and leave nothing behind?"""
-
-from __future__ import annotations
+"""`aiockpt prove` with real processes and a real SIGKILL, leaving nothing behind."""
 
 import json
 import os
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from aiockpt.prove.assignment import VARIABLE
+from tests.run_python import run_python
 from tests.watch import until
 
 SCRIPT = [sys.executable, "-m", "tests.prove.scripts"]
@@ -25,10 +24,8 @@ def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100",
         "TMPDIR": scratch(folder),
     }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "aiockpt.tools.cli.main", "prove", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = "-m", "aiockpt.tools.cli.main", "prove", *arguments
+    return run_python(*command, status=None, cwd=folder, env=environment, timeout=300)
 
 
 def scratch(folder: Path) -> str:

@@ -1,6 +1,4 @@
-"""What counts as a difference, and where is it said to be? Records that were made up, one habit of scripts each."""
-
-from __future__ import annotations
+"""Differences between records, and where they are said to be. Made-up records, one habit of scripts each."""
 
 from collections.abc import Sequence
 
@@ -12,11 +10,11 @@ from aiockpt.prove.proof import draw_kills
 from aiockpt.prove.records import (
     AnyRecord,
     Begun,
-    Committed,
     Died,
     Ended,
     Labelled,
-    Loaded,
+    LoadDone,
+    SaveDone,
     Stepped,
     View,
     decode,
@@ -40,8 +38,8 @@ def labelled(label: int | None, count: int, step: int, *, saved: bool = True, st
     return Labelled(label=label, count=count, step=step, saved=saved, state=state, metrics={})
 
 
-def loaded(step: int, state: View = STATE, *, fits: bool = True) -> Loaded:
-    return Loaded(label=step, count=0, step=step, fits=fits, withheld=False, state=state)
+def loaded(step: int, state: View = STATE, *, fits: bool = True) -> LoadDone:
+    return LoadDone(label=step, count=0, step=step, fits=fits, withheld=False, state=state)
 
 
 def straight(steps: int = 4) -> list[AnyRecord]:
@@ -188,7 +186,7 @@ def test_records_are_read_as_they_were_written_but_for_a_last_line_that_was_cut(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_come_after_the_first_save_in_the_order_of_training(seed: int) -> None:
-    told = [*straight(12), *[Committed(step=step, calls=5) for step in range(12)]]
+    told = [*straight(12), *[SaveDone(step=step, calls=5) for step in range(12)]]
     kills = draw_kills(Start("straight", {0: told}, 1.0), 3, seed)
     assert [kill.kind for kill in kills] == ["save", "step", "save"]
     places = [(kill.label or 0) - (kill.kind == "save") for kill in kills]

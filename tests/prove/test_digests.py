@@ -1,6 +1,4 @@
-"""Is a digest by bits, dtype, shape and order, and by nothing else? Is one of many parts that of the whole?"""
-
-from __future__ import annotations
+"""Digests by bits, dtype, shape and order, and by nothing else; that of many parts is that of the whole."""
 
 from collections.abc import Callable
 

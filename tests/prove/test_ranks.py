@@ -1,6 +1,4 @@
-"""Does a proof hold under torchrun: each rank's parts, and a resume on another number of ranks?"""
-
-from __future__ import annotations
+"""Proofs under torchrun: each rank's parts, and a resume on another number of ranks."""
 
 import json
 import shlex
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiockpt.prove.compare import Findings, compare_reshaped
-from aiockpt.prove.records import AnyRecord, Begun, Labelled, Loaded, Stepped, View
+from aiockpt.prove.records import AnyRecord, Begun, Labelled, LoadDone, Stepped, View
 from aiockpt.prove.starts import Start
 from tests.prove.test_command import left_behind, prove
 
@@ -65,7 +63,7 @@ def start(name: str, world_size: int, samples: list[list[int]], losses: list[flo
         )
         told: list[AnyRecord] = [Begun(rank=rank, world_size=world_size, urls=[])]
         if load is not None:
-            told.append(Loaded(label=0, step=0, fits=True, withheld=False, state=load))
+            told.append(LoadDone(label=0, step=0, fits=True, withheld=False, state=load))
         else:
             told.append(Labelled(step=0, saved=True, state=view, metrics={}))
         for number, (of_ranks, loss) in enumerate(zip(samples, losses, strict=True)):

@@ -1,6 +1,4 @@
-"""Where does a start of a proof kill itself, as told by its recorder?"""
-
-from __future__ import annotations
+"""The point at which a start of a proof kills itself, as its recorder says."""
 
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a proof concludes from runs that failed in odd places: never that they are equal."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ from msgspec.structs import replace
 from aiockpt.prove.certificate import Certificate, Evidence, judge
 from aiockpt.prove.compare import STEPS, Findings
 from aiockpt.prove.proof import _Proof
-from aiockpt.prove.records import Begun, Committed, Died, Ended, Labelled, Loaded, Stepped, View
+from aiockpt.prove.records import Begun, Died, Ended, Labelled, LoadDone, SaveDone, Stepped, View
 from aiockpt.prove.starts import Proof, Start
 
 BEGUN = Begun(rank=0, world_size=1, urls=["u"])
@@ -32,12 +30,12 @@ def saved(step: int, label: int | None) -> Labelled:
     return Labelled(label=label, count=5, url="u", step=step, saved=True, state=view(step), metrics={})
 
 
-def loaded(state: View, *, withheld: bool = False) -> Loaded:
-    return Loaded(label=5, count=0, url="u", step=5, fits=True, withheld=withheld, state=state)
+def loaded(state: View, *, withheld: bool = False) -> LoadDone:
+    return LoadDone(label=5, count=0, url="u", step=5, fits=True, withheld=withheld, state=state)
 
 
 END = Ended(label=10, weights={}, slots={})
-TO_5 = [BEGUN, *steps(None, "1.0"), saved(5, None), Committed(label=5, step=5, calls=1)]
+TO_5 = [BEGUN, *steps(None, "1.0"), saved(5, None), SaveDone(label=5, step=5, calls=1)]
 STRAIGHT = Start("straight", {0: [*TO_5, *steps(5, "1.0"), saved(10, 5), END]}, 1.0, status=0)
 KILLED = Start("killed", {0: [*TO_5, *steps(5, "1.0", 1), Died(label=5, count=1, where="x")]}, 1.0)
 GOES_ON = [BEGUN, loaded(view(5)), *steps(5, "1.0"), saved(10, 5), END]

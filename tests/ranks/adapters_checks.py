@@ -1,7 +1,5 @@
 """The checks that `adapters_worker` runs: each way in which torch spreads tensors over ranks, and the way back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ from aiockpt.state.shards import ShardedState, TensorShard
 
 CHECKS: dict[str, tuple[int, Callable[[], None]]] = {}
 """Name → (world size, check)."""
+FOLDERS: list[Path] = []
+"""Those of the check that runs, removed when all ranks have ended it."""
 MODULES = (
     "adapters_checks",
     "composite_checks",

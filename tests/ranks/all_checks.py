@@ -3,9 +3,8 @@
 Every rank runs the same checks in the same order; the outcomes are in FOLDER/RANK.json. `tests.ranks.forked` starts it.
 """
 
-from __future__ import annotations
-
 import json
+import shutil
 import traceback
 from datetime import timedelta
 from importlib import import_module
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.adapters_worker import CHECKS, MODULES
+from tests.ranks.adapters_worker import CHECKS, FOLDERS, MODULES
 
 for module in MODULES:
     import_module(f"tests.ranks.{module}")
@@ -39,5 +38,8 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
             outcomes[name] = traceback.format_exc()
         failed: list[Any] = [None] * world_size
         dist.all_gather_object(failed, bool(outcomes[name]))
+        for used in FOLDERS if rank == 0 else ():
+            shutil.rmtree(used)
+        FOLDERS.clear()
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()

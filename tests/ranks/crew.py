@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch.distributed
@@ -38,6 +38,7 @@ class Crew:
     Args:
         url: where all of them save to; a callable gives each rank its own backend.
         worlds: the outside of each rank; None for the real one.
+        store: of their notes; None for a new one.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Crew:
         io: aiockpt.IO = SMALL,
         deadlines: aiockpt.Deadlines = QUICK,
         load_group: Any = None,
+        store: Any = None,
         **options: Any,
     ) -> None:
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        store = store or torch.distributed.HashStore()  # type: ignore[attr-defined]
         self.world_size = world_size
         self.checkpointers = [
             aiockpt.Checkpointer(
@@ -65,7 +67,7 @@ class Crew:
             for rank in range(world_size)
         ]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,5 @@
 """The checks of the whole engine with real processes: any parallelism saves, and any other one loads it."""
 
-from __future__ import annotations
-
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import aiockpt
 from tests.ranks.adapters_checks import Even, job, train
-from tests.ranks.adapters_worker import check, gather, mesh_of
+from tests.ranks.adapters_worker import FOLDERS, check, gather, mesh_of
 
 DEADLINES = aiockpt.Deadlines(ranks_s=30, commit_s=30, close_s=60)
 CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -59,10 +56,11 @@ PARALLELISMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def shared_folder() -> Path:
-    """Return a new folder that all ranks know."""
+    """Return a new folder that all ranks know, until the check has ended."""
     name = [tempfile.mkdtemp(prefix="aiockpt-ranks-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
-    return Path(name[0])
+    FOLDERS.append(Path(name[0]))
+    return FOLDERS[-1]
 
 
 def trained(kind: str, seed: int, steps: int) -> dict[str, Any]:
@@ -101,8 +99,6 @@ def any_parallelism_saves_and_any_other_loads() -> None:
                 for name, full in expected[source].full.items():
                     assert torch.equal(found.full[name], full), (source, target, name)
         dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)
 
 
 @check(4)
@@ -116,9 +112,6 @@ def a_replicated_state_is_written_once_and_by_all_ranks() -> None:
     whole = 16 * 256 * 256 * 4
     assert whole <= sum(everyone) < whole + 4 * 8192
     assert max(everyone) - min(everyone) <= 8192
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)
 
 
 @check(2)
@@ -133,6 +126,3 @@ def training_goes_on_bit_by_bit_after_a_load() -> None:
         ckpt.load(again).result()
     assert again["own"].value == dist.get_rank()
     assert [train(again["model"], again["optimizer"]) for _ in range(3)] == losses
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)

@@ -1,12 +1,10 @@
-"""How do many ranks start soon, as real processes? One process imports torch and all else, and the ranks are its forks.
+"""Many ranks as real processes, started soon: one process imports torch and all else, and the ranks are its forks.
 
     python -m tests.ranks.forked MODULE WORLD_SIZE FOLDER
 
 calls ``run_rank(rank, world_size, folder)`` of MODULE in as many processes, and prints how each ended, as JSON. What rank
 n says is in FOLDER/n.log.
 """
-
-from __future__ import annotations
 
 import json
 import multiprocessing

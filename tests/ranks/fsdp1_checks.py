@@ -1,7 +1,5 @@
 """The checks of what FSDP1 flattens in an order or a part of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,10 +3,7 @@
 Processes 0 to n-1 of the world are a job of n ranks, with a checkpointer of their own.
 """
 
-from __future__ import annotations
-
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,8 +161,6 @@ def every_sample_is_seen_once_when_two_ranks_save_and_others_go_on() -> None:
             rest = load_the_rest(make, root, size)
             assert Counter(given + from_all(rest)) == samples, (make, size)
             assert size != SAVED_BY or rest == own_rest, (make, "the same ranks go on with other samples")
-        if dist.get_rank() == 0:
-            shutil.rmtree(root)
 
 
 @check(4)
@@ -182,8 +177,6 @@ def what_only_knows_its_own_state_goes_on_where_the_ranks_are_the_same_and_is_re
                 # To its end: the error holds it, and torch waits 5 s for workers that die in a cycle.
                 first, *_ = loader
                 assert first == [0, 1, 2]
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)
 
 
 EVEN = {
@@ -230,8 +223,6 @@ def ranks_stay_even_under_ddp_in_an_epoch_its_rest_and_the_next() -> None:
         counts = from_all([len(sizes)])[:after]
         assert len(set(counts)) == 1, (why, counts)
         assert not drop_last or set(sizes) <= {batch_size}, (why, sizes)
-        if dist.get_rank() == 0:
-            shutil.rmtree(root)
 
 
 def trained_late(make: Make) -> Make:
@@ -278,8 +269,6 @@ def nothing_is_lost_or_trained_twice_when_ranks_in_different_epochs_save_what_is
                     while (loader.epoch or 0) < EPOCHS:
                         mine += [sample for batch in loader for sample in batch]
             assert Counter(before + from_all(mine)) == Counter(dict.fromkeys(samples, EPOCHS)), (make, size)
-        if dist.get_rank() == 0:
-            shutil.rmtree(root)
 
 
 def draw() -> tuple[float, ...]:
@@ -308,5 +297,3 @@ def ranks_go_on_with_their_own_random_numbers_and_new_ones_get_others() -> None:
         assert again[:SAVED_BY] == expected[:size]
         assert all(len(set(numbers)) == size for numbers in zip(*again, strict=True))
         assert drawn.setdefault(size, again) == again
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)

@@ -1,7 +1,5 @@
 """The checks of tensors that are cut raggedly, as veScale documents its RaggedShard."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,9 +3,6 @@
 Of the kind that torch tests its own checkpointing with: state dicts, hybrid sharding, fine-tuning, partial optimizer state.
 """
 
-from __future__ import annotations
-
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +34,6 @@ def load(root: Any, state: State, **how: Any) -> aiockpt.LoadResult:
     return loaded
 
 
-def done_with(root: Any) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root)
-
-
 @check(4)
 def state_dicts_of_torch_load_into_others_and_training_goes_on_bit_by_bit() -> None:
     """As `torch.distributed.checkpoint` is used: state dicts are saved, loaded in place, and set."""
@@ -60,7 +51,6 @@ def state_dicts_of_torch_load_into_others_and_training_goes_on_bit_by_bit() -> N
             other["model"], other["optimizer"], model_state_dict=dicts["model"], optim_state_dict=dicts["optimizer"]
         )
         assert [train(other["model"], other["optimizer"]) for _ in range(2)] == losses, kind
-        done_with(root)
 
 
 @check(4)
@@ -81,7 +71,6 @@ def weights_that_other_programs_wrote_fill_the_parts_of_each_rank() -> None:
             state = {"model": job(PARALLELISMS[kind], Even, 2)["model"]}
             load(root / f"run-{fork[:2]}", state, fork=fork)
             assert all(bool((full == 3.0).all()) for full in gather(state).full.values()), (kind, fork)
-        done_with(root)
 
 
 class Normed(nn.Module):
@@ -118,7 +107,6 @@ def buffers_that_differ_by_rank_come_back_as_rank_0_had_them() -> None:
         load(root, again)
         for name, buffer in again["model"].named_buffers():
             assert torch.equal(buffer, every[0][name.removeprefix("module.")]), name
-        done_with(root)
 
 
 class Tuned(nn.Module):
@@ -156,7 +144,6 @@ def a_pretrained_model_is_the_backbone_of_another_which_is_tuned_and_goes_on() -
     again = job(_tuned, Tuned, 3)
     load(root / "tuned", again)
     assert [train(again["model"], again["optimizer"]) for _ in range(2)] == losses
-    done_with(root)
 
 
 def _half_trained(make: Callable[[nn.Module], nn.Module], seed: int) -> State:
@@ -193,4 +180,3 @@ def optimizer_state_that_only_some_parameters_have_loads_into_other_shardings() 
             assert found.full.keys() == expected.full.keys(), (source, target)
             assert all(torch.equal(found.full[name], full) for name, full in expected.full.items()), (source, target)
             assert [group["lr"] for group in other["optimizer"].param_groups] == [0.02, 0.03]
-        done_with(root)

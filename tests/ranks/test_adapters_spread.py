@@ -1,10 +1,8 @@
-"""Do all the ways in which torch spreads tensors over ranks come to the neutral language and back, through the whole engine
-too? With real processes.
+"""All the ways in which torch spreads tensors over ranks, to the neutral language and back, and through the whole engine.
+With real processes.
 
 All checks of one world share its processes; they are in the modules that `tests.ranks.adapters_worker.MODULES` names.
 """
-
-from __future__ import annotations
 
 import ast
 import json

@@ -1,7 +1,5 @@
 """Six ranks that believe they are many: groups of four and two gather, die and fail, and the step is whole."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any
@@ -64,7 +62,7 @@ def test_groups_that_cannot_gather_cost_no_step(tmp_path: Path, caplog: pytest.L
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
 
-def test_a_rank_of_another_group_commits_in_place_of_a_dead_rank_0(tmp_path: Path) -> None:
+def test_another_group_commits_for_a_dead_rank_0(tmp_path: Path) -> None:
     hang = Fault(do="hang", verb="put_new", match="*DECISION*", times=None)
     quick = aiockpt.Deadlines(ranks_s=20, commit_s=3, takeover_s=0.3, close_s=60)
     with Crew(RANKS, failing_on(0, tmp_path, hang), deadlines=quick, on_error=lambda future: None) as crew:

@@ -3,8 +3,6 @@
 The ranks of all cases are processes that start together; each case is a job of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -21,8 +19,8 @@ from aiockpt.backends.local import LocalBackend
 from tests.gates import Around
 from tests.ranks.crew import coordinator_of
 from tests.ranks.forked import run_forked
-from tests.ranks.test_save import equal, loaded, replicated, steps
-from tests.small_run import SMALL
+from tests.ranks.test_save import equal, loaded, replicated
+from tests.small_run import SMALL, steps
 
 RANKS = 3
 CASES: dict[str, tuple[int, str | None]] = {

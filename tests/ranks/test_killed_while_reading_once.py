@@ -1,7 +1,5 @@
 """A rank is killed while ranks read for each other: the rest learn it at once, and raise before their deadline."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.errors import RankTimeoutError
 from aiockpt.runtime.world import OsFiles, World
 from tests.ranks.forked import run_forked
 from tests.watch import until
@@ -49,7 +46,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     begun = time.monotonic()
     error = ckpt.load({"w": torch.zeros(4 << 20)}).exception()
     seconds = time.monotonic() - begun
-    named = isinstance(error, RankTimeoutError) and list(error.ranks)
+    named = isinstance(error, aiockpt.RankTimeoutError) and list(error.ranks)
     (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}\n{named}\n{seconds}\n{error}\n")
     outcomes = [folder / f"outcome-{other}" for other in range(world_size) if other != KILLED]
     until(lambda: all(map(Path.exists, outcomes)), "the others")  # the end of rank 0's store would be another error

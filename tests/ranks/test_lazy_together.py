@@ -1,6 +1,4 @@
-"""Do lazy saves of many ranks keep their promises: one step or none, the state at the call, and nobody held for ever?"""
-
-from __future__ import annotations
+"""The promises of lazy saves of many ranks: one step or none, the state at the call, and no rank held for ever."""
 
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many ranks load one step: the same one, all or none, and every rank learns the same reason."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -14,7 +12,6 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import RankFailedError, RankTimeoutError, StateMismatchError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew, coordinator_of
@@ -51,13 +48,51 @@ def one_rank_sees(root: Path, blind: int, *faults: Fault) -> Any:
     return backend
 
 
-def test_what_one_process_saved_many_ranks_load(tmp_path: Path) -> None:
+class EndingStore:
+    """A store whose host ends when it has posted the note whose key ends with *last*."""
+
+    def __init__(self, last: str) -> None:
+        self._notes = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        self._last, self._has_ended = last, False
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(key: Any, *arguments: Any) -> Any:
+            if self._has_ended:
+                raise RuntimeError("Connection reset by peer")
+            self._has_ended = verb == "set" and key.endswith(self._last)
+            return getattr(self._notes, verb)(key, *arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("last", ["", "fill/verdict"], ids=["with a store", "that have all their bytes"])
+def test_what_one_process_saved_many_ranks_load(tmp_path: Path, last: str) -> None:
     save(tmp_path, 1, 2)
     states = [empty() for _ in range(3)]
-    with Crew(3, tmp_path) as crew:
+    with Crew(3, tmp_path, store=EndingStore(last) if last else None) as crew:
         results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result())
     assert [result.step for result in results if result] == [2, 2, 2]
     assert all(holds(state, 2) for state in states)
+
+
+def test_a_store_that_is_lost_before_fails_the_load(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    with Crew(3, tmp_path, store=EndingStore("fit/verdict")) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result())
+    assert all("store of the ranks' notes does not answer" in str(error) for error in errors[1:])
+
+
+def test_all_ranks_load_the_same_best_step(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        for step, acc in enumerate([0.1, 0.7, 0.7, 0.3]):
+            ckpt.save(step, state_at(step), metrics={"acc": acc}).result()
+    states = [empty() for _ in range(3)]
+    with Crew(3, tmp_path) as crew:
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], best="acc").result())
+        assert [result.step for result in results if result] == [1, 1, 1]
+        assert all(holds(state, 1) for state in states)
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), best=("acc", "loss", "acc")[rank]).result())
+    assert "load(state, best=Best(metric='loss', count=1, mode='min')) on rank 1" in str(errors[0])
 
 
 def test_an_empty_place_is_empty_for_all(tmp_path: Path) -> None:
@@ -94,7 +129,7 @@ def test_all_ranks_are_told_the_same_of_what_was_passed_over(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_an_explicit_step_that_one_rank_finds_damaged_is_an_error_on_all(tmp_path: Path, blind: int) -> None:
+def test_an_explicit_step_damaged_anywhere_is_an_error(tmp_path: Path, blind: int) -> None:
     save(tmp_path, 1, 2)
     flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
     with Crew(2, one_rank_sees(tmp_path, blind, flip)) as crew:
@@ -112,7 +147,7 @@ def test_a_manifest_that_one_rank_cannot_believe_is_left_by_all(tmp_path: Path) 
     assert all(holds(state, 1) for state in states)
 
 
-def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+def test_a_misfit_on_one_rank_changes_nothing_anywhere(tmp_path: Path) -> None:
     save(tmp_path, 1)
     states = [empty(), {**empty(), "w1": torch.zeros(3, 3), "extra": torch.zeros(2)}, empty()]
     with Crew(3, tmp_path) as crew:
@@ -125,12 +160,12 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(tmp_path: 
     assert all(not state["w0"].any() for state in states)
 
 
-def test_a_rank_that_cannot_read_stops_all_and_nobody_goes_back_silently(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     broken = Fault(do="fail", verb="open", match="step-00000002/*", error=24, times=None)
     with Crew(2, one_rank_sees(tmp_path, 1, broken)) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result())
-    assert isinstance(errors[0], RankFailedError)
+    assert isinstance(errors[0], aiockpt.RankFailedError)
     assert isinstance(errors[1], aiockpt.StorageError)
 
 
@@ -142,7 +177,7 @@ def test_no_load_is_done_before_all_ranks_have_loaded(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             futures[0].result(0.5)
         futures[1].cancel()
-        with pytest.raises(RankFailedError, match="rank 1"):
+        with pytest.raises(aiockpt.RankFailedError, match="rank 1"):
             futures[0].result()
         assert futures[1].exception() is not None
 
@@ -152,11 +187,11 @@ def test_a_rank_that_does_not_load_is_named(tmp_path: Path) -> None:
     quick = aiockpt.Deadlines(ranks_s=0.3, close_s=0.5)
     with Crew(2, tmp_path, deadlines=quick) as crew:
         errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.load(empty()).result())
-    assert isinstance(errors[0], RankTimeoutError)
+    assert isinstance(errors[0], aiockpt.RankTimeoutError)
     assert errors[0].ranks == (1,)
 
 
-def test_what_only_other_ranks_want_is_no_difference_and_what_no_rank_wants_is(tmp_path: Path) -> None:
+def test_what_no_rank_wants_is_a_difference(tmp_path: Path) -> None:
     stages = [{"part": {f"layer{rank}": torch.full((5, 3), float(rank))}} for rank in range(3)]
     with Crew(3, tmp_path) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, stages[rank]).result())
@@ -201,7 +236,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, writers:
     assert all(holds(state, 5) for state in states)
 
 
-def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path: Path) -> None:
+def test_the_store_holds_notes_of_one_load(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
     with Crew(3, one_rank_sees(tmp_path, 1, flip)) as crew:
@@ -213,7 +248,7 @@ def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path:
         assert max(counts[12:]) < 2 * max(counts[:6]), counts  # how many are left over at an instant varies
 
 
-def test_a_load_that_fails_on_one_rank_begins_no_new_branch_on_any(tmp_path: Path) -> None:
+def test_a_failed_load_begins_no_new_branch(tmp_path: Path) -> None:
     broken = Fault(do="fail", verb="reader.read", match="step-00000001/*", error=24, times=None)
     with Crew(2, one_rank_sees(tmp_path, 1, broken)) as crew:
         for step in (1, 2):
@@ -254,9 +289,7 @@ class Counter:
 
 @pytest.mark.parametrize("awaited", [False, True], ids=["waited for", "awaited"])
 @pytest.mark.parametrize("make", [lambda: Hooked(2, 2), Counter], ids=["module", "object"])
-def test_what_an_object_of_one_rank_refuses_is_raised_on_all_and_says_partly_overwritten(
-    tmp_path: Path, make: Callable[[], Any], awaited: bool
-) -> None:
+def test_what_one_ranks_object_refuses_is_raised_on_all(tmp_path: Path, make: Callable[[], Any], awaited: bool) -> None:
     parts = [make(), make()]
     parts[1].picky = True
 
@@ -275,7 +308,7 @@ def test_what_an_object_of_one_rank_refuses_is_raised_on_all_and_says_partly_ove
             else crew.errors(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result())
         )
         for error in errors:
-            assert isinstance(error, StateMismatchError), error
+            assert isinstance(error, aiockpt.StateMismatchError), error
             assert re.search(r"(?s)part: (Hooked|Counter) refused what is stored.*partly overwritten", str(error))
         parts[1].picky = False
         crew.on_all(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result())

@@ -3,8 +3,6 @@
 Ranks are threads here; what only processes do (being killed) is in `tests.ranks.test_killed`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable
@@ -17,19 +15,12 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import (
-    CommitTimeoutError,
-    RankError,
-    RankFailedError,
-    RanksDisagreeError,
-    RankTimeoutError,
-    StorageError,
-)
 from aiockpt.ranks import membership
 from aiockpt.runtime.world import OsClock, World
-from tests.ranks.crew import PATIENT, Crew
-from tests.ranks.test_save import Gone, equal, loaded, replicated, steps
-from tests.watch import until
+from tests.ranks.crew import PATIENT, Crew, coordinator_of
+from tests.ranks.test_save import Gone, equal, loaded, replicated
+from tests.small_run import steps
+from tests.watch import Lines, until
 
 HURRIED = aiockpt.Deadlines(ranks_s=1, commit_s=1, takeover_s=0.3, close_s=60)
 
@@ -52,35 +43,17 @@ def save(crew: Crew, step: int, *ranks: int) -> dict[int, BaseException | None]:
     return {rank: error for rank, error in enumerate(crew.errors(work)) if rank in chosen}
 
 
-class Warnings(logging.Handler):
-    """What is logged, while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> Warnings:
-        logging.getLogger("aiockpt").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("aiockpt").removeHandler(self)
-
-
 # ------------------------------------------------------------------ it does not come
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["the first save", "a later one"])
-def test_if_only_rank_0_saves_it_is_told_whom_it_waits_for(tmp_path: Path, impatient: None, planned: bool) -> None:
-    with Crew(3, tmp_path, deadlines=HURRIED, on_error=lambda _: None) as crew, Warnings() as warnings:
+def test_if_only_rank_0_saves_it_is_told(tmp_path: Path, impatient: None, planned: bool) -> None:
+    with Crew(3, tmp_path, deadlines=HURRIED, on_error=lambda _: None) as crew, Lines(logging.WARNING) as warnings:
         if planned:
             assert not any(save(crew, 1).values())
             crew.hurry(commit_s=4)
         error = save(crew, 2, 0)[0]
-    assert isinstance(error, CommitTimeoutError if planned else RankTimeoutError)
+    assert isinstance(error, aiockpt.CommitTimeoutError if planned else aiockpt.RankTimeoutError)
     assert "ranks 1, 2" in str(error)
     (said,) = [said for said in warnings.said if "the save of step 2 has waited" in said]
     assert "for ranks 1, 2" in said
@@ -91,7 +64,7 @@ def test_if_only_rank_0_saves_it_is_told_whom_it_waits_for(tmp_path: Path, impat
 
 @pytest.mark.parametrize("forgetful", [0, 1])
 @pytest.mark.parametrize("planned", [False, True], ids=["the first save", "a later one"])
-def test_a_save_that_one_rank_forgets_is_lost_and_the_next_one_is_not(
+def test_a_save_that_one_rank_forgets_is_lost_alone(
     tmp_path: Path, impatient: None, planned: bool, forgetful: int
 ) -> None:
     """The one that forgot is at the next step long before the others have given this one up."""
@@ -108,7 +81,7 @@ def test_a_save_that_one_rank_forgets_is_lost_and_the_next_one_is_not(
 
         outcomes = crew.on_all(train)
         for rank in others:
-            assert isinstance(outcomes[rank], RanksDisagreeError | RankFailedError)
+            assert isinstance(outcomes[rank], aiockpt.RanksDisagreeError | aiockpt.RankFailedError)
             assert f"rank {forgetful} called the save of step 20 without it" in str(outcomes[rank])
             assert outcomes[rank].ranks == (forgetful,)  # type: ignore[union-attr]
     assert steps(tmp_path) == [30, 20, 1] if planned else [30, 20]
@@ -116,13 +89,13 @@ def test_a_save_that_one_rank_forgets_is_lost_and_the_next_one_is_not(
         assert equal(loaded(tmp_path, replicated(step), step), replicated(step))
 
 
-def test_who_comes_late_to_a_step_that_was_given_up_is_told_at_once(tmp_path: Path) -> None:
+def test_who_comes_late_is_told_at_once(tmp_path: Path) -> None:
     with Crew(3, tmp_path, deadlines=HURRIED, on_error=lambda _: None) as crew:
         early = save(crew, 5, 0, 2)
-        assert all(isinstance(error, RankTimeoutError | RankFailedError) for error in early.values())
+        assert all(isinstance(error, aiockpt.RankTimeoutError | aiockpt.RankFailedError) for error in early.values())
         crew.hurry(commit_s=100)
         late = save(crew, 5, 1)[1]
-        assert isinstance(late, RankFailedError)
+        assert isinstance(late, aiockpt.RankFailedError)
         assert "step 5 was given up" in str(late)
         assert "rank 1" in str(late)  # by whom the others had waited for
         assert not any(save(crew, 5).values())  # all once more: that is another save
@@ -144,39 +117,43 @@ def test_a_step_saved_again_after_going_back_is_another_save(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("on_error", ["warn", lambda future: None], ids=["warn", "a callable"])
-def test_a_save_raises_nothing_that_others_did_and_does_not_wait_for_ever(
+def test_a_save_raises_nothing_of_others_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
     monkeypatch.setattr("aiockpt.ranks.coordinator.PLAN_IN_CALL_S", 0.5)
-    with Crew(2, tmp_path, deadlines=PATIENT, on_error=on_error) as crew, Warnings() as warnings:
+    with Crew(2, tmp_path, deadlines=PATIENT, on_error=on_error) as crew, Lines(logging.WARNING) as warnings:
         future = crew.checkpointers[0].save(1, replicated(1))
         error = future.exception()
-        assert isinstance(error, RankTimeoutError)
+        assert isinstance(error, aiockpt.RankTimeoutError)
         assert error.ranks == (1,)
         assert "within 0.5 s" in str(error)
-        assert any("the save of step 1 failed: RankTimeoutError" in said for said in warnings.said)
+        told = any("the save of step 1 failed: RankTimeoutError" in said for said in warnings.said)
+        assert told == callable(on_error)  # else the warning of the next call tells, unless the error was received
         for ckpt in crew.checkpointers:  # tell the test of nothing
             ckpt._engine.failures.pop()
 
 
 def test_by_default_the_same_is_raised_by_the_call(tmp_path: Path) -> None:
-    with Crew(2, tmp_path, deadlines=HURRIED) as crew, pytest.raises(RankTimeoutError, match="nothing from rank 1"):
+    with (
+        Crew(2, tmp_path, deadlines=HURRIED) as crew,
+        pytest.raises(aiockpt.RankTimeoutError, match="nothing from rank 1"),
+    ):
         crew.checkpointers[0].save(1, replicated(1))
 
 
 def test_a_storage_that_is_away_is_no_error_of_the_call(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(Gone(LocalBackend(str(tmp_path)), "*"), on_error=lambda _: None) as ckpt:
-        assert isinstance(ckpt.save(1, replicated(1)).exception(), StorageError)
+        assert isinstance(ckpt.save(1, replicated(1)).exception(), aiockpt.StorageError)
 
 
-def test_a_store_that_is_gone_is_no_error_of_the_call_either(tmp_path: Path) -> None:
+def test_a_store_that_is_gone_fails_no_call(tmp_path: Path) -> None:
     class Lost:
         def __getattr__(self, verb: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
     ranks = aiockpt.Ranks(1, 2, Lost())
     with aiockpt.Checkpointer(tmp_path, ranks=ranks, on_error=lambda _: None) as ckpt:
-        assert isinstance(ckpt.save(1, replicated(1)).exception(), RankFailedError)
+        assert isinstance(ckpt.save(1, replicated(1)).exception(), aiockpt.RankFailedError)
         with pytest.raises(aiockpt.UsageError):  # what the caller did is
             ckpt.save(-1, replicated(1))
 
@@ -191,12 +168,12 @@ def leave_by_exception(ckpt: aiockpt.Checkpointer) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("planned", [False, True], ids=["the first save", "a later one"])
-def test_a_rank_that_leaves_its_block_by_an_exception_is_named_to_the_others_at_once(
-    tmp_path: Path, planned: bool, leaver: int
-) -> None:
-    left = threading.Event()
+def test_a_rank_that_leaves_by_an_exception_is_named(tmp_path: Path, planned: bool, leaver: int) -> None:
+    left, entered = threading.Event(), threading.Barrier(3, timeout=250)
 
     def work(rank: int, ckpt: aiockpt.Checkpointer) -> BaseException | None:
+        until(lambda: coordinator_of(ckpt).board.entered, f"rank {rank}")
+        entered.wait()
         if rank != leaver:
             assert left.wait(250)
             return ckpt.save(2, replicated(2)).exception()
@@ -210,12 +187,12 @@ def test_a_rank_that_leaves_its_block_by_an_exception_is_named_to_the_others_at_
         outcomes = crew.on_all(work)
     for rank in {0, 1, 2} - {leaver}:
         error = outcomes[rank]
-        assert isinstance(error, RankFailedError)
+        assert isinstance(error, aiockpt.RankFailedError)
         assert error.ranks == (leaver,), error
         assert f"rank {leaver} has left: ValueError: boom" in str(error)
 
 
-def test_what_a_rank_had_begun_before_it_left_is_committed_on_all(tmp_path: Path) -> None:
+def test_what_a_leaving_rank_had_begun_is_committed(tmp_path: Path) -> None:
     def work(rank: int, ckpt: aiockpt.Checkpointer) -> int:
         if rank != 1:
             return ckpt.save(2, replicated(2)).result().step
@@ -235,7 +212,7 @@ async def test_an_async_block_tells_the_others_too(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="boom"):
             async with other:
                 raise ValueError("boom")
-        with pytest.raises(RankFailedError, match="rank 1 has left: ValueError: boom"):
+        with pytest.raises(aiockpt.RankFailedError, match="rank 1 has left: ValueError: boom"):
             await one.save(2, replicated(2))
         one._engine.failures.pop()
         await one.aclose()
@@ -246,17 +223,17 @@ def test_a_rank_that_closed_without_this_save_is_named_at_once(tmp_path: Path) -
         assert not any(save(crew, 1).values())
         crew.checkpointers[1].close()
         error = save(crew, 2, 0)[0]
-        assert isinstance(error, RankFailedError)
+        assert isinstance(error, aiockpt.RankFailedError)
         assert "rank 1 has left: its Checkpointer was closed" in str(error)
 
 
-def test_a_load_without_a_rank_that_has_left_ends_at_once_on_all(tmp_path: Path) -> None:
+def test_a_load_without_a_rank_ends_at_once(tmp_path: Path) -> None:
     with Crew(3, tmp_path, deadlines=PATIENT) as crew:
         assert not any(save(crew, 1).values())
         crew.checkpointers[2].close()
         errors = crew.errors(lambda rank, ckpt: None if rank == 2 else ckpt.load(replicated(0)).result())
         for error in errors[:2]:
-            assert isinstance(error, RankFailedError)
+            assert isinstance(error, aiockpt.RankFailedError)
             assert error.ranks == (2,)
             assert "rank 2 has left" in str(error)
 
@@ -265,15 +242,13 @@ def test_a_load_without_a_rank_that_has_left_ends_at_once_on_all(tmp_path: Path)
 
 
 @pytest.mark.parametrize("asked", [(1, 2, 1), (2, None, None), (1, 1, None)])
-def test_ranks_that_load_different_steps_are_all_told_who_loads_what(
-    tmp_path: Path, asked: tuple[int | None, ...]
-) -> None:
+def test_ranks_that_load_different_steps_are_told(tmp_path: Path, asked: tuple[int | None, ...]) -> None:
     with Crew(3, tmp_path) as crew:
         for step in (1, 2):
             assert not any(save(crew, step).values())
         states = [replicated(0) for _ in range(3)]
         errors = crew.errors(lambda rank, ckpt: ckpt.load(states[rank], asked[rank]).result())
-        assert all(isinstance(error, RanksDisagreeError) for error in errors), errors
+        assert all(isinstance(error, aiockpt.RanksDisagreeError) for error in errors), errors
         assert len({str(error) for error in errors}) == 1
         for rank, wanted in enumerate(asked):
             alike = [str(other) for other, theirs in enumerate(asked) if theirs == wanted]
@@ -297,15 +272,15 @@ def test_a_skew_of_loads_is_told_with_both_counts(tmp_path: Path) -> None:
         for _ in range(2):
             crew.on_all(lambda rank, ckpt: ckpt.load(replicated(0)).result())
         errors = crew.errors(lambda rank, ckpt: None if rank else ckpt.load(replicated(0)).result())
-        assert isinstance(errors[0], RankTimeoutError)
+        assert isinstance(errors[0], aiockpt.RankTimeoutError)
         assert "load() (every rank must call it): nothing from rank 1" in str(errors[0])
         assert "load() number 2 last, load() 2 times" in str(errors[0])
 
 
-def test_a_skew_of_warm_ups_is_told_and_the_saves_meet_all_the_same(tmp_path: Path) -> None:
+def test_a_skew_of_warm_ups_is_told(tmp_path: Path) -> None:
     with Crew(2, tmp_path, deadlines=HURRIED, on_error="warn") as crew:
         with pytest.raises(
-            RankTimeoutError, match=r"warm_up\(\) number 1 \(every rank must call it\): nothing from rank 1"
+            aiockpt.RankTimeoutError, match=r"warm_up\(\) number 1 \(every rank must call it\): nothing from rank 1"
         ):
             crew.checkpointers[0].warm_up(replicated(0)).result()
         crew.hurry(commit_s=30)
@@ -328,7 +303,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], Options], Callable[[Path], Options
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_options_that_must_be_the_same_are_named_where_they_are_not(tmp_path: Path, what: str) -> None:
+def test_options_that_differ_by_rank_are_named(tmp_path: Path, what: str) -> None:
     message, mine, theirs = OTHERS[what]
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
 
@@ -350,8 +325,8 @@ def test_options_that_must_be_the_same_are_named_where_they_are_not(tmp_path: Pa
             return errors
 
     found = errors_of(mine(tmp_path), theirs(tmp_path))
-    assert all(isinstance(error, RankError) for error in found)
-    assert any(isinstance(error, RanksDisagreeError) and message in str(error) for error in found), found
+    assert all(isinstance(error, aiockpt.RankError) for error in found)
+    assert any(isinstance(error, aiockpt.RanksDisagreeError) and message in str(error) for error in found), found
     assert errors_of(mine(tmp_path), mine(tmp_path)) == [None, None]
 
 
@@ -359,9 +334,9 @@ def test_a_rank_that_saves_to_another_place_is_named_with_it(tmp_path: Path, imp
     def place(rank: int) -> Any:
         return tmp_path / f"rank-{rank}"
 
-    with Crew(2, place, deadlines=HURRIED, on_error=lambda _: None) as crew, Warnings() as warnings:
+    with Crew(2, place, deadlines=HURRIED, on_error=lambda _: None) as crew, Lines(logging.WARNING) as warnings:
         errors = save(crew, 1)
-    assert all(isinstance(error, RankTimeoutError) for error in errors.values())
+    assert all(isinstance(error, aiockpt.RankTimeoutError) for error in errors.values())
     assert any(
         f"rank 1 saved to file://{tmp_path}/rank-1, not to file://{tmp_path}/rank-0" in said for said in warnings.said
     )

@@ -1,7 +1,5 @@
 """A world whose pieces are too many for JSON: saved in columns, committed twice, damaged, loaded by any other world."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from aiockpt.format import merge
 from aiockpt.format.manifest import decode_manifest
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
-from tests.ranks.test_save import equal, failing_on, loaded, replicated, steps
+from tests.ranks.test_save import equal, failing_on, loaded, replicated
+from tests.small_run import steps
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def save(root: Any, step: int = 1, ranks: int = 3) -> None:
         crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result())
 
 
-def test_what_is_saved_in_columns_is_loaded_by_one_and_by_many(tmp_path: Path) -> None:
+def test_columns_are_loaded_by_one_and_by_many(tmp_path: Path) -> None:
     save(tmp_path)
     manifest = decode_manifest(next(tmp_path.glob("step-*/MANIFEST-1.json")).read_bytes())
     assert manifest.requires == ("parts",)

@@ -1,7 +1,5 @@
 """Values that each rank has of its own, where replicas are not compared: those of one rank are saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -57,9 +55,7 @@ def test_all_of_it_is_that_of_the_lowest_rank(tmp_path: Path) -> None:
     assert set.union(*owners_of(tmp_path).values()) == {0}
 
 
-def test_more_than_one_rank_can_write_beside_its_share_is_spread_a_module_or_dict_from_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_surplus_of_one_rank_is_spread_over_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "LOWEST_RANK_BYTES", 1000)
     with Crew(3, tmp_path, replicas="first") as crew:
         written = save(crew)

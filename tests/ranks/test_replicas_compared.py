@@ -1,7 +1,5 @@
 """What ranks have differently under one name is told at the save, by tensor and ranks; what they have alike never is."""
 
-from __future__ import annotations
-
 import logging
 import random
 import uuid
@@ -20,10 +18,10 @@ import aiockpt
 from aiockpt.format.manifest import Receipt, decode_receipt, encode_receipt
 from aiockpt.options import Snapshot
 from aiockpt.runtime.world import World
-from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
 from tests.lazy.test_device import Queued
 from tests.ranks.crew import Crew
+from tests.simulated.twin_accelerator import TwinAccelerator
 
 MAKE: list[Callable[[random.Random], torch.Tensor]] = [
     lambda dice: torch.tensor(dice.random()),
@@ -148,7 +146,7 @@ def test_several_places_get_nothing_of_it(tmp_path: Path) -> None:
         crew.checkpointers[0].delete(2).result()
 
 
-def test_one_element_of_many_is_told_where_all_bytes_are_asked_for(tmp_path: Path) -> None:
+def test_one_different_element_of_many_is_told(tmp_path: Path) -> None:
     def make(rank: int) -> dict[str, Any]:
         state = alike()
         state["large"][50, 51] += rank
@@ -222,7 +220,7 @@ def test_buffers_that_differ_are_counted_in_the_log_once(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_votes_that_differ_are_not_committed_by_who_finishes_for_the_dead(tmp_path: Path, differ: bool) -> None:
+def test_votes_that_differ_are_finished_by_nobody(tmp_path: Path, differ: bool) -> None:
     with Crew(2, tmp_path) as crew:
         assert errors_of(crew, lambda rank: alike()) == [None] * 2
     for path in [*tmp_path.glob("step-*/MANIFEST*"), *tmp_path.glob("step-*/a-*/DECISION.json")]:
@@ -289,7 +287,7 @@ class OnTwoDevices(torch.optim.SGD):
             self.twin.compute(lambda held=parameter.data: held.add_(1), f"cuda:{device}")  # type: ignore[misc]
 
 
-def test_an_optimizer_waits_for_a_device_that_reads_what_another_rank_writes(tmp_path: Path) -> None:
+def test_an_optimizer_waits_for_a_device_that_reads(tmp_path: Path) -> None:
     twins = [TwinAccelerator("late") for _ in range(2)]
     models = [nn.ParameterList([torch.ones(64, 64), torch.ones(64, 64)]) for _ in twins]  # each rank writes one
 

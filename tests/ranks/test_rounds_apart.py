@@ -1,7 +1,5 @@
 """Ranks that are not in step with each other: one far ahead, one far behind, one that has failed already."""
 
-from __future__ import annotations
-
 import threading
 import time
 from itertools import count
@@ -42,7 +40,7 @@ class SlowOn(FaultyBackend):
         return await super().create(key, size)
 
 
-def test_a_slow_rank_learns_of_steps_that_rank_0_has_long_left_alone(tmp_path: Path) -> None:
+def test_a_slow_rank_learns_of_steps_long_past(tmp_path: Path) -> None:
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
         return [ckpt.save(step, state_at(step)).result().existed for step in range(1, 6)]
 
@@ -72,9 +70,7 @@ def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> No
         assert crew.on_all(save_all) == [[3, 4, 5, 2]] * 2
 
 
-def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_save_after_an_unheard_failure_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = Fault(do="fail", verb="upload.finish", match="step-00000002/*", times=None)
 
     def backend(rank: int) -> Any:
@@ -101,7 +97,7 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
         assert crew.on_all(save_all) == [3, 3]
 
 
-def test_a_manifest_that_is_gone_for_one_rank_is_left_by_all(tmp_path: Path) -> None:
+def test_a_manifest_gone_for_one_rank_is_left(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_at(step)).result()
@@ -145,7 +141,7 @@ def test_a_load_cancelled_on_one_rank_ends_on_all(tmp_path: Path, cancelled: int
         assert all(isinstance(error, RankFailedError) for error in told), errors
 
 
-async def test_saves_started_at_once_from_an_event_loop_are_planned_one_after_the_other(tmp_path: Path) -> None:
+async def test_saves_started_in_a_loop_are_planned_in_turn(tmp_path: Path) -> None:
     import asyncio
 
     with_delay = [0.0, 0.3]
@@ -203,7 +199,7 @@ class ForgetsToLeave:
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(tmp_path: Path, what: str) -> None:
+def test_a_turn_never_left_keeps_no_later_notes(tmp_path: Path, what: str) -> None:
     def work(rank: int, ckpt: aiockpt.Checkpointer) -> None:
         if what == "save":
             step = next(steps[rank])
@@ -242,7 +238,7 @@ def test_a_rank_cancelled_after_the_commit_was_decided_alarms_nobody(tmp_path: P
         assert crew.on_all(save) == ["step-00000001", "cancelled", "step-00000001"]
 
 
-def test_a_save_right_after_a_warm_up_that_nobody_waited_for_plans_nothing_again(tmp_path: Path) -> None:
+def test_a_save_after_a_warm_up_plans_nothing_again(tmp_path: Path) -> None:
     with Crew(3, tmp_path, deadlines=QUICK) as crew:
         posted = crew.record_notes()
 

@@ -1,10 +1,9 @@
 """Many ranks save one step: written once, evenly, whole or not there; whoever fails is named to all."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
 from tests.ranks.crew import PATIENT, QUICK, SMALL, Crew, coordinator_of
+from tests.small_run import steps
 from tests.watch import until
 
 
@@ -52,11 +52,6 @@ def loaded(url: Any, like: dict[str, Any], step: int | None = None) -> dict[str,
     with aiockpt.Checkpointer(url) as checkpointer:
         assert checkpointer.load(state, step).result() is not None
     return state
-
-
-def steps(url: Any) -> list[int]:
-    with aiockpt.Checkpointer(url) as checkpointer:
-        return [info.step for info in checkpointer.steps().result()]
 
 
 def test_what_all_ranks_hold_is_written_once_and_evenly(tmp_path: Path) -> None:
@@ -100,7 +95,7 @@ def test_a_structure_that_changed_on_all_ranks_is_planned_anew(tmp_path: Path) -
     assert equal(loaded(tmp_path, replicated(2, tensors=7)), replicated(2, tensors=7))
 
 
-def test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do_not_wait(tmp_path: Path) -> None:
+def test_a_changed_structure_is_planned_on_its_rank_alone(tmp_path: Path) -> None:
     def state(rank: int, step: int) -> dict[str, Any]:
         grown = {"moment": torch.full((40, 2), float(step))} if rank == 1 and step > 1 else {}
         return {**replicated(step), **grown}
@@ -123,7 +118,7 @@ def failing_on(rank_that_fails: int, root: Path, *faults: Fault) -> Any:
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_rank_that_fails_fails_the_step_on_all_and_harms_nothing_else(tmp_path: Path, broken: int) -> None:
+def test_a_rank_that_fails_fails_its_step_alone(tmp_path: Path, broken: int) -> None:
     fault = Fault(do="fail", verb="upload.write", match="step-00000002/*", error=errno.ENOSPC)
     with Crew(3, failing_on(broken, tmp_path, fault), on_error=lambda future: None) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
@@ -139,7 +134,7 @@ def test_a_rank_that_fails_fails_the_step_on_all_and_harms_nothing_else(tmp_path
     assert list(tmp_path.glob(f"step-00000002/*/r/r{broken:05d}.fail.json"))
 
 
-def test_a_rank_whose_state_cannot_be_saved_tells_the_others_at_once(tmp_path: Path) -> None:
+def test_a_rank_with_an_unsavable_state_tells_all(tmp_path: Path) -> None:
     def state(rank: int) -> dict[str, Any]:
         return {**replicated(1), "odd": object()} if rank == 2 else replicated(1)
 
@@ -151,7 +146,7 @@ def test_a_rank_whose_state_cannot_be_saved_tells_the_others_at_once(tmp_path: P
     assert steps(tmp_path) == [1]
 
 
-def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp_path: Path) -> None:
+def test_the_first_save_is_given_up_at_once_too(tmp_path: Path) -> None:
     def state(rank: int) -> dict[str, Any]:
         return {**replicated(1), "odd": object()} if rank == 1 else replicated(1)
 
@@ -170,7 +165,7 @@ class Gone(FaultyBackend):
         super().__init__(inner, [Fault(do="fail", verb=verb, match=match, times=None) for verb in verbs])
 
 
-def test_a_rank_that_lost_its_storage_before_its_vote_tells_the_others_without_it(tmp_path: Path) -> None:
+def test_a_rank_without_storage_tells_the_others(tmp_path: Path) -> None:
     """Nothing of it can be committed without its vote, so it need not ask the storage who decides."""
     gone = Gone(LocalBackend(str(tmp_path)), "*step-00000002*")
     backends = [LocalBackend(str(tmp_path)), gone, LocalBackend(str(tmp_path))]
@@ -198,7 +193,7 @@ def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> Non
     assert errors[1] is not None
 
 
-def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     quick = aiockpt.Deadlines(ranks_s=1, close_s=60)
     with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(1, replicated(1)).result())
@@ -208,7 +203,7 @@ def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path:
     assert steps(tmp_path) == []
 
 
-def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path) -> None:
+def test_a_rank_away_from_a_planned_save_is_named(tmp_path: Path) -> None:
     vote_of_rank_0 = Gate(LocalBackend(str(tmp_path)), "put_new", "step-00000002/*/r00000.json")
 
     def save(rank: int, ckpt: aiockpt.Checkpointer) -> None:
@@ -316,7 +311,7 @@ def test_warm_up_plans_for_all_ranks(tmp_path: Path) -> None:
     assert equal(loaded(tmp_path, replicated(1)), replicated(1))
 
 
-def test_a_warm_up_that_one_rank_cannot_make_is_refused_on_all_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_warm_up_refused_on_one_is_refused_everywhere(tmp_path: Path) -> None:
     with Crew(2, tmp_path) as crew:
         errors = crew.errors(
             lambda rank, ckpt: ckpt.warm_up({**replicated(0), "odd": [object()] if rank else []}).result()
@@ -384,9 +379,7 @@ def test_a_checkpointer_made_before_the_process_group_says_that(
         assert early.save(3, replicated(3)).result().step == 3
 
 
-def test_a_process_that_saves_alone_with_a_part_of_a_tensor_is_told_who_has_the_rest(
-    tmp_path: Path, group_of_two: Callable[[], None]
-) -> None:
+def test_who_saves_alone_is_told_who_has_the_rest(tmp_path: Path, group_of_two: Callable[[], None]) -> None:
     group_of_two()
     mesh = DeviceMesh("cpu", [0, 1])
     half = DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)], run_check=False)
@@ -408,3 +401,16 @@ def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:
         for size in range(1, 12):  # another structure each time, which the ranks must plan
             crew.on_all(lambda rank, ckpt, size=size: ckpt.warm_up({"w": torch.zeros(size)}).result())  # type: ignore[misc]
         assert store.num_keys() < 40
+
+
+def test_a_rank_closed_by_another_thread_holds_up_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot know that its state is that of its last step, so the ranks do not save that."""
+    first, second, other = (ThreadPoolExecutor(1) for _ in range(3))
+    with first, second, other, Crew(2, tmp_path, deadlines=PATIENT, every=10) as crew:
+        for rank, threads in enumerate((first, second)):
+            threads.submit(crew.checkpointers[rank].step, 1, replicated(1)).result()
+        closes = [threads.submit(crew.checkpointers[rank].close) for rank, threads in enumerate((first, other))]
+        for close in closes:
+            close.result(PATIENT.ranks_s / 2)
+    assert "another thread than step()'s" in caplog.text
+    assert steps(tmp_path) == []

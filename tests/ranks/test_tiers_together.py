@@ -1,7 +1,5 @@
 """Many ranks and several tiers: every rank copies its own files, rank 0 those that others leave, and all hear of it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import ShmBackend
-from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, WriterLostError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import parse_attempt
 from aiockpt.places.tiers.promotion import MOST_WAITING
@@ -87,7 +84,7 @@ def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: 
     assert equal(loaded(tmp_path / "far", replicated(1)), replicated(1))
 
 
-def test_the_others_hear_at_once_that_rank_0_could_not_commit_a_copy(tmp_path: Path) -> None:
+def test_all_hear_of_a_copy_that_was_not_committed(tmp_path: Path) -> None:
     """They try again with it, where they would have waited for the deadline of the tier."""
     watch = Watch()
 
@@ -100,7 +97,7 @@ def test_the_others_hear_at_once_that_rank_0_could_not_commit_a_copy(tmp_path: P
     assert any("rank 0 could not commit step 1" in event.error for event in watch.of(PromotionFailed))
 
 
-def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_it_could_say_so(tmp_path: Path) -> None:
+def test_a_copy_of_a_dead_writer_is_not_lost(tmp_path: Path) -> None:
     """The note of rank 0 is swallowed; then it buries its writer as `aiockpt.worker.client` does."""
     far = tmp_path / "far"
 
@@ -125,7 +122,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
                 assert attempt is not None
                 assert isinstance(tiers, Tiers)
                 board.post = post  # type: ignore[method-assign]
-                ckpt._loop.submit(tiers.notify_lost, 1, attempt, [1], WriterLostError("killed")).result()
+                ckpt._loop.submit(tiers.notify_lost, 1, attempt, [1], aiockpt.WriterLostError("killed")).result()
             return url
 
         board.post = die_instead  # type: ignore[method-assign]
@@ -148,14 +145,14 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
             ckpt._loop.submit(
-                ckpt._submitter._destination.notify_lost, 1, attempt, [1], WriterLostError("killed")
+                ckpt._submitter._destination.notify_lost, 1, attempt, [1], aiockpt.WriterLostError("killed")
             ).result()
         first, *others = forgotten
         assert first.startswith("tier/1/step-00000000/")
         assert others == [f"tier/1/step-00000001/{attempt}" for attempt in attempts[: -(2 * MOST_WAITING + 1) - 1]]
 
 
-def test_ranks_load_together_from_the_nearest_tier_that_has_the_newest_step(tmp_path: Path) -> None:
+def test_ranks_load_together_from_the_nearest_tier(tmp_path: Path) -> None:
     tiers = [tmp_path / "near", tmp_path / "far"]
     with Crew(2, lambda rank: tiers) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(tmp_path / "far").result())
@@ -211,7 +208,7 @@ def test_all_ranks_pass_newer_weights_over_or_all_say_what_lacks(tmp_path: Path)
         assert crew.on_all(load) == [(1, f"file://{near}", 1.0)] * 2
     with Crew(2, far) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.load(state(0)).result())
-        assert [type(error) for error in errors] == [StateMismatchError] * 2
+        assert [type(error) for error in errors] == [aiockpt.StateMismatchError] * 2
         assert all("moments" in str(error) for error in errors)
 
 
@@ -234,7 +231,7 @@ def own_memory(root: Path) -> Any:
 
 @pytest.mark.parametrize("open_own", [own_disk, own_memory])
 @pytest.mark.parametrize("tiers", [1, 2])
-def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path, tiers: int, open_own: Any) -> None:
+def test_a_place_not_seen_by_all_is_refused(tmp_path: Path, tiers: int, open_own: Any) -> None:
     """Four ranks on two hosts."""
 
     def places(rank: int) -> list[Any]:
@@ -242,15 +239,15 @@ def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path
 
     with mock.patch.object(storage_fallback, "PROBE_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result())
-    refused = [error for error in errors if isinstance(error, UsageError)]
+    refused = [error for error in errors if isinstance(error, aiockpt.UsageError)]
     assert refused
-    assert all(isinstance(error, UsageError | RankFailedError) for error in errors)
+    assert all(isinstance(error, aiockpt.UsageError | aiockpt.RankFailedError) for error in errors)
     assert all("is not one place for all ranks" in str(error) for error in errors)
     assert "give a place that all of them share" in str(refused[0])
     assert not list(tmp_path.glob("**/MANIFEST*"))
 
 
-def test_whether_all_ranks_see_a_place_is_asked_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_whether_all_see_a_place_is_asked_once(tmp_path: Path) -> None:
     places = [RecordingBackend(LocalBackend(str(tmp_path / "run"))) for _ in range(3)]
     with Crew(3, places.__getitem__) as crew:
         for step in (1, 2, 3):

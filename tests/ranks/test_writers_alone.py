@@ -1,9 +1,7 @@
-"""What becomes of a save when writers cannot ask the store? It is finished all the same, or all learn why it is not.
+"""Saves whose writers cannot ask the store: finished all the same, or all learn why not.
 
 The ranks are threads, and the store lives. What is lost is the way to it of some writers, from their first question on.
 """
-
-from __future__ import annotations
 
 import errno
 import threading
@@ -19,7 +17,6 @@ import torch.distributed
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.context import Place
-from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
 from aiockpt.ranks.storage_fallback import StorageFallback
 from aiockpt.runtime.relay import Question, RelayedStore, Reply, ask
@@ -64,7 +61,7 @@ def test_every_tier_that_works_gets_the_step_and_all_ranks_know(orders: Orders, 
         cut_off(crew, (0, 1))
         saves = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)))
         assert [save.committed(far).result().generation for save in saves] == [1, 1]
-        assert isinstance(saves[0].committed(orders.url).exception(), StorageFullError)
+        assert isinstance(saves[0].committed(orders.url).exception(), aiockpt.StorageFullError)
     assert equal(loaded(far, replicated(1)), replicated(1))
 
 
@@ -78,19 +75,19 @@ def test_what_is_there_already_is_left_alone_on_all_ranks(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_write_that_fails_on_one_rank_is_found_by_the_others(broken: int, orders: Orders) -> None:
+def test_a_write_that_fails_is_found_by_others(broken: int, orders: Orders) -> None:
     with Crew(2, orders.url, worker="process", deadlines=PATIENT, on_error=lambda future: None) as crew:
         save_on_all(crew, 1)
         cut_off(crew, (0, 1))
         orders.fail("create", errno.ENOSPC, f"r{broken:05d}")
         errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result())
-        assert isinstance(errors[broken], StorageFullError)
-        assert isinstance(errors[1 - broken], RankFailedError)
+        assert isinstance(errors[broken], aiockpt.StorageFullError)
+        assert isinstance(errors[1 - broken], aiockpt.RankFailedError)
         assert f"rank {broken} failed: StorageFullError" in str(errors[1 - broken])
     assert steps_of(orders) == [1]
 
 
-def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Orders, tmp_path: Path) -> None:
+def test_a_rank_that_fails_early_leaves_word(orders: Orders, tmp_path: Path) -> None:
     """Its question for the tier hangs until its trainer stops the save."""
     tiers = [orders.url, tmp_path / "far"]
     with Crew(2, lambda rank: tiers, worker="process", on_error=lambda future: None) as crew:
@@ -107,11 +104,11 @@ def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Or
             future.result()
 
         errors = crew.errors(save)
-    assert isinstance(errors[0], RankFailedError)
+    assert isinstance(errors[0], aiockpt.RankFailedError)
     assert "rank 1 failed: SaveCancelledError" in str(errors[0])
 
 
-async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_give_up(tmp_path: Path) -> None:
+async def test_the_first_record_of_a_failure_says_most(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
     place = SimpleNamespace(backend=backend, engine=SimpleNamespace(rank=0, world_size=1))
     fallback = StorageFallback(cast(Place, place), 1, NONCE)
@@ -130,7 +127,7 @@ async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_
 # ------------------------------------------------------------------ a writer that died, once more
 
 
-def test_a_vote_of_a_writer_that_died_stands_when_the_commit_has_been_decided(orders: Orders) -> None:
+def test_a_decided_vote_of_a_dead_writer_stands(orders: Orders) -> None:
     with Crew(3, orders.url, worker="process", on_error=lambda future: None) as crew:
         save_on_all(crew, 1)
         orders.hold("put_new", "MANIFEST")
@@ -145,7 +142,7 @@ def test_a_vote_of_a_writer_that_died_stands_when_the_commit_has_been_decided(or
             return future.result().generation
 
         outcomes = crew.start(save)
-    assert isinstance(outcomes[1].exception(), WriterLostError)
+    assert isinstance(outcomes[1].exception(), aiockpt.WriterLostError)
     assert [outcomes[rank].result() for rank in (0, 2)] == [1, 1]
     assert equal(loaded(orders.path, replicated(2)), replicated(2))
 
@@ -169,7 +166,7 @@ def test_what_a_writer_asks_is_answered_while_the_trainer_closes(orders: Orders,
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_planned_first_save_that_rank_0_cannot_take_part_in_is_given_up_at_once(worker: Any, tmp_path: Path) -> None:
+def test_a_first_save_without_rank_0_is_given_up(worker: Any, tmp_path: Path) -> None:
     with Crew(2, tmp_path, worker=worker, deadlines=PATIENT, on_error=lambda future: None) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.warm_up(replicated(0)).result())
 
@@ -208,7 +205,7 @@ def test_every_verb_of_a_store_is_relayed() -> None:
     assert relay.real.check(["count"])
 
 
-def test_what_goes_wrong_at_the_store_is_raised_and_the_next_call_is_made_all_the_same() -> None:
+def test_what_the_store_raises_fails_one_call() -> None:
     relay = Relay()
     relay.real.set_timeout(torch.distributed.default_pg_timeout / 1e5)
     with pytest.raises(ConnectionError, match="Error"):
@@ -217,7 +214,7 @@ def test_what_goes_wrong_at_the_store_is_raised_and_the_next_call_is_made_all_th
     assert relay.store.get("a") == b"1"
 
 
-def test_when_the_other_process_is_gone_who_waits_and_who_asks_is_told_at_once() -> None:
+def test_when_the_other_process_is_gone_all_hear_it() -> None:
     relay = Relay()
     relay.silent.set()
     raised: list[BaseException] = []

@@ -1,6 +1,4 @@
-"""Whoever of a job is killed when: is a snapshot that all ranks took committed, and is any other one not there?"""
-
-from __future__ import annotations
+"""A job any part of which is killed at any time: a snapshot that all ranks took is committed, and no other one is there."""
 
 import os
 import shutil
@@ -11,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import aiockpt
 from tests.ranks.writers_job import Job, whole
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 from tests.watch import until
 from tests.worker.test_worker_killed import orders as orders
 from tests.worker.test_worker_killed import steps_of, writers_of
@@ -26,7 +23,7 @@ def check_loads(place: Any, step: int, grown: bool = False) -> None:
     state: dict[str, Any] = {
         name: torch.zeros_like(value) if name != "step" else None for name, value in expected.items()
     }
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         assert ckpt.load(state, step).result() is not None
         ckpt.verify(step).result()
     for name, value in expected.items():
@@ -42,7 +39,7 @@ def until_no_writer(orders: Orders) -> None:
     [(4, False, "lazy", True), (2, True, "eager", False)],
     ids=["four ranks, lazy, another structure", "the first save"],
 )
-def test_what_all_ranks_have_captured_is_committed_though_all_trainers_are_killed(
+def test_captured_states_are_committed_though_trainers_are_killed(
     world_size: int, cold: bool, snapshot: str, grown: bool, orders: Orders
 ) -> None:
     with Job(world_size, [orders.url]) as job:
@@ -65,9 +62,7 @@ def test_what_all_ranks_have_captured_is_committed_though_all_trainers_are_kille
     [(0, False), (1, False), (0, True)],
     ids=["with the store", "not with it", "a store elsewhere"],
 )
-def test_the_ranks_that_live_hear_of_the_commit_though_one_trainer_is_killed(
-    killed: int, elsewhere: bool, orders: Orders, tmp_path: Path
-) -> None:
+def test_living_ranks_hear_of_the_commit(killed: int, elsewhere: bool, orders: Orders, tmp_path: Path) -> None:
     with Job(2, [orders.url], file=str(tmp_path / "store") if elsewhere else None) as job:
         verb = "list" if elsewhere else "create"  # before rank 0 says that it begins; and after
         orders.hold(verb)
@@ -81,9 +76,7 @@ def test_the_ranks_that_live_hear_of_the_commit_though_one_trainer_is_killed(
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_in_its_copy_leaves_no_checkpoint_and_the_others_hear_it(
-    killed: int, orders: Orders
-) -> None:
+def test_a_rank_killed_in_its_copy_leaves_no_checkpoint(killed: int, orders: Orders) -> None:
     with Job(2, [orders.url]) as job:
         job.ask("save", 1, "eager", False)
         assert job.ask("result") == [1, 1]
@@ -102,7 +95,7 @@ def test_a_rank_that_is_killed_in_its_copy_leaves_no_checkpoint_and_the_others_h
     check_loads(orders.path, 1)
 
 
-def test_a_rank_that_has_voted_hears_of_a_failure_though_nobody_can_say_it(orders: Orders) -> None:
+def test_a_rank_that_voted_hears_of_a_failure(orders: Orders) -> None:
     """Rank 2 dies in its copy, and the trainer of rank 0, with the store, after its own."""
     with Job(3, [orders.url]) as job:
         job.ask("save", 1, "eager", False)
@@ -130,9 +123,7 @@ def memory(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("killed", [(0, 1), (0,)], ids=["all", "the one with the store"])
-def test_a_step_in_memory_gets_to_the_disk_though_trainers_are_killed(
-    killed: tuple[int, ...], memory: str, orders: Orders
-) -> None:
+def test_a_step_in_memory_outlives_killed_trainers(killed: tuple[int, ...], memory: str, orders: Orders) -> None:
     with Job(2, [memory, orders.url]) as job:
         orders.hold("create")
         job.ask("save", 1, "eager", False)

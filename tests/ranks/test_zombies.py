@@ -1,6 +1,4 @@
-"""What can the ranks of an incarnation that was replaced still do to the one that replaced it? Nothing."""
-
-from __future__ import annotations
+"""The ranks of an incarnation that was replaced: they can do nothing to the one that replaced it."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import CommitConflictError, RankFailedError
 from tests.gates import Gate
 from tests.ranks.crew import Crew
 
@@ -29,9 +26,7 @@ STOPS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_ranks_that_were_replaced_in_the_middle_of_a_save_neither_commit_nor_harm_what_was_saved_since(
-    tmp_path: Path, stop: str
-) -> None:
+def test_replaced_ranks_neither_commit_nor_harm_newer_saves(tmp_path: Path, stop: str) -> None:
     """The processes of the old incarnation stop in the middle of step 2, until they are told to go on."""
     zombies = [Gate(LocalBackend(str(tmp_path)), *STOPS[stop]) for _ in range(2)]
     with Crew(2, zombies.__getitem__, on_error=lambda future: None) as old, ThreadPoolExecutor(1) as threads:
@@ -42,8 +37,8 @@ def test_ranks_that_were_replaced_in_the_middle_of_a_save_neither_commit_nor_har
         for zombie in zombies:
             zombie.open_up()
         errors = saving.result()
-    assert isinstance(errors[0], CommitConflictError), errors
-    assert isinstance(errors[1], CommitConflictError | RankFailedError), errors
+    assert isinstance(errors[0], aiockpt.CommitConflictError), errors
+    assert isinstance(errors[1], aiockpt.CommitConflictError | aiockpt.RankFailedError), errors
     manifests = sorted((tmp_path / "step-00000002").glob("MANIFEST-*.json"))
     assert [json.loads(path.read_text())["world_size"] for path in manifests] == [3]
     assert {result.generation for result in saved} == {1}

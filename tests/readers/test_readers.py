@@ -1,6 +1,4 @@
-"""Is each step handed once to each reader, and kept while it is read, whatever is killed, deleted or saved meanwhile?"""
-
-from __future__ import annotations
+"""Steps for readers: handed once to each, and kept while read, whatever is killed, deleted or saved meanwhile."""
 
 import os
 import signal
@@ -18,13 +16,13 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.places.readers import hold as hold_module
 from aiockpt.places.readers.step_watch import StepWatch, WatchedStep
 from aiockpt.storage.forwarding import BackendCall
-from aiockpt.testing.faults import FaultyBackend
+from aiockpt.testing.faults import Fault, FaultSchedule, FaultyBackend
 from aiockpt.tools.cli.main import app
-from tests.small_run import SMALL
+from tests.run_python import run_python
+from tests.small_run import small_checkpointer
 from tests.watch import until
 
 STATE: dict[str, Any] = {"weight": torch.arange(100.0), "value": 1}
@@ -32,13 +30,13 @@ STATE: dict[str, Any] = {"weight": torch.arange(100.0), "value": 1}
 
 def save(root: Path, *steps: int, keep: int | None = None) -> None:
     rules = None if keep is None else aiockpt.Retention(last=keep)
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL), retention=rules) as ckpt:
+    with small_checkpointer(root, retention=rules) as ckpt:
         for step in steps:
             ckpt.save(step, STATE).result()
 
 
 def handed(root: Path, name: str = "eval", **options: Any) -> list[int]:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         return [step.step for step in ckpt.watch(name, follow=False, **options)]
 
 
@@ -47,7 +45,7 @@ def leases(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep: int = 1) -> tuple[list[int], dict[str, str]]:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         pruned = ckpt.prune(aiockpt.Retention(last=keep)).result()
     return [step.step for step in pruned.steps], dict(pruned.left)
 
@@ -57,7 +55,7 @@ def prune(root: Path, keep: int = 1) -> tuple[list[int], dict[str, str]]:
 
 def test_no_retention_deletes_a_step_that_is_held_and_it_says_who_holds_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         with ckpt.hold(1) as held:
             assert (held.step, held.id, held.folder) == (1, "step-00000001", tmp_path / "step-00000001")
             assert held.url == f"file://{tmp_path}"
@@ -72,7 +70,7 @@ def test_no_retention_deletes_a_step_that_is_held_and_it_says_who_holds_it(tmp_p
 
 def test_the_newest_is_held_where_none_is_named_and_what_is_not_there_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         with ckpt.hold() as held:
             assert held.step == 2
         with pytest.raises(aiockpt.StepNotFoundError), ckpt.hold(7):
@@ -82,15 +80,12 @@ def test_the_newest_is_held_where_none_is_named_and_what_is_not_there_is_refused
             pass
         with hold:
             assert len(leases(tmp_path)) == 1
-    with (
-        aiockpt.Checkpointer(tmp_path / "empty", limits=aiockpt.Limits(io=SMALL)) as ckpt,
-        pytest.raises(aiockpt.StepNotFoundError),
-    ):
+    with small_checkpointer(tmp_path / "empty") as ckpt, pytest.raises(aiockpt.StepNotFoundError):
         ckpt.hold().__enter__()
 
 
 async def test_in_an_event_loop_it_is_async_with(tmp_path: Path) -> None:
-    async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    async with small_checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, STATE)
         async with ckpt.hold(1) as held:
             assert held.step == 1
@@ -102,7 +97,7 @@ async def test_in_an_event_loop_it_is_async_with(tmp_path: Path) -> None:
 
 def test_closing_the_checkpointer_lets_go(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         hold = ckpt.hold(1)
         hold.__enter__()
     assert leases(tmp_path) == []
@@ -112,7 +107,7 @@ def test_closing_the_checkpointer_lets_go(tmp_path: Path) -> None:
 def test_a_hold_is_renewed_before_its_lease_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "RENEW_S", 0.01)
     save(tmp_path, 1, 2)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt, ckpt.hold(1):
+    with small_checkpointer(tmp_path) as ckpt, ckpt.hold(1):
         (lease,) = leases(tmp_path)
         long_ago = time.time() - 7 * 3600
         os.utime(lease, (long_ago, long_ago))
@@ -140,17 +135,17 @@ def test_the_lease_of_a_holder_that_was_killed_counts_for_six_hours(tmp_path: Pa
 
 
 class NoLeases(LocalBackend):
-    async def put(self, key: str, data: bytes) -> None:
+    async def put(self, key: str, data: bytes, *, flushed: bool = True) -> None:
         if "/lease-" in key:
-            raise StorageError("read-only", key=key)
-        await super().put(key, data)
+            raise aiockpt.StorageError("read-only", key=key)
+        await super().put(key, data, flushed=flushed)
 
 
 def test_where_no_lease_can_be_written_nothing_is_said_to_be_held(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (
-        aiockpt.Checkpointer(NoLeases(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt,
-        pytest.raises(StorageError, match="read-only"),
+        small_checkpointer(NoLeases(tmp_path)) as ckpt,
+        pytest.raises(aiockpt.StorageError, match="read-only"),
         ckpt.hold(1),
     ):
         pass
@@ -159,8 +154,8 @@ def test_where_no_lease_can_be_written_nothing_is_said_to_be_held(tmp_path: Path
 class DeletedMeanwhile(LocalBackend):
     """A place whose step goes at the moment when its lease is written."""
 
-    async def put(self, key: str, data: bytes) -> None:
-        await super().put(key, data)
+    async def put(self, key: str, data: bytes, *, flushed: bool = True) -> None:
+        await super().put(key, data, flushed=flushed)
         if "/lease-" in key:
             for manifest in (self.path / "step-00000001").glob("MANIFEST-*"):
                 manifest.unlink()
@@ -173,7 +168,7 @@ class DeletedMeanwhile(LocalBackend):
 def test_a_step_that_is_deleted_at_that_moment_is_not_held(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (
-        aiockpt.Checkpointer(DeletedMeanwhile(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt,
+        small_checkpointer(DeletedMeanwhile(tmp_path)) as ckpt,
         pytest.raises(aiockpt.StepNotFoundError, match="deleted at this moment"),
         ckpt.hold(1),
     ):
@@ -185,13 +180,13 @@ def test_a_load_that_is_cancelled_while_its_lease_is_written_leaves_none(tmp_pat
     written = threading.Event()
 
     class Late(LocalBackend):
-        async def put(self, key: str, data: bytes) -> None:
-            await super().put(key, data)
+        async def put(self, key: str, data: bytes, *, flushed: bool = True) -> None:
+            await super().put(key, data, flushed=flushed)
             if "/lease-" in key:
                 written.set()
                 await anyio.sleep_forever()  # the answer never comes
 
-    with aiockpt.Checkpointer(Late(tmp_path), limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(Late(tmp_path)) as ckpt:
         load = ckpt.load(STATE)
         assert written.wait(250)
         assert load.cancel()
@@ -213,13 +208,13 @@ def test_each_reader_is_handed_each_step_once_the_oldest_first(tmp_path: Path) -
 
 
 def steps_of(root: Path) -> Any:
-    with aiockpt.Checkpointer(root, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(root) as ckpt:
         return ckpt.steps().result()
 
 
 def test_a_step_in_which_the_reader_fails_comes_again(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         with pytest.raises(ZeroDivisionError):
             _ = [1 // (2 - step.step) for step in ckpt.watch("eval", follow=False)]
         for step in ckpt.watch("eval", follow=False):
@@ -237,13 +232,13 @@ def test_a_reader_that_is_killed_is_handed_the_same_step_again(tmp_path: Path) -
         "        if step.step == 2:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == -signal.SIGKILL
+    run_python("-c", script, tmp_path, status=-signal.SIGKILL)
     assert handed(tmp_path) == [2, 3]
 
 
 def test_it_is_held_while_it_is_handed_out(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         for step in ckpt.watch("eval", follow=False):
             if step.step == 1:
                 gone, left = prune(tmp_path)
@@ -261,14 +256,14 @@ def test_what_is_saved_again_comes_again_and_what_is_thinned_does_not(tmp_path: 
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state).result()
         assert [step.step for step in ckpt.watch("eval", follow=False)] == [1, 2]
         thinned = ckpt.prune(aiockpt.Retention(last=2, optimizer=1)).result().thinned
         assert [step.id for step in thinned] == ["step-00000001"]
         assert [step.step for step in ckpt.watch("eval", follow=False)] == []
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         ckpt.save(2, state).result()
         assert [step.step for step in ckpt.watch("eval", follow=False)] == [2]
 
@@ -280,7 +275,7 @@ class Away(FaultyBackend):
 
     async def forward(self, call: BackendCall) -> Any:
         if self.away is not None and call.verb in ("get", "list") and call.key.startswith(self.away):
-            raise StorageError("no answer", key=call.key)
+            raise aiockpt.StorageError("no answer", key=call.key)
         return await super().forward(call)
 
 
@@ -288,7 +283,7 @@ class Away(FaultyBackend):
 def test_a_step_that_cannot_be_read_for_a_moment_does_not_come_again(tmp_path: Path, away: str) -> None:
     save(tmp_path, 1, 2)
     place = Away(LocalBackend(tmp_path))
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         watch = ckpt.watch("eval", follow=False)
         assert [step.step for step in watch] == [1, 2]
         for place.away in (away, None):
@@ -298,7 +293,7 @@ def test_a_step_that_cannot_be_read_for_a_moment_does_not_come_again(tmp_path: P
 def test_steps_of_a_tier_that_is_away_for_a_moment_do_not_come_again(tmp_path: Path) -> None:
     far = Away(LocalBackend(tmp_path / "far"))
     tiers = [aiockpt.Tier(tmp_path / "near", keep=aiockpt.Retention(last=1)), aiockpt.Tier(far)]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, STATE).committed(far).result()
         ckpt.wait()
@@ -319,15 +314,15 @@ def test_only_the_newest_is_handed_out_where_that_is_wanted(tmp_path: Path) -> N
 def test_one_that_is_given_back_comes_after_the_others_and_not_at_once(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     order = []
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        for step in ckpt.watch("eval", every_s=0.05):
+    with small_checkpointer(tmp_path) as ckpt:
+        for step in ckpt.watch("eval", every_s=0.5):
             order.append(step.step)
             if len(order) == 1:
                 step.again()
             if len(order) == 3:
                 break
     assert order == [1, 2, 1]
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         watch = ckpt.watch("other", every_s=1000, follow=False)
         for step in watch:
             step.again()
@@ -339,7 +334,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
     seen: list[WatchedStep] = []
 
     async def read() -> None:
-        async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        async with small_checkpointer(tmp_path) as ckpt:
             async for step in ckpt.watch("eval", every_s=0.01):
                 seen.append(step)
                 if step.step == 3:
@@ -348,7 +343,7 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
     with anyio.fail_after(250):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
-            async with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+            async with small_checkpointer(tmp_path) as ckpt:
                 for step in (1, 2, 3):
                     await ckpt.save(step, STATE)
     assert [step.step for step in seen] == [1, 2, 3]
@@ -356,14 +351,14 @@ async def test_it_waits_for_steps_to_come_in_an_event_loop(tmp_path: Path) -> No
 
 
 def test_closing_the_checkpointer_elsewhere_ends_the_wait(tmp_path: Path) -> None:
-    ckpt = aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL))
+    ckpt = small_checkpointer(tmp_path)
     ended: list[BaseException] = []
 
     def read() -> None:
         try:
             for _ in ckpt.watch("eval", every_s=0.01):
                 pass
-        except CheckpointError as error:
+        except aiockpt.CheckpointError as error:
             ended.append(error)
 
     thread = threading.Thread(target=read)
@@ -379,7 +374,11 @@ def test_a_step_that_cannot_be_held_now_holds_up_no_other(tmp_path: Path, caplog
     manifest = tmp_path / "step-00000001" / "MANIFEST-1.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-20])  # its head is sound still
-    assert handed(tmp_path) == [2]
+    with small_checkpointer(tmp_path) as ckpt:
+        watch = iter(ckpt.watch("eval", follow=False))
+        assert next(watch).step == 2
+        with pytest.raises(aiockpt.CheckpointError, match="does not end with its digest"):
+            next(watch)
     assert "step 1 is not handed to eval now" in caplog.text
     manifest.write_bytes(whole)
     assert handed(tmp_path) == [1]
@@ -394,14 +393,14 @@ def test_notes_that_say_nothing_are_told_with_what_to_do(tmp_path: Path) -> None
 
 
 def test_notes_do_not_grow_with_the_run_and_lie_in_the_durable_tier(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=2)) as ckpt:
+    with small_checkpointer(tmp_path, retention=aiockpt.Retention(last=2)) as ckpt:
         for step in range(6):
             ckpt.save(step, STATE).result()
             ckpt.wait()
             assert [new.step for new in ckpt.watch("eval", follow=False)] == [step]
     assert (tmp_path / "readers" / "eval.json").read_text().count('","') == 1
     tiers = [aiockpt.Tier("memory://readers"), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         ckpt.save(1, STATE).result()
         assert [step.url for step in ckpt.watch("eval", follow=False)] == ["memory://readers"]
     assert (tmp_path / "far" / "readers" / "eval.json").exists()
@@ -409,7 +408,7 @@ def test_notes_do_not_grow_with_the_run_and_lie_in_the_durable_tier(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 65, 7])
 def test_a_name_that_cannot_be_meant_is_refused(tmp_path: Path, name: Any) -> None:
-    with aiockpt.Checkpointer(tmp_path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tmp_path) as ckpt:
         with pytest.raises(aiockpt.UsageError, match="name the reader"):
             ckpt.watch(name)
         with pytest.raises(aiockpt.UsageError, match="every_s"):
@@ -468,3 +467,13 @@ def test_a_command_that_fails_is_run_again_with_that_step(tmp_path: Path) -> Non
     assert done.exit_code == 1
     assert "step 1: the command ended with 1" in done.output
     assert handed(tmp_path, "upload") == [1]
+
+
+def test_a_step_that_nothing_can_hold_is_no_empty_run(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    place = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put", match="*/lease-*", times=None)])
+    with small_checkpointer(place) as ckpt:
+        with pytest.raises(aiockpt.StorageError, match="lease-"):
+            list(ckpt.watch("eval", follow=False))
+        place.schedule = FaultSchedule([], place.ACTIONS)
+        assert [step.step for step in ckpt.watch("eval", follow=False)] == [1]

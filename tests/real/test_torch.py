@@ -1,4 +1,4 @@
-"""Every optimizer and every scheduler of torch: is a resumed run the run that was never stopped? A certificate each."""
+"""Every optimizer and every scheduler of torch, resumed as the run that was never stopped. A certificate each."""
 
 from __future__ import annotations
 

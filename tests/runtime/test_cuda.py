@@ -1,10 +1,8 @@
-"""Does the CUDA module keep the rules of the runtime? Against a model of torch.cuda, on a machine that has no device.
+"""The CUDA module under the rules of the runtime: against a model of torch.cuda, on a machine that has no device.
 
 The model knows where contexts come from, which streams are current and what is in them; it knows nothing of time. The
 real thing is asked in tests/cuda.
 """
-
-from __future__ import annotations
 
 import threading
 from types import SimpleNamespace

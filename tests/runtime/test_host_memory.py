@@ -1,7 +1,5 @@
 """Memory that bytes wait in: on pages, there already, with or without a kernel that knows how."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -127,3 +125,39 @@ def test_a_disk_takes_shared_memory_directly(tmp_path: Path) -> None:
         os.close(fd)
         shared.close()
     assert (tmp_path / "direct").read_bytes() == bytes(range(256)) * 4096
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "expected"),
+    [
+        ("0::/job", {"job": ("max", GIB, 0)}, 8 * GIB),
+        ("0::/job", {"job": (3 * GIB, 2 * GIB, 0)}, GIB),
+        ("0::/job", {"job": (3 * GIB, 2 * GIB, GIB // 2)}, 3 * GIB // 2),  # of its use, that much is cache
+        ("0::/outer/job", {"outer/job": ("max", 0, 0), "outer": (2 * GIB, GIB, 0)}, GIB),
+        ("0::/../of/the/host", {"": (3 * GIB, GIB, 0)}, 2 * GIB),
+        ("0::/of/the/host", {"": (3 * GIB, GIB, 0)}, 2 * GIB),
+        ("0::/job", {"job": (GIB, 2 * GIB, 0)}, 0),
+        ("0::/job", {"job": (64 * GIB, GIB, 0)}, 8 * GIB),
+        ("5:cpu:/job\n4:memory:/job", {"memory/job": (3 * GIB, 2 * GIB, GIB)}, 2 * GIB),
+        ("4:memory:/of/the/host\n0::/", {"memory": (3 * GIB, 2 * GIB, 0)}, GIB),
+        ("4:memory:/", {"memory": (2**63 - 4096, GIB, 0)}, 8 * GIB),
+        (None, {}, 8 * GIB),
+    ],
+)
+def test_the_limit_of_a_container_bounds_what_is_available(
+    tmp_path: Path, cgroup: str | None, groups: dict[str, tuple[int | str, int, int]], expected: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemFree: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    if cgroup is not None:
+        (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    for name, (limit, use, cache) in groups.items():
+        (folder := tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True, exist_ok=True)
+        first = name.startswith("memory")
+        (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(f"{limit}\n")
+        (folder / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{use}\n")
+        (folder / "memory.stat").write_text(f"{'total_' if first else ''}inactive_file {cache}\n")
+    assert host_memory.available_bytes(tmp_path) == expected

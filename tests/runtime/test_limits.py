@@ -1,7 +1,5 @@
 """Limits are fair, bounded, and never abandon a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import threading

@@ -1,22 +1,26 @@
 """Threads meet the loop without deadlock, fork or exit surprises."""
 
-from __future__ import annotations
-
 import contextvars
 import errno
 import gc
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
 import pytest
 
 from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
-from aiockpt.runtime.loop import FIRST_WORKERS, MOST_WORKERS, LoopThread, refuse_in_event_loop, runs_event_loop
+from aiockpt.runtime.loop import (
+    FIRST_WORKERS,
+    MOST_WORKERS,
+    LoopThread,
+    holds_up_event_loop,
+    refuse_in_event_loop,
+    runs_event_loop,
+)
+from tests.run_python import run_python
 
 
 @pytest.fixture
@@ -82,25 +86,87 @@ def test_a_blocking_call_elsewhere_is_allowed() -> None:
     refuse_in_event_loop("x")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_refused_and_may_close_harmlessly(loop: LoopThread) -> None:
+def in_a_fork(work: Callable[[], bytes]) -> bytes:
+    """Return what *work* returns in a forked child."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
+        try:
+            os.write(write_end, work())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    answer = os.read(read_end, 1000)
+    os.close(read_end)
+    os.close(write_end)
+    return answer
+
+
+CALLERS = """
+from aiockpt.runtime.loop import holds_up_event_loop
+
+def function(ask=holds_up_event_loop): return ask()
+async def coroutine(ask=holds_up_event_loop): return ask()
+async def generator(ask=holds_up_event_loop): yield ask()
+imported = holds_up_event_loop()
+"""
+
+
+def callers(module: str) -> dict[str, Any]:
+    """Return the functions of a module of this name, which is imported here."""
+    scope: dict[str, Any] = {"__name__": module}
+    exec(CALLERS, scope)
+    return scope
+
+
+async def check_callers() -> None:
+    user, trainer, cell = map(callers, ("train", "aiockpt.integrations.some", "IPython.core.interactiveshell"))
+    assert user["function"]()
+    assert await user["coroutine"]()
+    assert [held async for held in user["generator"]()] == [True]
+    assert not user["imported"]
+    assert not trainer["function"]()
+    assert not trainer["function"](user["function"])
+    # A coroutine within a trainer, or within what a cell has called, can await.
+    with pytest.raises(StopIteration) as stop:
+        trainer["function"](lambda: user["coroutine"]().send(None))
+    assert stop.value.value is True
+    assert not await cell["coroutine"]()
+    assert not await cell["coroutine"](user["function"])
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_who_calls_decides_whether_a_loop_is_held_up(backend: str) -> None:
+    assert not holds_up_event_loop()
+    anyio.run(check_callers, backend=backend)
+
+
+def test_the_refusal_names_what_can_be_written_there() -> None:
+    async def refuse() -> str:
+        with pytest.raises(BlockingCallError) as refused:
+            refuse_in_event_loop("x", "await y")
+        return str(refused.value)
+
+    for backend, in_thread in (("asyncio", "asyncio.to_thread"), ("trio", "trio.to_thread.run_sync")):
+        message = anyio.run(refuse, backend=backend)
+        assert message.endswith(
+            f"await y; or run the function that calls it in a thread, `await {in_thread}(function)`"
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_and_may_close_harmlessly(loop: LoopThread) -> None:
+    def submit_and_close() -> bytes:
         try:
             loop.submit(_name)
             answer = b"accepted"
         except ForkedProcessError as error:
             answer = str(error).encode()
         loop.close()
-        os.write(write_end, answer)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    answer = os.read(read_end, 1000)
-    os.close(read_end)
-    os.close(write_end)
-    assert b"Make a new Checkpointer in the child" in answer
+        return answer
+
+    assert b"Make a new Checkpointer in the child" in in_a_fork(submit_and_close)
 
 
 def test_the_exit_hook_runs_while_threads_still_work() -> None:
@@ -114,8 +180,8 @@ def drain():
     loop.close()
 loop = LoopThread("test", on_exit=drain)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "flushed at exit\n", "")
+    run = run_python("-c", script)
+    assert (run.stdout, run.stderr) == ("flushed at exit\n", "")
 
 
 def test_a_drain_that_fails_at_the_exit_keeps_no_other_loop_from_its_own() -> None:
@@ -127,7 +193,7 @@ def drain(number):
     raise TimeoutError("this one is late")
 loops = [LoopThread(f"test-{number}", on_exit=lambda number=number: drain(number)) for number in range(3)]
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
+    run = run_python("-c", script, status=None)
     assert sorted(run.stdout.split()) == ["0", "1", "2"]
     assert "this one is late" in run.stderr
 
@@ -151,24 +217,18 @@ with tempfile.TemporaryDirectory() as root:
         time.sleep(0.01)
     print([thread.name for thread in threading.enumerate()])
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "['MainThread']\n", "")
+    run = run_python("-c", script)
+    assert (run.stdout, run.stderr) == ("['MainThread']\n", "")
 
 
 def test_a_dropped_checkpointer_of_the_parent_is_left_alone_in_a_fork(loop: LoopThread) -> None:
-    asked: list[object] = []
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if not pid:  # the child: its copy of the loop, whose wake-up socket is the parent's
+    def drop() -> bytes:  # the copy of the loop, whose wake-up socket is the parent's
+        asked: list[object] = []
         loop._loop.call_soon_threadsafe = lambda callback, *_, **__: asked.append(callback)  # type: ignore[assignment]
         loop._dropped()
-        os.write(write_end, b"left alone" if not asked else b"woken")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    answer = os.read(read_end, 100)
-    os.close(read_end)
-    os.close(write_end)
-    assert answer == b"left alone"
+        return b"woken" if asked else b"left alone"
+
+    assert in_a_fork(drop) == b"left alone"
 
 
 def test_a_loop_is_made_inside_an_event_loop_also_where_threads_inherit_the_context(

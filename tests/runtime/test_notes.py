@@ -1,6 +1,4 @@
-"""Do ranks learn what they told each other, once, in time, and by name who did not?"""
-
-from __future__ import annotations
+"""Notes between ranks: received once, in time, and with the names of those that sent none."""
 
 from typing import Any
 
@@ -10,9 +8,10 @@ import pytest
 import torch.distributed
 
 from aiockpt.errors import RankTimeoutError
+from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.notes import NoteBoard, StoreLostError, growing_pauses, name_ranks
-from aiockpt.testing.simulation import SimulatedClock
-from aiockpt.testing.virtual_time import run_virtually
+from tests.simulated.simulation import SimulatedClock
+from tests.simulated.virtual_time import run_virtually
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -33,9 +32,13 @@ def new_store() -> Any:
     return torch.distributed.HashStore()  # type: ignore[attr-defined]
 
 
+def new_board(store: Any, rank: int, world_size: int, place: str = "a place") -> NoteBoard:
+    return NoteBoard(Incarnation(store, place, rank, world_size, "a process", id="one"))
+
+
 def meetings(world_size: int, store: Any = None) -> list[NoteBoard]:
     store = store or new_store()
-    ranks = [NoteBoard(store, "a place", rank, world_size) for rank in range(world_size)]
+    ranks = [new_board(store, rank, world_size) for rank in range(world_size)]
     for rank in ranks:
         rank.begin()
     return ranks
@@ -100,8 +103,8 @@ async def test_all_arrive_or_not_all() -> None:
 
 async def test_a_store_that_is_gone_is_an_error_that_names_its_host() -> None:
     store: Any = LostStore()
-    board = NoteBoard(store, "a place", 1, 2)
-    board.join("as another process has begun it")
+    board = new_board(store, 1, 2)
+    board.join("as another process/has begun it/1")
     with pytest.raises(StoreLostError, match="Connection reset by peer") as caught:
         await board.find("key", Note)
     assert list(caught.value.ranks) == [0]
@@ -109,7 +112,7 @@ async def test_a_store_that_is_gone_is_an_error_that_names_its_host() -> None:
 
 async def test_a_store_that_is_lost_when_a_rank_comes_to_it_is_told_by_every_later_call_and_not_there() -> None:
     store: Any = LostStore()
-    board = NoteBoard(store, "a place", 1, 2)
+    board = new_board(store, 1, 2)
     board.begin()
     for _ in range(2):
         with pytest.raises(StoreLostError, match="did not answer this rank's first call"):

@@ -1,6 +1,4 @@
-"""Is memory pinned once, for as long as it lives, and does a refusal harm nobody?"""
-
-from __future__ import annotations
+"""Pinned memory: pinned once, for as long as it lives; a refusal harms nothing."""
 
 import logging
 
@@ -8,7 +6,7 @@ import pytest
 import torch
 
 from aiockpt.runtime.slabs import SlabPool
-from aiockpt.testing.twin_accelerator import TwinAccelerator
+from tests.simulated.twin_accelerator import TwinAccelerator
 
 KIB = 1024
 CUDA0 = torch.device("cuda:0")

@@ -1,6 +1,4 @@
-"""Does a call of a store that another process makes end, whatever becomes of that process?"""
-
-from __future__ import annotations
+"""Calls of a store that another process makes: they end, whatever becomes of that process."""
 
 import threading
 

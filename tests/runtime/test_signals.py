@@ -1,6 +1,4 @@
-"""Does a signal that ends a command end its child, too, whenever it comes?"""
-
-from __future__ import annotations
+"""Signals that end a command: they end its child, too, whenever they come."""
 
 import os
 import signal

@@ -1,7 +1,5 @@
 """The pool is bounded, fair, and gets every slab back."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 

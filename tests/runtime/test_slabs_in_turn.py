@@ -1,4 +1,4 @@
-"""Does the pool serve whoever waits in the order they came, whatever those before them do? Against a line and a set."""
+"""The pool's order: first come, first served, whatever those before do. Against a line and a set."""
 
 from __future__ import annotations
 

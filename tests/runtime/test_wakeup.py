@@ -1,17 +1,13 @@
-"""Is a signal told at once, whatever the main thread does, and is everything that listened before still told?"""
-
-from __future__ import annotations
+"""Signals, passed on at once, whatever the main thread does, also to everything that listened before."""
 
 import asyncio
 import hashlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +15,8 @@ import pytest
 
 from aiockpt.errors import UsageError
 from aiockpt.runtime.wakeup import SignalWatch, watch_signals
+from tests.run_python import run_python
+from tests.watch import until
 
 WAIT_S = 250
 
@@ -64,13 +62,6 @@ def kill_self(number: int = signal.SIGUSR1) -> None:
     os.kill(os.getpid(), number)
 
 
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.005)
-
-
 def test_a_signal_is_told_while_the_main_thread_is_inside_a_long_call_of_c(heard: Heard, watch: SignalWatch) -> None:
     sent_s = 0.0
 
@@ -99,7 +90,7 @@ def test_an_earlier_handler_is_still_called_and_is_back_after_the_close(heard: H
         watch = watch_signals([signal.SIGUSR1], heard)
         kill_self()
         heard.wait()
-        until(lambda: called)
+        until(lambda: called, "the other handler is called")
         watch.close()
         assert signal.getsignal(signal.SIGUSR1) is earlier
         assert called == [signal.SIGUSR1]
@@ -122,7 +113,7 @@ def test_a_handler_that_is_installed_later_is_chained_by_renew_and_may_call_ours
     watch.renew()
     kill_self()
     heard.wait()
-    until(lambda: called)
+    until(lambda: called, "the other handler is called")
     assert called == [signal.SIGUSR1]
     watch.close()
     assert signal.getsignal(signal.SIGUSR1) is later
@@ -185,7 +176,7 @@ def test_two_watches_are_both_told_and_the_last_restores(heard: Heard, watch: Si
     other.wait()
     second.close()
     kill_self()
-    until(lambda: len(heard.numbers) >= 4)
+    until(lambda: len(heard.numbers) >= 4, "all four are told")
     assert 1 <= len(other.numbers) <= 2
 
 
@@ -213,12 +204,6 @@ watch = watch_signals([signal.SIGTERM], told.append)
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD + script], capture_output=True, text=True, timeout=250, check=False
-    )
-
-
 def test_a_mark_that_cannot_be_sent_does_not_stand_before_the_next_one(heard: Heard) -> None:
     watch = watch_signals([signal.SIGUSR1], heard)
     try:
@@ -233,7 +218,10 @@ def test_a_mark_that_cannot_be_sent_does_not_stand_before_the_next_one(heard: He
 
 
 def test_a_forked_child_dies_of_its_signals_and_tells_the_parent_of_none() -> None:
-    done = run("""
+    done = run_python(
+        "-c",
+        CHILD
+        + """
 for _ in range(50):
     pid = os.fork()
     if not pid:
@@ -248,16 +236,22 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
 assert told, "the parent is deaf"
 print("done")
-""")
+""",
+        status=None,
+    )
     assert done.stdout == "done\n", done.stderr
 
 
 def test_after_a_close_on_another_thread_a_signal_ends_the_process_as_before() -> None:
-    done = run("""
+    run_python(
+        "-c",
+        CHILD
+        + """
 thread = threading.Thread(target=watch.close)
 thread.start()
 thread.join()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(5)
-""")
-    assert done.returncode == -signal.SIGTERM, done.stderr
+""",
+        status=-signal.SIGTERM,
+    )

@@ -1,7 +1,5 @@
 """``screen="finite"``: NaN and inf are found in what is written, told, and retention keeps the newest step without."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

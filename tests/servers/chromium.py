@@ -1,7 +1,5 @@
 """A real browser without a window, for pages that must draw: Debian's Chromium, driven by selenium."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -2,15 +2,15 @@
 
 Run it as a program with the folder, the mount point, a file for the counts of its requests, and habits: ``CALL=ERRNO``
 refuses a call always, ``CALL=ERRNO*N`` the first N times, ``late=N`` does not see the folder ``run`` the first N times that
-it is asked for it. CALL is a name of `Habits`; "open_direct" and "write_direct" are those past the page cache.
+it is asked for it. CALL is a name of `Habits`; "open_direct" and "write_direct" are those past the page cache. Its process
+id is in the file ``pid`` beside the mount point: while it is stopped, no call returns.
 """
-
-from __future__ import annotations
 
 import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,10 +40,12 @@ def mount(folder: Path, *habits: str) -> Iterator[tuple[Path, Counter[str]]]:
         stderr=subprocess.PIPE,
         text=True,
     )
+    (folder / "pid").write_text(str(server.pid))
     try:
         _wait_for(server, mounted)
         yield mounted, counted
     finally:
+        server.send_signal(signal.SIGCONT)
         subprocess.run([unmount, "-u", "-z", mounted], check=False, capture_output=True)
         try:
             server.wait(SERVED_S)

@@ -1,12 +1,10 @@
-"""How do tests get an S3 where no server can be installed? moto, a simulation of AWS in Python, in a process of its own.
+"""An S3 for tests where no server can be installed: moto, a simulation of AWS in Python, in a process of its own.
 
 It keeps conditional writes but does not check checksums. One thread serves one request at a time: with more, two racing
 conditional writes may both succeed (it looks, then writes).
 
 Run as a program it serves on the port given, with the bucket made.
 """
-
-from __future__ import annotations
 
 import contextlib
 import subprocess

@@ -3,8 +3,6 @@
 It serves what obstore asks for. It checks conditions when told to, fails requests on demand, and counts them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter

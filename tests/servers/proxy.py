@@ -1,10 +1,8 @@
-"""What if the network, or the store, does it wrong? A proxy in front of a real S3 that misbehaves as told.
+"""A network, or a store, that misbehaves as told: a proxy in front of a real S3.
 
 It runs on the test's own event loop and passes requests on as they were signed. Of each fault it counts the requests
 that match, so that "the second part" can be meant.
 """
-
-from __future__ import annotations
 
 import asyncio
 import io
@@ -37,6 +35,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         at: at which of these it comes, from 1. *times*: at how many in a row; None for all from then on.
         to: where an answer sends the client on to.
         status, code: of the answer; a status of 200 has the error in its body all the same.
+        body: of the answer, in place of an error.
     """
 
     do: Action
@@ -50,6 +49,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     code: str = "SlowDown"
     delay_s: float = 0.0
     to: str = ""
+    body: str | None = None
 
     def meets(self, request: web.Request) -> bool:
         """Return whether it is about *request*."""
@@ -99,7 +99,9 @@ class Proxy:
             await asyncio.sleep(fault.delay_s)
         body = await request.read()
         if fault is not None and fault.do == "answer":
-            said = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
+            said = fault.body
+            if said is None:
+                said = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
             headers = {"Location": fault.to + request.path.lstrip("/")} if fault.to else {}
             body = b"" if request.method == "HEAD" else said.encode()
             return web.Response(status=fault.status, headers=headers, body=body)

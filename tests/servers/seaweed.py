@@ -1,9 +1,7 @@
-"""How do tests get a real S3? SeaweedFS from PyPI, one server for the whole session, on ports of its own.
+"""A real S3 for tests: SeaweedFS from PyPI, one server for the whole session, on ports of its own.
 
 It enforces conditional writes and checks checksums. Killed with SIGKILL and started again it has what it acknowledged.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Run it as a program with the folder as its argument; it prints its port and serves until it is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Does a plan say how often to save, and what that costs?"""
-
-from __future__ import annotations
+"""The plan of a run: how often to save, and what that costs."""
 
 import json
 import random
@@ -11,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.policies.cadence.run_plan import plan_run
+from aiockpt.sizing.run_plan import plan_run
 from aiockpt.tools.cli.main import app
 
 GIB = 2.0**30
@@ -45,6 +43,11 @@ def test_the_share_is_that_of_a_run_with_random_failures() -> None:
             mtbf_s=plan.mtbf_s,
         )
         assert other > found, "neither more often nor less often is better"
+
+
+def test_a_small_step_takes_the_time_of_its_flushes() -> None:
+    plan = plan_run(20e3, ranks=1, bytes_per_s=1 * GIB, mtbf_s=24 * 3600)
+    assert (plan.durable_s, plan.pause_s) == (0.02, 0.001)
 
 
 def test_no_save_begins_before_the_one_before_it_is_durable() -> None:

@@ -1,4 +1,4 @@
-"""Does a refused value say what to do, and does the line that it gives do it?"""
+"""The advice on a refused value, and the line that it gives, which does what it says."""
 
 from __future__ import annotations
 
@@ -213,6 +213,41 @@ def test_a_flag_that_was_saved_by_its_name_still_loads() -> None:
     codec = codecs.for_name("rights")
     assert codec is not None
     assert codec.from_plain("READ") is Rights.READ
+
+
+@dataclass
+class Outer:
+    """A configuration in parts, each of a class of its own."""
+
+    config: Config
+    colors: list[Color]
+    meter: Meter
+
+
+def test_all_classes_of_a_nested_value_are_told_at_once() -> None:
+    with pytest.raises(UnsupportedStateError) as caught:
+        StateWalker().walk({"outer": Outer(config(), [Color.RED], Meter())})
+    registered = re.findall(r"register_codec\('[\w.]*\.(\w+)'", str(caught.value))
+    assert registered[0] == "Outer"
+    assert sorted(registered) == ["Color", "Config", "Meter", "Outer"]
+    codecs = CodecRegistry()
+    codecs.register_codec("config", Config)
+    with pytest.raises(UnsupportedStateError) as caught:
+        StateWalker(codecs=codecs).walk({"outer": Outer(config(), [Color.RED], Meter())})
+    assert "Config" not in str(caught.value)
+
+
+def test_a_bare_data_loader_is_told_to_become_a_loader() -> None:
+    data: Any = list(range(8))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    with pytest.raises(
+        UnsupportedStateError, match=r"Write DataLoader\(.*put loader = aiockpt.Loader\(…\) of it"
+    ) as caught:
+        StateWalker().walk({"loader": loader})
+    line = re.search(r"Write (DataLoader\(.*\)) in place of", str(caught.value))
+    assert line is not None
+    told = eval(line[1], {"DataLoader": torch.utils.data.DataLoader, "aiockpt": aiockpt, "data": data})
+    StateWalker().walk({"loader": aiockpt.Loader(told)})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Do boxes mean the same elements as numpy's slices?"""
-
-from __future__ import annotations
+"""Boxes, which mean the same elements as numpy's slices."""
 
 from itertools import pairwise
 from math import prod

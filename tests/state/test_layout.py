@@ -1,7 +1,5 @@
 """The order of axes in memory, beside what torch does with it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,6 +1,4 @@
-"""Is every sample read exactly once, whatever the number of readers becomes? Properties of `reshard`."""
-
-from __future__ import annotations
+"""Every sample read exactly once, whatever the number of readers becomes. Properties of `reshard`."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""Does the neutral language say what a plan depends on?"""
-
-from __future__ import annotations
+"""The neutral language: it says what a plan depends on."""
 
 import msgspec
 import pytest

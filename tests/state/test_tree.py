@@ -1,6 +1,4 @@
-"""Does every value come back as it was, and is everything else refused by its path?"""
-
-from __future__ import annotations
+"""Values as they come back: each as it was, and everything else refused by its path."""
 
 import contextlib
 import dataclasses

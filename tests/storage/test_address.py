@@ -1,14 +1,11 @@
 """Strings that are given as places: what each of them becomes, for every call that takes one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 
 import aiockpt
-from aiockpt.errors import UsageError
 from aiockpt.storage.address import Address, parse_address
 
 HOME = os.path.expanduser("~")
@@ -64,6 +61,7 @@ SLIPS = {
     "user@host:/run": "write sftp://user@host/run[.]",
     "user@host:run": "write sftp://user@host/run[.]",
     "C:\\runs": "path of Windows",
+    "zip::/data/run.zip": "chain of file systems of fsspec.*write /data/run.zip",
     "C:/runs": "path of Windows",
     "\\\\server\\runs": "path of Windows",
     "file:///C:/runs": "path of Windows",
@@ -139,7 +137,7 @@ def test_a_slip_is_refused_with_what_was_likely_meant(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(aiockpt.UsageError, match=says):
         aiockpt.Checkpointer(text)
     assert list(tmp_path.iterdir()) == []
 
@@ -173,7 +171,7 @@ def test_every_literal_spelling_that_is_offered_is_taken() -> None:
     for text in SLIPS:
         try:
             parse_address(text)
-        except UsageError as error:
+        except aiockpt.UsageError as error:
             offered = str(error).partition(" of that very name give ")[2]
             if offered:
                 spelled = offered if offered.startswith("file:") else eval(offered)
@@ -182,7 +180,7 @@ def test_every_literal_spelling_that_is_offered_is_taken() -> None:
 
 def test_a_path_that_was_made_of_a_url_is_told_its_slash() -> None:
     for path in (Path("s3://b/run"), Path("/work", "s3://b").parent / "s3:" / "b" / "run", Path('"s3://b/run"')):
-        with pytest.raises(UsageError, match="write s3://b/run"):
+        with pytest.raises(aiockpt.UsageError, match="write s3://b/run"):
             parse_address(path)
 
 
@@ -193,7 +191,7 @@ def test_a_working_directory_that_is_no_utf8_is_named_and_an_absolute_place_is_t
     here.mkdir()
     monkeypatch.chdir(here)
     for text in ("run", Path("run"), "."):
-        with pytest.raises(UsageError, match=r"x\\udcff.* is no UTF-8, in which places are written down"):
+        with pytest.raises(aiockpt.UsageError, match=r"x\\udcff.* is no UTF-8, in which places are written down"):
             aiockpt.Checkpointer(text)
     assert list(here.iterdir()) == []
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
@@ -206,9 +204,9 @@ def test_every_call_decides_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, {"x": 1}).result()
         for call in (ckpt.copy(1, "$HERE/x"), ckpt.repair(1, source="$HERE/x")):
-            with pytest.raises(UsageError, match="expandvars"):
+            with pytest.raises(aiockpt.UsageError, match="expandvars"):
                 call.result()
     for tiers in (["run", "{far}"], [aiockpt.Tier("run"), aiockpt.Tier("{far}")]):
-        with pytest.raises(UsageError, match="f-string"):
+        with pytest.raises(aiockpt.UsageError, match="f-string"):
             aiockpt.Checkpointer(tiers)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

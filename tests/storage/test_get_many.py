@@ -1,6 +1,4 @@
-"""Are many small objects read alike in one hop and one by one, and are those that are gone told from those that fail?"""
-
-from __future__ import annotations
+"""Many small objects, read alike in one hop and one by one; those that are gone are told from those that fail."""
 
 import errno
 from pathlib import Path

@@ -1,10 +1,7 @@
-"""Which backend does a URL open, and what does a wrong one say?"""
-
-from __future__ import annotations
+"""The backend that a URL opens, and the words for a wrong one."""
 
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -22,7 +19,8 @@ from aiockpt.storage import open as opening
 from aiockpt.storage.open import open_backend
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.recording import RecordingBackend
-from aiockpt.testing.simulation import simulated_world
+from tests.run_python import run_python
+from tests.simulated.simulation import simulated_world
 
 
 def test_a_path_is_a_local_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +208,7 @@ def test_importing_it_imports_no_backend_and_no_retry() -> None:
         "import sys, aiockpt.storage.open;"
         "print([m for m in sys.modules if m.startswith(('aiockpt.backends', 'aiockpt.storage.retry'))])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", script).stdout.strip() == "[]"
 
 
 def test_a_scheme_that_is_nearly_one_is_asked_about() -> None:

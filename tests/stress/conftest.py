@@ -1,7 +1,5 @@
 """A place to measure, and a plan of a second."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

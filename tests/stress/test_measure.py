@@ -1,9 +1,6 @@
 """A stress test measures what it says, finds what is wrong, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import errno
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +19,6 @@ from aiockpt.storage.open import open_backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.transfer import walk
 from aiockpt.testing.faults import Fault, FaultyBackend
-from aiockpt.tools.stress import report as report_module
 from aiockpt.tools.stress.measure import measure
 from aiockpt.tools.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, StressPlan
 from aiockpt.tools.stress.report import StressReport
@@ -46,7 +42,7 @@ async def test_every_operation_is_measured_at_every_size_and_concurrency(
     assert len(begun) == plan.point_count
     assert [check.passed for check in report.checks] == [True] * 4
     assert report.problems == []
-    assert {skipped.what for skipped in report.skipped} == {"raw disk", "soak"}
+    assert {skipped.what for skipped in report.skipped} == {"soak"}
 
 
 async def test_the_figures_of_a_point_fit_each_other(memory: MemoryBackend, plan: StressPlan) -> None:
@@ -71,10 +67,9 @@ async def test_nothing_is_left_of_a_run_on_a_disk_not_even_a_folder(tmp_path: Pa
     assert left_in(tmp_path) == []
     assert [report.prefix in line for line in said] == [True, False, True]
     assert said[1].startswith(f"{plan.point_count} points of {plan.seconds:g} s: some 1 s")
-    assert any(floor.name.startswith("raw disk, write") for floor in report.floors)
 
 
-@pytest.mark.parametrize("at", ["write", "read", "get 4 KiB", "soak"])
+@pytest.mark.parametrize("at", ["write", "read", "get 4.0 KiB", "soak"])
 async def test_nothing_is_left_of_a_run_that_is_cancelled(tmp_path: Path, plan: StressPlan, at: str) -> None:
     backend = LocalBackend(tmp_path)
     met: list[str] = []
@@ -237,8 +232,8 @@ async def test_an_operation_at_which_nothing_works_is_left_and_its_further_point
     report = await measure(FaultyBackend(memory, stat_listed("stat")), plan, world=World(clock=Ticking()))
     stats = [point for point in report.points if point.operation == "stat"]
     assert [(point.concurrency, point.requests, point.errors) for point in stats] == [(1, 0, {"transient": 10})]
-    assert any("stat 4 KiB × 1: stopped after 10 failures in a row" in problem for problem in report.problems)
-    assert any(skipped.what == "stat 4 KiB at more than 1" for skipped in report.skipped)
+    assert any("stat 4.0 KiB × 1: stopped after 10 failures in a row" in problem for problem in report.problems)
+    assert any(skipped.what == "stat 4.0 KiB at more than 1" for skipped in report.skipped)
 
 
 async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: MemoryBackend, plan: StressPlan) -> None:
@@ -302,19 +297,9 @@ async def test_an_s3_is_measured_through_the_backend_that_its_url_opens(
     assert report.soak.files > 0
 
 
-async def test_the_report_has_the_fields_that_its_schema_names(memory: MemoryBackend, plan: StressPlan) -> None:
-    found = json.loads(msgspec.json.encode(await measure(memory, plan)))
-    shown = (report_module.__doc__ or "").partition("    {\n")[2].partition("\n    }\n")[0]
-    top, nested = (
-        re.sub(r"\[\{.*?\}, …\]", "[]", shown, flags=re.DOTALL),
-        re.findall(r"\"(\w+)\": \[\{(.*?)\}, …\]", shown, re.DOTALL),
-    )
-    assert set(re.findall(r'"(\w+)": ', top)) == set(found)
-    for name, body in nested:
-        without_values = re.sub(r"\{[^}]*\}?", "{}", body)
-        assert set(re.findall(r'"(\w+)": ', without_values)) == set(found[name][0]), name
-    assert found["schema"] == 1
-    assert msgspec.json.decode(msgspec.json.encode(found), type=StressReport).url == found["url"]
+async def test_the_report_can_be_read_back_from_its_json(memory: MemoryBackend, plan: StressPlan) -> None:
+    report = await measure(memory, plan)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=StressReport) == report
 
 
 Refused = Callable[[], StressPlan]

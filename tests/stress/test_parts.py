@@ -1,7 +1,5 @@
 """The parts of a stress test, each by itself."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest
@@ -12,7 +10,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError
 from aiockpt.storage.backend import Seen
 from aiockpt.testing.faults import Fault, FaultyBackend
-from aiockpt.tools.stress.lab import Payload, new_buffer, percentile, size_text
+from aiockpt.tools.stress.lab import Payload, new_buffer, percentile
 from benchmarks.clients.moving import WINDOW_BYTES, read_file, write_file
 from tests.stress.conftest import names_in
 
@@ -72,7 +70,3 @@ async def test_a_file_that_could_not_be_written_is_aborted(memory: MemoryBackend
     with pytest.raises(StorageError):
         await write_file(faulty, "a/file", memoryview(bytes(5 * WINDOW_BYTES)))
     assert await names_in(memory) == []
-
-
-def test_sizes_are_written_as_people_type_them() -> None:
-    assert [size_text(size) for size in (5000, 4096, 16 << 20, 3 << 30)] == ["5000 B", "4 KiB", "16 MiB", "3 GiB"]

@@ -1,7 +1,5 @@
 """A soak survives what retries can repair, and finds what they cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -1,13 +1,9 @@
 """Faults come when they are due, and do what they say."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
@@ -18,8 +14,9 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError, StorageFullError, StorageTimeoutError, UsageError
 from aiockpt.testing.backend_suite import upload
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles, flip_bit
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import crash_states
+from tests.run_python import run_python
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulation import crash_states
 
 CREATE = os.O_RDWR | os.O_CREAT
 
@@ -263,8 +260,7 @@ files = FaultyFiles(OsFiles(), [Fault(do="kill", verb="mkdir", at=2)])
 files.mkdir(sys.argv[1] + "/first")
 files.mkdir(sys.argv[1] + "/second")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    run_python("-c", script, tmp_path, status=-signal.SIGKILL)
     assert os.listdir(tmp_path) == ["first"]
 
 

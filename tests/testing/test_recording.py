@@ -1,7 +1,5 @@
 """Recordings of calls to the storage, whole and in order."""
 
-from __future__ import annotations
-
 import errno
 import os
 
@@ -11,7 +9,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import ObjectNotFoundError
 from aiockpt.testing.backend_suite import upload
 from aiockpt.testing.recording import Call, Operation, RecordingBackend, RecordingFiles
-from aiockpt.testing.simulated_files import SimulatedFiles
+from tests.simulated.simulated_files import SimulatedFiles
 
 
 async def test_every_operation_of_a_backend_is_written_down() -> None:

@@ -1,7 +1,5 @@
 """Several places for one run: memory first, committed on the first durable one, the others in the background."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.engine import maintenance
-from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy, lineage
 from aiockpt.places.tiers import promotion
@@ -22,7 +19,7 @@ from aiockpt.places.tiers import tiers as listing
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.small_run import SMALL
+from tests.small_run import small_checkpointer
 from tests.watch import Watch
 
 
@@ -31,13 +28,13 @@ def state(value: float) -> dict[str, Any]:
 
 
 def steps(place: Any) -> list[int]:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         return sorted(info.step for info in ckpt.steps().result())
 
 
 def loaded(place: Any, step: int | None = None) -> float:
     like = state(-1)
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         assert ckpt.load(like, step).result() is not None
     assert torch.equal(like["x"], state(like["value"])["x"])
     assert torch.equal(like["y"], state(like["value"])["y"])
@@ -50,16 +47,16 @@ def faulty(root: Path, do: Any, verb: Any = "create", times: int | None = None) 
 
 def save(tiers: Any, *numbers: int, **options: Any) -> None:
     """Save the state of each of these steps, and wait for what follows."""
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
+    with small_checkpointer(tiers, **options) as ckpt:
         for step in numbers:
             ckpt.save(step, state(step)).result()
 
 
-def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
+def test_a_step_passes_memory_disk_and_the_rest(tmp_path: Path) -> None:
     memory, disk = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "disk")))
     watch = Watch()
     tiers = [aiockpt.Tier(memory), aiockpt.Tier(disk), aiockpt.Tier(tmp_path / "far")]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
+    with small_checkpointer(tiers, observers=[watch]) as ckpt:
         save = ckpt.save(1, state(1))
         save.in_memory().result()
         assert not save.done()
@@ -81,12 +78,12 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
         aiockpt.Tier(near, every=2, keep=2),
         aiockpt.Tier(far, every=4, keep=aiockpt.Retention(last=1, every=8)),
     ]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         for step in range(1, 14):
             save = ckpt.save(step, state(step))
             assert save.result().durable is (step % 2 == 0)
             if step % 4:
-                assert isinstance(save.committed(far).exception(), SaveSkippedError)
+                assert isinstance(save.committed(far).exception(), aiockpt.SaveSkippedError)
             else:
                 save.committed(far).result()
     assert steps(memory) == [13]
@@ -97,9 +94,7 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
 def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
     far = Gate(faulty(tmp_path / "far", "fail", times=3))
     watch = Watch()
-    with aiockpt.Checkpointer(
-        [tmp_path / "near", aiockpt.Tier(far)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
-    ) as ckpt:
+    with small_checkpointer([tmp_path / "near", aiockpt.Tier(far)], observers=[watch]) as ckpt:
         save = ckpt.save(1, state(1))
         save.result()
         assert not save.committed(far).done()
@@ -109,23 +104,23 @@ def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -
     assert [event.final for event in watch.of(PromotionFailed)] == [False] * 3
 
 
-def test_of_many_steps_that_wait_for_a_slow_tier_the_newest_get_there(tmp_path: Path) -> None:
+def test_a_slow_tier_gets_the_newest_steps(tmp_path: Path) -> None:
     far = Gate(LocalBackend(str(tmp_path / "far")))
-    with aiockpt.Checkpointer([tmp_path / "near", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "near", far]) as ckpt:
         saves = [ckpt.save(step, state(step)) for step in range(1, 7)]
         for save in saves:
             save.result()
         far.open_up()
         outcomes = [save.committed(far).exception() for save in saves]
-    assert sum(isinstance(outcome, SaveSkippedError) for outcome in outcomes) == 3
+    assert sum(isinstance(outcome, aiockpt.SaveSkippedError) for outcome in outcomes) == 3
     assert steps(tmp_path / "near") == [1, 2, 3, 4, 5, 6]
     assert steps(tmp_path / "far")[1:] == [5, 6]
 
 
-def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Path) -> None:
+def test_what_waits_for_a_far_tier_is_kept(tmp_path: Path) -> None:
     far = Gate(LocalBackend(str(tmp_path / "far")))
     near = aiockpt.Tier(tmp_path / "near", keep=1)
-    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, far]) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).result()
         assert steps(tmp_path / "near") == [1, 2, 3]
@@ -136,7 +131,7 @@ def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Pa
 def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> None:
     memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")))
     tiers: list[Any] = [aiockpt.Tier(memory, keep=1), tmp_path / "near", far]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         ckpt.save(1, state(1)).result()
         assert far.reached.wait(250)
         for step in (2, 3, 4):
@@ -148,10 +143,10 @@ def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> 
     assert steps(memory) == [4]
 
 
-def test_memory_keeps_a_step_until_it_is_committed_while_newer_ones_overtake_it(tmp_path: Path) -> None:
+def test_memory_keeps_an_overtaken_step_until_it_is_committed(tmp_path: Path) -> None:
     memory = MemoryBackend()
     disk = Gate(LocalBackend(str(tmp_path / "disk")), match="step-00000001*")
-    with aiockpt.Checkpointer([aiockpt.Tier(memory, keep=1), disk], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([aiockpt.Tier(memory, keep=1), disk]) as ckpt:
         overtaken = ckpt.save(1, state(1))
         assert disk.reached.wait(250)
         for step in (2, 3):
@@ -168,25 +163,21 @@ def test_memory_keeps_a_step_until_it_is_committed_while_newer_ones_overtake_it(
 
 def test_memory_holds_no_more_while_every_save_to_the_disk_fails(tmp_path: Path) -> None:
     memory = MemoryBackend()
-    with aiockpt.Checkpointer(
-        [memory, faulty(tmp_path, "fail")], limits=aiockpt.Limits(io=SMALL), on_error="warn"
-    ) as ckpt:
+    with small_checkpointer([memory, faulty(tmp_path, "fail")], on_error="warn") as ckpt:
         for step in range(1, 9):
-            assert isinstance(ckpt.save(step, state(step)).exception(), StorageError)
+            assert isinstance(ckpt.save(step, state(step)).exception(), aiockpt.StorageError)
             assert len(steps(memory)) <= 2  # the newest, and one that is tried again
             assert step in steps(memory)
 
 
-def test_memory_is_thinned_at_the_end_although_the_far_tier_never_came_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_thinned_although_the_far_tier_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "STALLED_S", 0.3)
     memory = MemoryBackend()
     save([aiockpt.Tier(memory, keep=1), tmp_path / "near", faulty(tmp_path / "far", "hang")], 1, 2, 3)
     assert steps(memory) == [3]
 
 
-def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for_it(tmp_path: Path) -> None:
+def test_what_memory_gave_up_is_given_up_behind_it(tmp_path: Path) -> None:
     memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")), match="step-00000000*")
     told: list[BaseException] = []
     tiers = [
@@ -195,7 +186,7 @@ def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for
         aiockpt.Tier(far, on_error=told.append, content="weights"),
     ]
     model = torch.nn.Linear(3, 3)
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         for step in (0, 1, 2):
             ckpt.save(step, {"model": model}).result()
             assert far.reached.wait(250)
@@ -206,11 +197,11 @@ def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for
     assert steps(far) == [0, 2]
 
 
-def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_failing_tier_is_reported_as_asked(tmp_path: Path) -> None:
     broken = faulty(tmp_path / "far", "fail")
     told: list[BaseException] = []
     save([tmp_path / "near", aiockpt.Tier(broken, on_error=told.append)], 1)
-    assert [type(error) for error in told] == [StorageError]
+    assert [type(error) for error in told] == [aiockpt.StorageError]
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 2"):
         save([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], 2)
     assert steps(tmp_path / "near") == [1, 2]
@@ -219,9 +210,7 @@ def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp
 def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Path) -> None:
     far = faulty(tmp_path / "far", "hang", "upload.write")
     large = {"x": torch.arange(60_000)}  # 30 windows
-    with aiockpt.Checkpointer(
-        [MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)]) as ckpt:
         ckpt.save(1, large).result()
         assert ckpt.save(2, large).result().durable
     assert steps(tmp_path / "disk") == [1, 2]
@@ -230,14 +219,12 @@ def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Pa
 def test_a_slow_tier_gets_its_last_step_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "STALLED_S", 1.5)
     slow = aiockpt.Tier(tmp_path / "far", bandwidth=200e3)  # 2.4 s, each window of 4 KiB 20 ms
-    with aiockpt.Checkpointer([tmp_path / "near", slow], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "near", slow]) as ckpt:
         ckpt.save(1, {"x": torch.arange(60_000)}).result()
     assert steps(tmp_path / "far") == [1]
 
 
-def test_a_tier_whose_flush_takes_long_is_not_taken_for_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_whose_flush_takes_long_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Flushing(LocalBackend):
         async def create(self, key: str, size: int) -> Any:
             upload = await super().create(key, size)
@@ -267,7 +254,7 @@ def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Pat
         raise RuntimeError("of the callback")
 
     far = aiockpt.Tier(Buggy(str(tmp_path / "far")), on_error=complain)
-    with aiockpt.Checkpointer([tmp_path / "near", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "near", far]) as ckpt:
         first, second = (ckpt.save(step, state(step)) for step in (1, 2))
         assert isinstance(first.committed(far.url).exception(), ZeroDivisionError)
         second.committed(far.url).result()
@@ -290,32 +277,30 @@ class Full(MemoryBackend):
 
 def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
     memory = Full()
-    with aiockpt.Checkpointer([memory, tmp_path / "disk"], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path / "disk"]) as ckpt:
         save = ckpt.save(1, state(1))
         assert save.result().durable
-        assert isinstance(save.committed(memory).exception(), SaveSkippedError)
+        assert isinstance(save.committed(memory).exception(), aiockpt.SaveSkippedError)
     assert loaded(tmp_path / "disk") == 1
 
 
 def test_a_failing_durable_tier_is_followed_by_the_next(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer(
-        [MemoryBackend(), faulty(tmp_path / "a", "fail"), tmp_path / "b"], limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([MemoryBackend(), faulty(tmp_path / "a", "fail"), tmp_path / "b"]) as ckpt:
         assert ckpt.save(1, state(1)).result().url == f"file://{tmp_path}/b"
     assert loaded(tmp_path / "b") == 1
 
 
 def test_a_tier_nobody_has_is_named(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([tmp_path / "a", tmp_path / "b"], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "a", tmp_path / "b"]) as ckpt:
         save = ckpt.save(1, state(1))
-        with pytest.raises(UsageError, match="is not a tier"):
+        with pytest.raises(aiockpt.UsageError, match="is not a tier"):
             save.committed("s3://elsewhere")
         save.result()
 
 
 def test_a_step_that_no_tier_takes_is_skipped_and_says_so(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=2)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
-        assert isinstance(ckpt.save(1, state(1)).exception(), SaveSkippedError)
+    with small_checkpointer([aiockpt.Tier(tmp_path / "a", every=2)]) as ckpt:
+        assert isinstance(ckpt.save(1, state(1)).exception(), aiockpt.SaveSkippedError)
         ckpt.save(2, state(2)).result()
     assert steps(tmp_path / "a") == [2]
 
@@ -327,31 +312,29 @@ def flip(root: Path, step: int, offset: int) -> None:
     data.write_bytes(content)
 
 
-def two_places(tmp_path: Path) -> tuple[Path, Path]:
-    """Return two places that have the steps 1 and 2."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    save([aiockpt.Tier(near, keep=2), far], 1, 2)
-    return near, far
+@pytest.fixture
+def far(near: Path, tmp_path: Path) -> Path:
+    """A place with the steps 1 and 2, and a nearer one with the same."""
+    save([aiockpt.Tier(near, keep=2), tmp_path / "far"], 1, 2)
+    return tmp_path / "far"
 
 
-def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_it(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
+def test_the_newest_step_is_loaded_from_the_nearest_tier(near: Path, far: Path) -> None:
     assert loaded([near, faulty(far, "fail", "open")]) == 2
-    with aiockpt.Checkpointer(far, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(far) as ckpt:
         assert ckpt.load(state(-1)).result() is not None
         ckpt.save(3, state(3)).result()
     assert loaded([near, far]) == 3
     assert loaded([near, far], step=1) == 1
-    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, far]) as ckpt:
         assert [info.step for info in ckpt.steps().result()] == [3, 2, 1]
         assert ckpt.latest().result() == 3
         assert torch.equal(ckpt.read(3, "y").result(), torch.arange(7) + 3)
 
 
-def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(tmp_path: Path) -> None:
-    _, far = two_places(tmp_path)
+def test_an_empty_near_tier_loads_from_the_far_one(far: Path, tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
-    with aiockpt.Checkpointer([fresh, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([fresh, far]) as ckpt:
         like = state(-1)
         assert ckpt.load(like).result() is not None
         assert like["value"] == 2
@@ -361,26 +344,21 @@ def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(t
 
 
 @pytest.mark.parametrize(("offset", "newest"), [(20000, 2), (5000, 1)], ids=["elsewhere", "everywhere"])
-def test_bad_blocks_are_read_from_another_tier_and_an_older_step_where_none_has_them(
-    offset: int, newest: int, tmp_path: Path
-) -> None:
-    near, far = two_places(tmp_path)
+def test_bad_blocks_are_read_from_another_tier(near: Path, far: Path, offset: int, newest: int) -> None:
     flip(near, 2, 5000)
     flip(far, 2, offset)
     assert loaded([near, far]) == newest
     assert loaded(near) == 1
 
 
-def test_a_file_that_is_gone_from_one_tier_is_read_from_another(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
+def test_a_missing_file_is_read_from_another_tier(near: Path, far: Path) -> None:
     next((near / "step-00000002").glob("a-*/d/*.safetensors")).unlink()
     assert loaded([near, far]) == 2
 
 
-def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
+def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(near: Path, far: Path, tmp_path: Path) -> None:
     away = faulty(far, "fail", "list")
-    with pytest.raises(StorageError):
+    with pytest.raises(aiockpt.StorageError):
         loaded([tmp_path / "fresh", away])
     assert loaded([near, away]) == 2
 
@@ -392,29 +370,26 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
+def test_neither_load_nor_save_waits_for_a_hanging_tier(near: Path, far: Path) -> None:
     stuck = aiockpt.Tier(faulty(far, "hang", "list"), deadline=0.1)
-    with aiockpt.Checkpointer([near, stuck], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, stuck]) as ckpt:
         like = state(-1)
         assert ckpt.load(like).result() is not None
         assert like["value"] == 2
         assert ckpt.save(3, state(3)).result().durable
-        assert isinstance(ckpt.save(4, state(4)).committed(stuck.url).exception(), StorageTimeoutError)
+        assert isinstance(ckpt.save(4, state(4)).committed(stuck.url).exception(), aiockpt.StorageTimeoutError)
     assert loaded(near) == 4
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
+def test_a_bad_block_is_read_from_a_tier_that_answers(near: Path, far: Path, tmp_path: Path) -> None:
     flip(near, 2, 5000)
     assert loaded([near, faulty(tmp_path / "stuck", "hang", "list"), far]) == 2
 
 
-def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
-    _, far = two_places(tmp_path)
+def test_a_hanging_tier_that_alone_has_steps_is_awaited(far: Path, tmp_path: Path) -> None:
     away = Gate(LocalBackend(str(far)), verb="list")
-    with aiockpt.Checkpointer([tmp_path / "fresh", away], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "fresh", away]) as ckpt:
         like = state(-1)
         loading = ckpt.load(like)
         with pytest.raises(TimeoutError):
@@ -424,18 +399,17 @@ def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path
     assert like["value"] == 2
 
 
-def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> None:
-    near, far = two_places(tmp_path)
-    with aiockpt.Checkpointer([near, far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_deleted_step_does_not_come_back_from_another_tier(near: Path, far: Path) -> None:
+    with small_checkpointer([near, far]) as ckpt:
         ckpt.delete(2).result()
         assert ckpt.latest().result() == 1
     assert steps(far) == [1]
 
 
-def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path) -> None:
+def test_copies_of_a_dead_process_are_made_up_for(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, 2, 4, 5)
-    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, aiockpt.Tier(far, every=2)]) as ckpt:
         assert ckpt.load(state(-1)).result() is not None
         assert not far.exists()
         ckpt.save(6, state(6)).result()
@@ -443,10 +417,10 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path
     assert loaded(far, step=4) == 4
 
 
-def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: Path) -> None:
+def test_copies_are_made_though_no_next_is_taken(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, 10)
-    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, aiockpt.Tier(far, every=10)]) as ckpt:
         ckpt.load(state(-1)).result()
         ckpt.save(11, state(11)).result()
     assert steps(far) == [10]
@@ -456,9 +430,7 @@ def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> 
     near = Gate(LocalBackend(str(tmp_path / "near")), "get", "step-00000000/MANIFEST*", times=1)
     far = LocalBackend(str(tmp_path / "far"))
     watch = Watch()
-    with aiockpt.Checkpointer(
-        [near, aiockpt.Tier(far, every=2)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
-    ) as ckpt:
+    with small_checkpointer([near, aiockpt.Tier(far, every=2)], observers=[watch]) as ckpt:
         first = ckpt.save(0, state(0))
         assert near.reached.wait(250)  # it is committed, and its save does not know yet
         ckpt.save(1, state(1)).result()  # which has the far tier look for what an earlier process left
@@ -468,15 +440,14 @@ def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> 
     assert [event.step for event in watch.of(Promoted)] == [0]
 
 
-def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tmp_path: Path) -> None:
+def test_a_save_is_newer_than_what_comes_back_later(near: Path, far: Path, tmp_path: Path) -> None:
     """The far tier has newer saves than the near one, of another node, and is away for the first save here."""
-    near, far = two_places(tmp_path)
-    with aiockpt.Checkpointer([tmp_path / "elsewhere", far], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([tmp_path / "elsewhere", far]) as ckpt:
         ckpt.load(state(-1)).result()
         for step in range(3, 9):
             ckpt.save(step, state(step)).result()
     away = faulty(far, "fail", "list", times=1)
-    with aiockpt.Checkpointer([near, away], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, away]) as ckpt:
         ckpt.save(3, state(30)).result()
         assert ckpt.latest().result() == 8
         ckpt.save(4, state(40)).result()
@@ -485,13 +456,11 @@ def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tm
 
 @pytest.mark.parametrize("wrong", ["ignore", None, 3])
 def test_what_cannot_be_done_about_an_error_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):
+    with pytest.raises(aiockpt.UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):
         aiockpt.Tier(tmp_path, on_error=wrong)
 
 
-def test_the_end_waits_for_the_clean_up_of_the_place_where_steps_are_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_for_the_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
     async def prune(place: Any, *options: Any, **more: Any) -> Any:
@@ -505,7 +474,22 @@ def test_the_end_waits_for_the_clean_up_of_the_place_where_steps_are_committed(
     monkeypatch.setattr(maintenance, "prune", prune)
     memory, disk = MemoryBackend(), LocalBackend(str(tmp_path))
     tiers = [aiockpt.Tier(memory, keep=1), aiockpt.Tier(disk, keep=1)]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(tiers) as ckpt:
         ckpt.save(1, state(1)).result()
         ckpt.wait()
         assert disk.url in ended
+
+
+def test_a_committed_step_is_saved_though_never_read_back(tmp_path: Path) -> None:
+    faults = [Fault(do="fail", verb="get", match="*/MANIFEST-1.json", times=2)]  # a read error is tried once more
+    near = FaultyBackend(LocalBackend(str(tmp_path / "near")), faults)
+    tiers = [aiockpt.Tier(near), aiockpt.Tier(tmp_path / "far")]
+    with small_checkpointer(tiers) as ckpt:
+        save = ckpt.save(1, state(1))
+        assert save.result().url == near.url
+        with pytest.raises(aiockpt.SaveSkippedError, match="step 1 cannot be read back"):
+            save.committed(tmp_path / "far").result()
+        ckpt.save(2, state(2)).result()
+    assert near.schedule.fired
+    assert steps(tmp_path / "near") == [1, 2]
+    assert loaded(tmp_path / "far") == 2

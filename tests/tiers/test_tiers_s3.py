@@ -1,7 +1,5 @@
 """Memory, disk and a real bucket: what happens to a run while the bucket is down, stalled, or comes back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -15,14 +13,13 @@ import pytest
 import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.shm import SHARED_MEMORY
-from aiockpt.errors import StorageError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy, lineage
 from aiockpt.places.tiers import promotion
 from aiockpt.places.tiers import tiers as listing
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 from tests.watch import Watch
 
 pytestmark = [
@@ -77,13 +74,9 @@ def bucket(url: str, **options: Any) -> aiockpt.Tier:
     return aiockpt.Tier(Retrying(S3Backend(url, connect_timeout_s=2), IMPATIENT), **options)
 
 
-def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
-    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
-) -> None:
+def test_saves_go_on_while_the_bucket_is_down(server: Seaweed, s3_url: str, memory: str, tmp_path: Path) -> None:
     run, watch = Run(1), Watch()
-    with aiockpt.Checkpointer(
-        [memory, tmp_path, bucket(s3_url)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
-    ) as ckpt:
+    with small_checkpointer([memory, tmp_path, bucket(s3_url)], observers=[watch]) as ckpt:
         first = ckpt.save(1, run.state)
         assert first.committed(s3_url).result(DEADLINE_S).url == s3_url
         server.kill()
@@ -99,7 +92,7 @@ def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
         assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
     assert [event.step for event in watch.of(Promoted) if event.url == s3_url] == [1, 2, 3]
     other = Run(2)
-    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(s3_url) as ckpt:
         loaded = ckpt.load(other.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (3, s3_url)
@@ -113,10 +106,10 @@ def test_a_bucket_that_hangs_delays_nothing_but_itself(
         monkeypatch.setattr(module, name, 0.5)
     patient = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=DEADLINE_S)))
     run = Run(1)
-    with aiockpt.Checkpointer([memory, tmp_path, patient], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, patient]) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
     stop(server)
-    with aiockpt.Checkpointer([memory, tmp_path, patient], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, patient]) as ckpt:
         loaded = ckpt.load(run.state).result(DEADLINE_S)
         assert loaded is not None
         assert (loaded.step, loaded.url) == (1, memory)
@@ -128,7 +121,7 @@ def test_a_bucket_that_hangs_delays_nothing_but_itself(
 
 
 @pytest.mark.parametrize(("worker", "trouble"), [("thread", "hangs"), ("process", "is down")])
-def test_a_bucket_where_nothing_moves_is_left_when_the_run_ends(
+def test_a_bucket_where_nothing_moves_is_left(
     server: Seaweed,
     s3_url: str,
     memory: str,
@@ -141,7 +134,7 @@ def test_a_bucket_where_nothing_moves_is_left_when_the_run_ends(
     """No deadline of its own ends before this test's."""
     run, watch = Run(1), Watch()
     tiers: list[aiockpt.Tier | str] = [memory, str(tmp_path), aiockpt.Tier(s3_url)]
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), observers=[watch], worker=worker) as ckpt:
+    with small_checkpointer(tiers, observers=[watch], worker=worker) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
         stop(server) if trouble == "hangs" else server.kill()
         last = ckpt.save(2, run.state)
@@ -153,7 +146,7 @@ def test_a_bucket_where_nothing_moves_is_left_when_the_run_ends(
         assert "it lacks step 2" in caplog.text
 
 
-def test_a_bucket_that_hangs_is_given_up_by_its_deadline(
+def test_a_bucket_that_hangs_is_given_up(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy, "ABORT_DEADLINE_S", 0.5)
@@ -161,7 +154,7 @@ def test_a_bucket_that_hangs_is_given_up_by_its_deadline(
     run = Run(1)
     told: list[BaseException] = []
     hanging = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=3600)), deadline=3, on_error=told.append)
-    with aiockpt.Checkpointer([memory, tmp_path, hanging], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, tmp_path, hanging]) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).exception(DEADLINE_S)  # a busy machine may need more than the 3 s
         stop(server)
         ckpt.save(2, run.state).result(DEADLINE_S)
@@ -169,27 +162,18 @@ def test_a_bucket_that_hangs_is_given_up_by_its_deadline(
     assert "step 2 did not get there within 3 s" in str(told[-1])
 
 
-def test_the_weights_of_a_run_are_served_from_a_bucket(
-    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
-) -> None:
+def test_weights_are_served_from_a_bucket(server: Seaweed, s3_url: str, memory: str, tmp_path: Path) -> None:
     run, bare = Run(1), Run(2).model
-    with aiockpt.Checkpointer(
-        [memory, tmp_path, bucket(s3_url, content="weights")], limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([memory, tmp_path, bucket(s3_url, content="weights")]) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
-    with aiockpt.Checkpointer(s3_url, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(s3_url) as ckpt:
         assert ckpt.load({"model": bare}).result(DEADLINE_S) is not None
         assert ckpt.verify(1).result(DEADLINE_S).step == 1
         with pytest.raises(aiockpt.CheckpointError, match="weights only"):
             ckpt.load(Run(3).state).result(DEADLINE_S)
 
 
-def test_nothing_is_begun_anew_while_only_a_bucket_that_is_down_may_have_steps(
-    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
-) -> None:
+def test_nothing_begins_anew_while_a_bucket_is_down(server: Seaweed, s3_url: str, memory: str, tmp_path: Path) -> None:
     server.kill()
-    with (
-        aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], limits=aiockpt.Limits(io=SMALL)) as ckpt,
-        pytest.raises(StorageError),
-    ):
+    with small_checkpointer([memory, tmp_path, bucket(s3_url)]) as ckpt, pytest.raises(aiockpt.StorageError):
         ckpt.load(Run(1).state).result(DEADLINE_S)

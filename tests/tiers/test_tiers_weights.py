@@ -1,7 +1,5 @@
 """A tier of weights alone: a checkpoint for a bare model, made from a nearer tier, and never taken for a whole one."""
 
-from __future__ import annotations
-
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -14,25 +12,18 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import (
-    CorruptionError,
-    NoValidCheckpointError,
-    SaveSkippedError,
-    StateMismatchError,
-    UsageError,
-)
 from aiockpt.events import PromotionFailed, StepSkipped
 from aiockpt.format.manifest import decode_manifest
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 from tests.tiers.test_tiers import flip, steps
 from tests.watch import Watch
 
 
 def save(tiers: list[Any], run: Run, *numbers: int, **options: Any) -> None:
     """Save *run* as each of *numbers*, trained one step further each time; return when every tier has what it takes."""
-    with aiockpt.Checkpointer(tiers, limits=aiockpt.Limits(io=SMALL), **options) as ckpt:
+    with small_checkpointer(tiers, **options) as ckpt:
         for number in numbers:
             run.train()
             ckpt.save(number, run.state).result()
@@ -43,7 +34,7 @@ def weights(place: Any, **options: Any) -> aiockpt.Tier:
 
 
 def load(place: Any, state: dict[str, Any], step: int | None = None, **options: Any) -> aiockpt.LoadResult:
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         loaded = ckpt.load(state, step, **options).result()
     assert loaded is not None
     return loaded
@@ -54,12 +45,12 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(tmp_path: Path) -> None:
+def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(near: Path, far: Path) -> None:
     run, bare = Run(1), Run(2).model
-    save([tmp_path / "near", weights(tmp_path / "far")], run, 7)
-    assert load(tmp_path / "far", {"model": bare}).step == 7
+    save([near, weights(far)], run, 7)
+    assert load(far, {"model": bare}).step == 7
     assert same(bare, run.model)
-    with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(far) as ckpt:
         held = ckpt.describe(7).result()
         assert {tensor.name for tensor in held.tensors} == {f"model.{name}" for name in run.model.state_dict()}
         assert held.values == {"model": {"$": "module"}}
@@ -94,15 +85,15 @@ def modules_in(value: Any) -> list[torch.nn.Module]:
 
 
 @pytest.mark.parametrize("how", ["a tier", "thinned"])
-def test_modules_in_lists_tuples_and_dicts_of_any_kind_are_weights(tmp_path: Path, how: str) -> None:
+def test_modules_in_lists_tuples_and_dicts_of_any_kind_are_weights(near: Path, far: Path, how: str) -> None:
     saved, found = in_containers(1.0), in_containers(2.0)
-    place, keep = tmp_path / "far", aiockpt.Retention(last=9, optimizer=1)
+    place, keep = far, aiockpt.Retention(last=9, optimizer=1)
     thins = how == "thinned"
-    where = [aiockpt.Tier(place, keep=keep)] if thins else [aiockpt.Tier(tmp_path / "near"), weights(place)]
-    with aiockpt.Checkpointer(where, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    where = [aiockpt.Tier(place, keep=keep)] if thins else [aiockpt.Tier(near), weights(place)]
+    with small_checkpointer(where) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, saved).result()
-    with aiockpt.Checkpointer(place, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(place) as ckpt:
         values: Any = ckpt.describe(1).result().values
         assert values.keys() == {"model", "nets", "pair", "named", "by number"}
     result = load(place, found, 1, strict=False)
@@ -115,9 +106,8 @@ def test_modules_in_lists_tuples_and_dicts_of_any_kind_are_weights(tmp_path: Pat
     assert found["log"] == [2.0, 2.0]
 
 
-def test_other_tools_open_its_files(tmp_path: Path) -> None:
-    run = Run(1)
-    save([tmp_path / "near", weights(tmp_path / "far")], run, 7)
+def test_other_tools_open_its_files(near: Path, far: Path, run: Run, tmp_path: Path) -> None:
+    save([near, weights(far)], run, 7)
     (file,) = tmp_path.glob("far/step-*/a-*/d/*.safetensors")
     found = safetensors.torch.load_file(file)
     assert found.keys() == run.model.state_dict().keys()
@@ -125,7 +115,7 @@ def test_other_tools_open_its_files(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("far/step-*/a-*/c/*"))
 
 
-def test_tensors_of_many_windows_and_files_arrive_whole(tmp_path: Path) -> None:
+def test_tensors_of_many_windows_and_files_arrive_whole(near: Path, far: Path, tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
     model.register_buffer("low", torch.randn(12345).to(torch.bfloat16))
     model.register_buffer("none", torch.zeros(0, 4))
@@ -133,17 +123,17 @@ def test_tensors_of_many_windows_and_files_arrive_whole(tmp_path: Path) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=20480, file_bytes=70_000)
     moments = {name: torch.randn_like(value, dtype=torch.float32) for name, value in model.state_dict().items()}
     state = {"before": moments, "model": model, "after": torch.randn(50_000)}
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=io)) as ckpt:
+    with aiockpt.Checkpointer([near, weights(far)], limits=aiockpt.Limits(io=io)) as ckpt:
         ckpt.save(1, state).result()
     assert len(list(tmp_path.glob("far/step-*/a-*/d/*.safetensors"))) > 2
     bare = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
     for name in ("low", "none", "scalar"):
         bare.register_buffer(name, torch.zeros_like(model.state_dict()[name]))
-    load(tmp_path / "far", {"model": bare})
+    load(far, {"model": bare})
     assert same(bare, model)
 
 
-def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_not(tmp_path: Path) -> None:
+def test_modules_are_weights_and_tensors_beside_them_not(near: Path, far: Path) -> None:
     tied = torch.nn.Linear(4, 4)
     shared = torch.nn.Linear(3, 3)
     state = {
@@ -152,9 +142,9 @@ def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_n
         "pair": torch.nn.ModuleList([tied, tied]),
         "loose": torch.zeros(5),
     }
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, weights(far)]) as ckpt:
         ckpt.save(1, state).result()
-    with aiockpt.Checkpointer(tmp_path / "far", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(far) as ckpt:
         held = ckpt.describe(1).result()
     assert {tensor.name for tensor in held.tensors} == {
         *(rf"nested.a\.b.{name}" for name in ("weight", "bias")),
@@ -163,7 +153,7 @@ def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_n
     }
     assert held.alias == {f"pair.1.{name}": f"pair.0.{name}" for name in ("weight", "bias")}
     bare = {"nested": {"a.b": torch.nn.Linear(3, 3), "$": torch.nn.Linear(2, 2)}}
-    load(tmp_path / "far", bare)
+    load(far, bare)
     assert same(bare["nested"]["a.b"], shared)
 
 
@@ -184,11 +174,11 @@ class Counting(torch.nn.Module):
         self.count = state
 
 
-def test_extra_values_of_modules_are_weights(tmp_path: Path) -> None:
+def test_extra_values_of_modules_are_weights(near: Path, far: Path) -> None:
     saved, bare = Counting(5), Counting(0)
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([near, weights(far)]) as ckpt:
         ckpt.save(1, {"model": saved, "step": 1}).result()
-    load(tmp_path / "far", {"model": bare})
+    load(far, {"model": bare})
     assert bare.count["n"] == 5
     assert torch.equal(bare.count["t"], saved.count["t"])
 
@@ -196,15 +186,13 @@ def test_extra_values_of_modules_are_weights(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ not a whole one
 
 
-def test_a_resume_passes_newer_weights_over_and_says_why(tmp_path: Path) -> None:
-    run = Run(1)
-    near, far = tmp_path / "near", tmp_path / "far"
+def test_a_resume_passes_newer_weights_over_and_says_why(run: Run, near: Path, far: Path) -> None:
     save([aiockpt.Tier(near, keep=5), weights(far)], run, 1)
     first = run.digest()
     save([near, weights(far)], run, 2)
     shutil.rmtree(near / "step-00000002")  # the near tier lost its newest step
     watch, other = Watch(), Run(9)
-    with aiockpt.Checkpointer([near, weights(far)], limits=aiockpt.Limits(io=SMALL), observers=[watch]) as ckpt:
+    with small_checkpointer([near, weights(far)], observers=[watch]) as ckpt:
         assert ckpt.latest().result() == 1
         loaded = ckpt.load(other.state).result()
         assert loaded is not None
@@ -217,9 +205,8 @@ def test_a_resume_passes_newer_weights_over_and_says_why(tmp_path: Path) -> None
     assert [event.step for event in watch.of(StepSkipped)] == [2]
 
 
-def test_a_state_that_wants_no_more_takes_the_newest_weights(tmp_path: Path) -> None:
+def test_a_state_that_wants_no_more_takes_the_newest_weights(near: Path, far: Path) -> None:
     run, bare = Run(1), Run(2).model
-    near, far = tmp_path / "near", tmp_path / "far"
     save([near, weights(far)], run, 1, 2)
     shutil.rmtree(near / "step-00000002")
     loaded = load([near, far], {"model": bare})
@@ -231,67 +218,63 @@ def test_a_state_that_wants_no_more_takes_the_newest_weights(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_resume_where_only_weights_are_says_what_lacks_and_changes_nothing(tmp_path: Path, strict: bool) -> None:
-    save([tmp_path / "near", weights(tmp_path / "far")], Run(1), 1, 2)
+def test_a_resume_from_weights_says_what_lacks(near: Path, far: Path, strict: bool) -> None:
+    save([near, weights(far)], Run(1), 1, 2)
     other = Run(9)
     before = other.digest()
     says = r"(?s)step-00000002 in \S+, which has its weights only.*optimizer.*only="
-    with pytest.raises(StateMismatchError, match=says) as caught:
-        load(tmp_path / "far", other.state, strict=strict)
+    with pytest.raises(aiockpt.StateMismatchError, match=says) as caught:
+        load(far, other.state, strict=strict)
     assert any(problem.startswith("step:") for problem in caught.value.problems)
-    assert isinstance(caught.value.__cause__, NoValidCheckpointError)
+    assert isinstance(caught.value.__cause__, aiockpt.NoValidCheckpointError)
     assert other.digest() == before
 
 
-def test_weights_that_were_asked_for_by_step_load_what_fits(tmp_path: Path) -> None:
+def test_weights_that_were_asked_for_by_step_load_what_fits(near: Path, far: Path) -> None:
     run, other = Run(1), Run(9)
-    save([tmp_path / "near", weights(tmp_path / "far")], run, 1)
-    with pytest.raises(StateMismatchError, match="weights only"):
-        load(tmp_path / "far", other.state, 1)
-    loaded = load(tmp_path / "far", other.state, 1, strict=False)
+    save([near, weights(far)], run, 1)
+    with pytest.raises(aiockpt.StateMismatchError, match="weights only"):
+        load(far, other.state, 1)
+    loaded = load(far, other.state, 1, strict=False)
     assert "optimizer" in loaded.missing
     assert same(other.model, run.model)
 
 
-def test_of_a_step_that_is_asked_for_the_whole_copy_is_taken_however_far_it_is(tmp_path: Path) -> None:
+def test_a_whole_copy_is_taken_however_far(near: Path, far: Path, tmp_path: Path) -> None:
     run, other = Run(1), Run(9)
-    save([tmp_path / "far", weights(tmp_path / "near")], run, 1)
-    loaded = load([tmp_path / "near", tmp_path / "far"], other.state, 1, strict=False)
+    save([far, weights(near)], run, 1)
+    loaded = load([near, far], other.state, 1, strict=False)
     assert (loaded.url, loaded.missing) == (f"file://{tmp_path}/far", ())
     assert other.digest() == run.digest()
 
 
-def test_blocks_of_weights_never_stand_in_for_those_of_a_whole_copy(tmp_path: Path) -> None:
-    run = Run(1)
-    near, far = tmp_path / "near", tmp_path / "far"
+def test_blocks_of_weights_mend_no_whole_copy(run: Run, near: Path, far: Path) -> None:
     save([near, weights(far)], run, 1)
     spoil(near, 1, "model.0.weight")
-    with pytest.raises(CorruptionError):
+    with pytest.raises(aiockpt.CorruptionError):
         load([near, weights(far)], Run(9).state, 1)
 
 
 # ------------------------------------------------------------------------------------------------ how it is made
 
 
-def test_it_is_no_commit_and_made_where_the_step_is_in_full(tmp_path: Path) -> None:
+def test_it_is_no_commit(tmp_path: Path) -> None:
     run, memory = Run(1), MemoryBackend()
-    with aiockpt.Checkpointer(
-        [memory, weights(tmp_path / "w"), tmp_path / "full"], limits=aiockpt.Limits(io=SMALL)
-    ) as ckpt:
+    with small_checkpointer([memory, weights(tmp_path / "w"), tmp_path / "full"]) as ckpt:
         future = ckpt.save(1, run.state)
         result = future.result()
         assert result.url == f"file://{tmp_path}/full"
         assert future.committed(tmp_path / "w").result().url == f"file://{tmp_path}/w"
-    with aiockpt.Checkpointer([memory, weights(tmp_path / "w")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer([memory, weights(tmp_path / "w")]) as ckpt:
         assert not ckpt.save(2, run.state).result().durable
     assert steps(tmp_path / "w") == [1, 2]
 
 
-def test_a_whole_tier_behind_one_of_weights_gets_all_of_a_step(tmp_path: Path) -> None:
+def test_a_whole_tier_behind_weights_gets_everything(near: Path, far: Path, tmp_path: Path) -> None:
     run, other = Run(1), Run(9)
-    tiers = [tmp_path / "near", weights(tmp_path / "w"), tmp_path / "far"]
+    tiers = [near, weights(tmp_path / "w"), far]
     save(tiers, run, 1)
-    load(tmp_path / "far", other.state)
+    load(far, other.state)
     assert other.digest() == run.digest()
 
 
@@ -314,10 +297,9 @@ def test_a_whole_copy_is_never_made_of_weights(tmp_path: Path) -> None:
     assert other.digest() == first
 
 
-def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> None:
+def test_a_block_that_only_weights_could_stand_in_for_is_bad(run: Run, tmp_path: Path) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=9000)
     near, w, far = tmp_path / "near", tmp_path / "w", Gate(LocalBackend(str(tmp_path / "far")))
-    run = Run(1)
     run.train()
     with aiockpt.Checkpointer([near, weights(w), far], limits=aiockpt.Limits(io=io)) as ckpt:
         future = ckpt.save(1, run.state)
@@ -326,19 +308,15 @@ def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> 
         data = last.read_bytes()
         last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         far.open_up()
-        assert isinstance(future.committed(far).exception(), CorruptionError)
+        assert isinstance(future.committed(far).exception(), aiockpt.CorruptionError)
 
 
-def test_damage_is_never_copied(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    run = Run(1)
-    with aiockpt.Checkpointer(near, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_damage_is_never_copied(run: Run, near: Path, far: Path) -> None:
+    with small_checkpointer(near) as ckpt:
         ckpt.save(2, run.state).result()
     spoil(near, 2, "model.3.weight")
     watch = Watch()
-    with aiockpt.Checkpointer(
-        [near, weights(far, every=2)], limits=aiockpt.Limits(io=SMALL), observers=[watch]
-    ) as ckpt:
+    with small_checkpointer([near, weights(far, every=2)], observers=[watch]) as ckpt:
         ckpt.save(3, run.state).result()
         ckpt.save(4, run.state).result()
     assert steps(far) == [4]
@@ -358,9 +336,7 @@ def test_a_copy_that_was_cut_short_is_taken_up_again(tmp_path: Path) -> None:
     assert same(bare, run.model)
 
 
-def test_what_a_dead_process_could_not_copy_is_copied_by_the_next_once(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    run = Run(1)
+def test_copies_of_weights_are_made_up_for_once(run: Run, near: Path, far: Path) -> None:
     save([near], run, 2, 4, 5)
     save([near, weights(far, every=2)], run, 6)
     assert steps(far) == [4, 6]
@@ -371,21 +347,21 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next_once(tmp_path:
     assert all(len(list(step.glob("MANIFEST-*"))) == 1 for step in far.glob("step-*"))
 
 
-def test_a_state_without_modules_is_given_up_there_and_saved_elsewhere(tmp_path: Path) -> None:
-    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], limits=aiockpt.Limits(io=SMALL)) as ckpt:
+def test_a_state_without_modules_is_given_up_there_and_saved_elsewhere(near: Path, far: Path) -> None:
+    with small_checkpointer([near, weights(far)]) as ckpt:
         future = ckpt.save(1, {"x": torch.zeros(4)})
         future.result()
-        assert isinstance(future.committed(tmp_path / "far").exception(), UsageError)
-    assert steps(tmp_path / "near") == [1]
+        assert isinstance(future.committed(far).exception(), aiockpt.UsageError)
+    assert steps(near) == [1]
 
 
-def test_a_tier_of_weights_needs_a_nearer_one_that_has_its_steps_in_full(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="put one before it"):
+def test_weights_need_a_nearer_tier_with_whole_steps(tmp_path: Path) -> None:
+    with pytest.raises(aiockpt.UsageError, match="put one before it"):
         aiockpt.Checkpointer([weights(tmp_path / "a"), tmp_path / "b"])
-    with pytest.raises(UsageError, match="put one before it"):
+    with pytest.raises(aiockpt.UsageError, match="put one before it"):
         aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=10), weights(tmp_path / "b", every=15)])
-    with pytest.raises(UsageError, match="give one of 'full', 'weights'"):
+    with pytest.raises(aiockpt.UsageError, match="give one of 'full', 'weights'"):
         aiockpt.Tier(tmp_path, content="everything")  # type: ignore[arg-type]
     with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=5), weights(tmp_path / "b", every=15)]) as ckpt:
         future = ckpt.save(5, Run(1).state)
-        assert isinstance(future.committed(tmp_path / "b").exception(), SaveSkippedError)
+        assert isinstance(future.committed(tmp_path / "b").exception(), aiockpt.SaveSkippedError)

@@ -1,1 +1,1 @@
-"""What does aiockpt ask of the storage? Recorded for thirty scenarios, and compared: nothing may change by accident."""
+"""What aiockpt asks of the storage, recorded for thirty scenarios, and compared: nothing may change by accident."""

@@ -1,7 +1,5 @@
 """`python -m tests.traces record [NAME…]`: record the traces anew. `show NAME` prints one as it is now."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Where the traces lie: one JSON document a scenario, a line of the trace a line of the file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

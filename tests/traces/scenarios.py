@@ -1,7 +1,5 @@
 """Thirty scenarios of what users do with a checkpointer, and what goes wrong meanwhile, through the public API."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -17,21 +15,20 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import CheckpointError
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Files, OsFiles, World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
-from aiockpt.testing.objects_client import ObjectsBackend
-from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulation import SimulatedClock
-from aiockpt.testing.twin_accelerator import TwinAccelerator
-from aiockpt.testing.virtual_time import run_virtually
 from tests.file_surgery import content, paths
 from tests.inline_process import Process
 from tests.ranks.crew import Crew
 from tests.seams import promise_of
+from tests.simulated.objects_client import ObjectsBackend
+from tests.simulated.simulated_files import SimulatedFiles
+from tests.simulated.simulated_objects import ObjectStore
+from tests.simulated.simulation import SimulatedClock
+from tests.simulated.twin_accelerator import TwinAccelerator
+from tests.simulated.virtual_time import run_virtually
 from tests.traces.trace import Trace
 
 State = dict[str, Any]
@@ -82,10 +79,16 @@ class Stage:
         future.add_done_callback(lambda done: self.trace.mark(f"settled {step}{_wrong(done.exception())}"))
         try:
             result = await future
-        except CheckpointError:
+        except aiockpt.CheckpointError:
             return future
         self.trace.mark(f"saved {result.step} generation {result.generation} existed {result.existed} {result.url}")
         return future
+
+    async def save_each(self, process: Process, *steps: int) -> None:
+        """Save some tensors as each of *steps*, and wait until all is cleaned up."""
+        for step in steps:
+            await self.save(process, step, tensors(step))
+        await process.idle()
 
     def _note_end(self, what: str, point: Promise[None]) -> None:
         self.trace.mark(f"{what}{_wrong(point.error)}")
@@ -94,7 +97,7 @@ class Stage:
         """Load, and have what came of it in the trace."""
         try:
             found = await process.ckpt.load(state, step, **options)
-        except CheckpointError as error:
+        except aiockpt.CheckpointError as error:
             self.trace.mark(f"load {step}{_wrong(error)}")
             return
         if found is None:
@@ -110,7 +113,7 @@ class Stage:
         """Await an operation, and have what came of it in the trace."""
         try:
             result = await future
-        except CheckpointError as error:
+        except aiockpt.CheckpointError as error:
             self.trace.mark(f"{what}{_wrong(error)}")
             return None
         self.trace.mark(f"{what}: {_told(result)}")
@@ -231,18 +234,14 @@ async def save_to_an_object_store(stage: Stage) -> None:
 async def load_newest(stage: Stage) -> None:
     process = stage.process()
     await stage.load(process, tensors(0))
-    for step in (1, 2):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, 1, 2)
     await stage.load(stage.process(), tensors(0))
 
 
 @inline
 async def load_an_older_step(stage: Stage) -> None:
     process = stage.process()
-    for step in (1, 2, 3):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, 1, 2, 3)
     again = stage.process()
     await stage.load(again, tensors(0), 1)
     await stage.load(again, tensors(0), 7)
@@ -251,9 +250,7 @@ async def load_an_older_step(stage: Stage) -> None:
 @inline
 async def resume_and_go_on(stage: Stage) -> None:
     first = stage.process()
-    for step in (1, 2):
-        await stage.save(first, step, tensors(step))
-    await first.idle()
+    await stage.save_each(first, 1, 2)
     second = stage.process()
     await stage.load(second, tensors(0))
     await stage.save(second, 3, tensors(3))
@@ -265,31 +262,27 @@ async def resume_and_go_on(stage: Stage) -> None:
     await stage.load(stage.process(), tensors(0))
 
 
-@inline
-async def a_step_saved_again_is_a_new_generation(stage: Stage) -> None:
-    process = stage.process()
+async def save_again(stage: Stage, **options: Any) -> None:
+    process = stage.process(**options)
     for value in (1, 5):
         await stage.save(process, 1, tensors(value))
         await process.idle()
     await stage.load(stage.process(), tensors(0))
+
+
+@inline
+async def a_step_saved_again_is_a_new_generation(stage: Stage) -> None:
+    await save_again(stage)
 
 
 @inline
 async def a_step_saved_again_is_skipped(stage: Stage) -> None:
-    process = stage.process(on_exists="skip")
-    for value in (1, 5):
-        await stage.save(process, 1, tensors(value))
-        await process.idle()
-    await stage.load(stage.process(), tensors(0))
+    await save_again(stage, on_exists="skip")
 
 
 @inline
 async def a_step_saved_again_is_refused(stage: Stage) -> None:
-    process = stage.process(on_exists="raise")
-    for value in (1, 5):
-        await stage.save(process, 1, tensors(value))
-        await process.idle()
-    await stage.load(stage.process(), tensors(0))
+    await save_again(stage, on_exists="raise")
 
 
 @inline
@@ -305,9 +298,7 @@ async def retention_keeps_some(stage: Stage) -> None:
 @inline
 async def prune_delete_and_finish(stage: Stage) -> None:
     process = stage.process()
-    for step in range(1, 6):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, *range(1, 6))
     await stage.call("delete 2", process.ckpt.delete(2))
     await stage.call("prune, dry", process.ckpt.prune(aiockpt.Retention(last=2), dry_run=True))
     await stage.call("prune", process.ckpt.prune(aiockpt.Retention(last=2, grace_s=0)))
@@ -354,9 +345,7 @@ async def only_and_exclude(stage: Stage) -> None:
 @inline
 async def verify_describe_read_and_copy(stage: Stage) -> None:
     process = stage.process()
-    for step in (1, 2):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, 1, 2)
     await stage.call("verify", process.ckpt.verify(1))
     await stage.call("describe", process.ckpt.describe())
     await stage.call("read", process.ckpt.read(2, "nested.rows", rows=slice(3, 7)))
@@ -391,9 +380,7 @@ async def digests_compared(stage: Stage) -> None:
 @inline
 async def newest_cannot_be_read(stage: Stage) -> None:
     process = stage.process()
-    for step in (1, 2):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, 1, 2)
     broken = Fault(do="fail", verb="preadv", match="*/step-00000002/*", times=None, error=errno.EIO)
     await stage.load(stage.process(stage.local(faults=[broken])), tensors(0))
 
@@ -401,9 +388,7 @@ async def newest_cannot_be_read(stage: Stage) -> None:
 @inline
 async def damage_is_passed_over_and_overwritten(stage: Stage) -> None:
     process = stage.process()
-    for step in (1, 2):
-        await stage.save(process, step, tensors(step))
-    await process.idle()
+    await stage.save_each(process, 1, 2)
     (data,) = [path for path in paths(stage.disk()) if "step-00000002" in path and path.endswith(".safetensors")]
     (node,) = [content(stage.disk(), data)]
     fd = stage.disk().open(data, os.O_RDWR)
@@ -460,7 +445,7 @@ async def what_a_dead_process_had_voted_for_is_committed(stage: Stage) -> None:
 
 @inline
 async def what_a_dead_process_left_without_a_vote_is_collected(stage: Stage) -> None:
-    dies = Fault(do="fail", verb="*", at=30, times=None, error=errno.EIO)
+    dies = Fault(do="fail", verb="*", at=33, times=None, error=errno.EIO)
     await stage.save(stage.process(stage.local(faults=[dies])), 1, tensors(1))
     stage.clock.advance(3 * 24 * 3600)
     again = stage.process(retention=aiockpt.Retention(last=2))

@@ -1,6 +1,4 @@
-"""Is the storage asked for what it was asked for when the traces were recorded? ``python -m tests.traces record`` renews."""
-
-from __future__ import annotations
+"""The requests to the storage, as when the traces were recorded. ``python -m tests.traces record`` renews."""
 
 from pathlib import Path
 

@@ -12,8 +12,6 @@ Guarantees:
 - A trace of threads (`changes_of`) has no borders, no reads and no looks: they poll. It holds each change once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

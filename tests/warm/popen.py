@@ -9,8 +9,6 @@ after nothing but ``-P`` and ``-u``), when it looks at ``sys.modules``, and when
 the template's. What a program starts is started as usual, too, unless it is one of `tests.warm.template.LAUNCHERS`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

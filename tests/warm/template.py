@@ -5,8 +5,6 @@ id. Each program is forked twice: the process between ends at once, and the prog
 asked, which is a subreaper for that moment. It runs from then on.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,6 +1,4 @@
-"""Whoever dies when: is a snapshot that was taken committed, and does nothing remain of one that was not?"""
-
-from __future__ import annotations
+"""A death of either process at any time: a snapshot that was taken is committed, and nothing remains of one that was not."""
 
 import gc
 import os
@@ -16,9 +14,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import aiockpt
-from aiockpt.errors import SaveCancelledError
 from aiockpt.worker import process
-from tests.small_run import SMALL, Run
+from tests.small_run import SMALL, Run, small_checkpointer
 from tests.watch import until
 from tests.worker.worker_child import PACKAGES
 from tests.worker.worker_places import Orders, register
@@ -88,7 +85,7 @@ def until_gone(pid: int) -> None:
 
 
 def steps_of(orders: Orders) -> list[int]:
-    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.path) as ckpt:
         return [info.step for info in ckpt.steps().result()]
 
 
@@ -96,7 +93,7 @@ def steps_of(orders: Orders) -> list[int]:
 def test_a_snapshot_that_was_taken_is_committed_though_the_trainer_is_killed(how: str, orders: Orders) -> None:
     digests, log = killed(how, orders)
     other = Run(9)
-    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.path) as ckpt:
         for step, digest in ((1, digests[0]), (2, digests[1])):
             assert ckpt.load(other.state, step).result() is not None
             assert other.digest() == digest
@@ -110,7 +107,7 @@ def test_a_snapshot_that_was_not_complete_leaves_nothing(orders: Orders) -> None
     assert steps_of(orders) == [1]
     assert not list(orders.path.glob("step-00000002/a-*/d/*"))
     other = Run(9)
-    with aiockpt.Checkpointer(orders.path, limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.path) as ckpt:
         loaded = ckpt.load(other.state).result()
         assert loaded is not None
         assert (loaded.step, loaded.skipped) == (1, ())
@@ -220,7 +217,7 @@ def test_a_writer_that_dies_in_a_save_fails_it_and_the_next_one_starts_another(v
 
 def test_a_writer_that_died_between_two_saves_costs_neither(orders: Orders) -> None:
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.url, worker="process") as ckpt:
         for step in range(3):
             ckpt.save(step, run.state).result()
             pid = process_of(ckpt).pid
@@ -234,7 +231,7 @@ def test_a_writer_that_answers_to_nobody_is_ended_when_its_slabs_are_needed(
 ) -> None:
     monkeypatch.setattr("aiockpt.worker.client.END_S", 0.2)
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.url, worker="process") as ckpt:
         ckpt.save(1, run.state).result()
         ckpt.wait()
         stuck = process_of(ckpt)
@@ -250,7 +247,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     gc.collect()  # what earlier tests left would be closed meanwhile
     open_fds = []
     for number in range(4):
-        with aiockpt.Checkpointer(tmp_path / str(number), worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+        with small_checkpointer(tmp_path / str(number), worker="process") as ckpt:
             ckpt.save(1, run.state).result()
             pid = process_of(ckpt).pid
             assert pid in [child.pid for child in me.children()]
@@ -261,14 +258,14 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
 
 def test_a_cancelled_save_is_cancelled_in_the_writer_too(orders: Orders) -> None:
     run = Run()
-    with aiockpt.Checkpointer(orders.url, worker="process", limits=aiockpt.Limits(io=SMALL)) as ckpt:
+    with small_checkpointer(orders.url, worker="process") as ckpt:
         ckpt.save(1, run.state).result()
         orders.has_reached("create")
         orders.hold("create")
         save = ckpt.save(2, run.state)
         until(lambda: orders.has_reached("create"), "the first data file")
         assert save.cancel()
-        assert isinstance(save.exception(), SaveCancelledError)
+        assert isinstance(save.exception(), aiockpt.SaveCancelledError)
         orders.let_go("create")
         ckpt.save(3, run.state).result()
         assert ckpt.statistics().pool.used_slabs == 0

@@ -1,6 +1,4 @@
-"""Does what one process says arrive as what was meant? Errors, events, plans; and frames, whatever ends when."""
-
-from __future__ import annotations
+"""Messages between processes, received as they were meant: errors, events, plans; and frames, whatever ends when."""
 
 import errno
 import os
@@ -29,7 +27,7 @@ from aiockpt.runtime.channel import Poster, Receiver, Sender
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.slabs import SlabPool
-from aiockpt.worker.connection import Connection, PendingSave
+from aiockpt.worker.connection import Connection, PendingSave, ToWriter
 from aiockpt.worker.messages import (
     AnyEvent,
     Failure,
@@ -317,8 +315,8 @@ def test_a_plan_that_did_not_get_through_is_sent_with_the_next_save() -> None:
 def test_a_window_of_a_save_that_was_stopped_does_not_reach_the_writer() -> None:
     wire, pool = Wire(), SlabPool(8192, 16384)
     job = SimpleNamespace(plan=SimpleNamespace(files=[]), number=1, stopped=True)
-    hand_over = Connection(wire).window_sender(job, pool)  # type: ignore[arg-type]
-    hand_over(None, pool.acquire(1))  # type: ignore[arg-type]
+    target = ToWriter(job, Connection(wire), pool)  # type: ignore[arg-type]
+    target.hand_over(None, pool.acquire(1))  # type: ignore[arg-type]
     assert wire.frames == []
     assert pool.statistics().used_slabs == 0
 

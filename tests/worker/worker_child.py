@@ -3,8 +3,6 @@
 Run as ``python -m tests.worker.worker_child HOW PLACE``. It prints the digest of the state of each step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -15,7 +13,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.pipeline import snapshot as copying
-from tests.small_run import SMALL, Run
+from tests.small_run import Run, small_checkpointer
 
 PACKAGES = "AIOCKPT_TESTS_PACKAGES"
 """Names a folder of the module path, of the writer's too."""
@@ -57,9 +55,7 @@ def main(how: str, place: str) -> None:
     run = Run(1)
     if how == "hangs up":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ckpt = aiockpt.Checkpointer(
-        place, worker="process", limits=aiockpt.Limits(io=SMALL), retention=aiockpt.Retention(last=5)
-    )
+    ckpt = small_checkpointer(place, worker="process", retention=aiockpt.Retention(last=5))
     run.train()
     ckpt.save(1, run.state).result()
     ckpt.wait()

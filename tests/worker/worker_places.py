@@ -5,8 +5,6 @@
 names a part of keys, too, only for keys that have it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,10 @@ class TriedBackend(FaultyBackend):
     async def put_new(self, key: str, data: bytes) -> None:
         await self._watch_failures("put_new", key)
         await super().put_new(key, data)
+
+    async def put_unflushed(self, key: str, data: bytes, *, new: bool) -> None:
+        await self._watch_failures("put_new" if new else "put", key)
+        await super().put_unflushed(key, data, new=new)
 
     async def list(self, prefix: str) -> Any:
         await self._watch_failures("list", prefix)

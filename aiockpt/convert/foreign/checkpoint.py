@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.convert.foreign import dcp, torch_files, torchsnapshot, universal
+from aiockpt.convert.foreign import dcp, torch_files, universal
 from aiockpt.errors import UsageError
 
 SCHEME = "dcp://"
@@ -33,7 +33,6 @@ class Foreign(msgspec.Struct, frozen=True):
 _Read = Callable[[Path, bool], Mapping[str, Any]]
 _KINDS: tuple[tuple[str, Callable[[Path], bool], _Read], ...] = (
     ("a DCP checkpoint", dcp.is_one, dcp.read),
-    ("a snapshot of torchsnapshot", torchsnapshot.is_one, torchsnapshot.read),
     ("a universal checkpoint of DeepSpeed", universal.is_one, universal.read),
     ("a file of torch.save", torch_files.is_one, torch_files.read),
 )
@@ -43,9 +42,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
     """Return the checkpoint at *path*, whose kind is detected from its files.
 
     Args:
-        path: of this machine: a folder of ``torch.distributed.checkpoint``, also as ``dcp:///path``; a snapshot of
-            torchsnapshot; a universal checkpoint of DeepSpeed; a file of ``torch.save``, which a ``.ckpt`` of Lightning is,
-            too.
+        path: of this machine: a folder of ``torch.distributed.checkpoint``, also as ``dcp:///path``; a universal checkpoint
+            of DeepSpeed; a file of ``torch.save``, which a ``.ckpt`` of Lightning is, too.
         trust_pickle: whether objects that are neither tensors nor plain values may be unpickled, which runs code of their
             author.
 

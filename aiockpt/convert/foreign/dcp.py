@@ -7,16 +7,18 @@ each chunk is a small archive of ``torch.save`` within a file; its bytes are map
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from aiockpt.convert.foreign.mapped_folder import MappedFolder, join_chunks, reported_as_damage
+from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.convert.foreign.torch_files import read_tensor, unpickle
-from aiockpt.errors import CorruptionError, UsageError
+from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 
 METADATA = ".metadata"
 
@@ -47,8 +49,12 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         UsageError: an item is an object, and *trust_pickle* does not allow it.
         CorruptionError: a file is missing or cut short, or the metadata contradict the files or themselves.
     """
-    with reported_as_damage(path / METADATA):
+    try:
         return _read_state(path, trust_pickle)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptionError(f"{path / METADATA} is damaged: {error!r}") from error
 
 
 def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
@@ -84,15 +90,13 @@ def _read_metadata(path: Path) -> Any:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except pickle.UnpicklingError as error:
         raise UsageError(f"{path}: {error}; another planner than DCP's own wrote it") from error
-    except Exception as error:
-        raise CorruptionError(f"{path} is damaged: {error!r}") from error
     if type(metadata).__name__ != "Metadata" or not isinstance(metadata.storage_data, dict):
         raise CorruptionError(f"{path} has no locations of tensors")
     return metadata
 
 
 class _Folder:
-    """The files as the metadata describe them.
+    """The files as the metadata describe them, mapped; writes into their tensors stay in this process.
 
     Args:
         where: (name, offsets) → file and place in it.
@@ -100,7 +104,7 @@ class _Folder:
 
     def __init__(self, path: Path, where: Mapping[Any, Any]) -> None:
         self._path = path
-        self._files = MappedFolder(path, METADATA)
+        self._map = cache(self._map_file)
         self._where = {(index.fqn, index.offset and tuple(index.offset)): place for index, place in where.items()}
 
     def value(self, name: str, trust_pickle: bool) -> Any:
@@ -108,14 +112,21 @@ class _Folder:
         return unpickle(io.BytesIO(self._bytes_of(name, None)), f"{self._path}: {name}", trust_pickle)
 
     def tensor(self, name: str, held: Any) -> torch.Tensor:
-        """Return a tensor item, joined from its chunks where it has several."""
-        shape, dtype = tuple(held.size), held.properties.dtype
+        """Return a tensor item, joined from its chunks where it has several; nothing is copied."""
+        shape, dtype, what = tuple(held.size), held.properties.dtype, f"{self._path}: {name}"
         parts = []
         for chunk in held.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            part = read_tensor(self._bytes_of(name, offsets), f"{self._path}: {name}", dtype, sizes)
-            parts.append((offsets, part))
-        return join_chunks(shape, dtype, parts, f"{name} of {self._path}")
+            parts.append((offsets, read_tensor(self._bytes_of(name, offsets), what, dtype, sizes)))
+        # `Shards` refuses parts that overlap or lie outside: with the right number of elements, they are complete.
+        if sum(part.numel() for _, part in parts) != torch.Size(shape).numel():
+            raise CorruptionError(f"{what}: its chunks do not add up to its shape")
+        if len(parts) == 1 and tuple(parts[0][1].shape) == shape:
+            return parts[0][1]
+        try:
+            return Shards(shape, parts, dtype=dtype)
+        except UsageError as error:
+            raise CorruptionError(f"{what}: {error}") from error
 
     def _bytes_of(self, name: str, offsets: tuple[int, ...] | None) -> memoryview:
         place = self._where.get((name, offsets))
@@ -127,7 +138,20 @@ class _Folder:
             raise UsageError(
                 f"{self._path}: {name} went through {place.transform_descriptors}; load it with DCP itself"
             )
-        return self._files.part(str(place.relative_path), name, place.offset, place.offset + place.length)
+        file = PurePosixPath(str(place.relative_path))
+        if file.is_absolute() or ".." in file.parts:
+            raise CorruptionError(f"{self._path}: {METADATA} names a file outside of the folder: {file}")
+        data, start, end = self._map(str(file)), place.offset, place.offset + place.length
+        if not 0 <= start <= end <= len(data):
+            raise CorruptionError(f"{self._path / file} is cut short: {name} would lie behind its end")
+        return data[start:end]
+
+    def _map_file(self, file: str) -> memoryview:
+        try:
+            with (self._path / file).open("rb") as opened:
+                return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+        except (OSError, ValueError) as error:
+            raise CorruptionError(f"{self._path / file}: {error}") from error
 
 
 def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -164,6 +188,6 @@ def _as_saved(node: Any) -> Any:
     if type(groups) is list and inside.keys() <= {"state", "param_groups"} and type(state) is dict:
         members = [group.get("params") if type(group) is dict else None for group in groups]
         if groups and all(type(some) is list for some in members):
-            numbers = {str(one): one for some in members if some for one in some if type(one) is int}
+            numbers = {str(member): member for some in members if some for member in some if type(member) is int}
             inside["state"] = {numbers.get(key, key): value for key, value in state.items()}
     return inside

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.convert.conversions import Converted
+from aiockpt.convert.choice import Converted
 from aiockpt.convert.foreign.checkpoint import Foreign
 from aiockpt.errors import StepExistsError
 from aiockpt.events import BytesWritten, Event

@@ -19,8 +19,9 @@ from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.convert.foreign.dcp import METADATA
 from aiockpt.convert.publish import flush_names
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.load import read_found, stored_state
+from aiockpt.engine.load import read_tensor, stored_state
 from aiockpt.errors import StorageError, UsageError
+from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import join_name, split_name
 from aiockpt.runtime.world import OsFiles
 from aiockpt.session.checkpointer import Checkpointer
@@ -35,12 +36,16 @@ DCP_NOTE = "__dcp__"
 """The key under which `aiockpt.integrations.dcp` records DCP's names in a state; useless elsewhere."""
 
 
-def as_state_dicts(stored: Stored) -> dict[str, Any]:
+def as_state_dicts(stored: Stored, read: Callable[[str], torch.Tensor], *, numbered: bool = False) -> dict[str, Any]:
     """Return the state of a checkpoint as state dicts, with a `TensorRef` for each tensor.
 
     Values of single ranks are left out: random generators, loaders.
+
+    Args:
+        read: returns a tensor of the checkpoint; called for those that are a list of numbers, or bytes.
+        numbered: the state dicts of optimizers number their parameters, as their own do; else they have names.
     """
-    tree = read_tree(stored)
+    tree = read_tree(stored, read)
     names = [(name, split_name(name)) for name in (*stored.tensors, *stored.alias)]
     modules: list[TreePath] = []
     # Optimizers last: the names of their parameters are made relative to the modules.
@@ -55,7 +60,7 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
             }
             _at(tree, path).update(own)
         elif node[TAG] == "optimizer":
-            _put(tree, path, _optimizer(_at(tree, path), path, inside, modules))
+            _put(tree, path, _optimizer(_at(tree, path), inside, None if numbered else modules))
         else:
             _put(tree, path, None)
     return {key: value for key, value in tree.items() if key != DCP_NOTE and value is not None}
@@ -71,22 +76,28 @@ def _objects(node: Node, path: TreePath) -> Iterator[tuple[TreePath, Node]]:
         yield from _objects(child, (*path, key))
 
 
+def paths_of_ranks(stored: Stored) -> list[TreePath]:
+    """Return the paths of what `as_state_dicts` leaves out."""
+    return [path for path, node in _objects(stored.values, ()) if node[TAG] not in ("module", "optimizer")]
+
+
 def _optimizer(
-    plain: Mapping[str, Any], path: TreePath, inside: Mapping[str, TreePath], modules: list[TreePath]
+    plain: Mapping[str, Any], inside: Mapping[str, TreePath], modules: list[TreePath] | None
 ) -> dict[str, Any]:
     """Return an optimizer's state dict; *inside* has its tensors by path: ``state``, the parameter's parts, the slot."""
     slots = {name: parts for name, parts in inside.items() if parts[:1] == ("state",) and len(parts) > 2}
     owners = {name: join_name(parts[1:-1]) for name, parts in slots.items()}
     members = [member for group in plain["groups"] for member in group["params"]]
-    known = _relative_names({*members, *plain["state"], *owners.values()}, modules)
-    state: dict[str, dict[str, Any]] = {known[owner]: dict(values) for owner, values in plain["state"].items()}
+    owned = dict.fromkeys([*members, *plain["state"], *owners.values()])
+    known = {name: n for n, name in enumerate(owned)} if modules is None else _relative_names(owned, modules)
+    state: dict[str | int, dict[str, Any]] = {known[owner]: dict(values) for owner, values in plain["state"].items()}
     for name, parts in slots.items():
         state.setdefault(known[owners[name]], {})[str(parts[-1])] = TensorRef(name)
     groups = [{**group, "params": [known[member] for member in group["params"]]} for group in plain["groups"]]
     return {"state": state, "param_groups": groups}
 
 
-def _relative_names(names: Collection[str], modules: list[TreePath]) -> dict[str, str]:
+def _relative_names(names: Collection[str], modules: list[TreePath]) -> Mapping[str, str | int]:
     """Return the names of parameters in their modules; where two modules have the same ones, in the state."""
     short = {name: _below_module(split_name(name), modules) for name in names}
     unique = len(set(short.values())) == len(short)
@@ -139,20 +150,14 @@ def write_dcp(
         raise UsageError(
             f"{target} holds a checkpoint of DCP already: give another folder, or use replace=True (--force)"
         )
-    found = checkpointer.run_on_destination("conversion to DCP", lambda steps: find_manifest(steps, step)).result()
-    manifest = found.manifest
+    manifest, read = open_step(checkpointer, step)
     try:
-        flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
+        flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0), read))
     except ValueError as error:
         raise UsageError(
             f"{manifest.id}: two names of the state are one in DCP, which joins keys by dots ({error}): rename one of them, "
             "save again, and convert that step"
         ) from error
-
-    def read(tensor: TensorRef) -> torch.Tensor:
-        # From this save, also when the step is saved anew.
-        reading = checkpointer.run_on_destination("conversion to DCP", lambda _: read_found(found, tensor.name, None))
-        return reading.result()
 
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -164,9 +169,9 @@ def write_dcp(
                 items = _Items(file, data.name, on_written)
                 for name, value in flat.items():
                     if isinstance(value, TensorRef):
-                        items.tensor(name, read(value))
+                        items.tensor(name, read(value.name))
                     else:  # DCP pickles lists and tuples, with the tensors in them
-                        items.value(name, _with_tensors(value, read))
+                        items.value(name, with_tensors(value, read))
                 file.flush()
                 os.fsync(file.fileno())
             with staged.open("wb") as file:
@@ -186,15 +191,25 @@ def write_dcp(
     return items.written
 
 
-def _with_tensors(value: Any, read: Callable[[TensorRef], torch.Tensor]) -> Any:
+def open_step(checkpointer: Checkpointer, step: int | None) -> tuple[Manifest, Callable[[str], torch.Tensor]]:
+    """Return the manifest of a step, and what reads a tensor of this save of it, also when the step is saved anew."""
+    found = checkpointer.run_on_destination("conversion", lambda steps: find_manifest(steps, step)).result()
+
+    def read(name: str) -> torch.Tensor:
+        return checkpointer.run_on_destination("conversion", lambda _: read_tensor(found, name)).result()
+
+    return found.manifest, read
+
+
+def with_tensors(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
     """Return a value of containers with each tensor in place of its reference."""
     if isinstance(value, TensorRef):
-        return read(value)
+        return read(value.name)
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, read) for item in value)
+        return type(value)(with_tensors(item, read) for item in value)
     if isinstance(value, dict):
         made = copy(value)
-        made.update((key, _with_tensors(item, read)) for key, item in value.items())
+        made.update((key, with_tensors(item, read)) for key, item in value.items())
         return made
     return value
 

@@ -158,7 +158,9 @@ def _optimizer(path: Path, ranks: list[Any], state: dict[str, dict[str, Any]], t
         raise CorruptionError(f"{path} has {len(groups)} groups of the optimizer, and parameters in {len(names)}")
     # Under ZeRO-3 the number of steps is in the optimizer's own state, in one of its partitions.
     steps = [
-        one["step"] for one in (saved.get("optimizer_state_dict") or {}).get("state", {}).values() if "step" in one
+        slots["step"]
+        for slots in (saved.get("optimizer_state_dict") or {}).get("state", {}).values()
+        if "step" in slots
     ]
     for entry in state.values() if steps else ():
         entry.setdefault("step", steps[0])

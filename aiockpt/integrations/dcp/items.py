@@ -36,10 +36,6 @@ class ItemNote(msgspec.Struct, frozen=True):
     pickled: dict[str, bool] = {}
     flattened: bool = True
 
-    def as_value(self) -> dict[str, Any]:
-        """Return the note as a plain value."""
-        return {"paths": self.paths, "pickled": self.pickled, "flattened": self.flattened}
-
 
 def read_note(values: object) -> ItemNote | None:
     """Return the note in the values of a checkpoint, or None where it was not saved through DCP.

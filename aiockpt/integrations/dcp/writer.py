@@ -12,6 +12,7 @@ import os
 import uuid
 from typing import Any
 
+import msgspec
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
@@ -19,11 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.sharded_tensors import Shards
+from aiockpt.adapters.tensor_kinds import tensor_kind
 from aiockpt.convert.foreign.to_dcp import DCP_NOTE
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
+from aiockpt.integrations.contract import rank_of, size_of
 from aiockpt.integrations.dcp.items import ItemNote, Parts, unpickled, with_lists
 from aiockpt.integrations.nested import put
 from aiockpt.runtime.world import Ranks, find_ranks
@@ -92,7 +94,7 @@ class AiockptWriter(StorageWriter):
             raise UsageError('give a place: AiockptWriter("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
         self._coordinates = is_coordinator
         self._collective = kwargs.get("use_collectives", True)
-        self._alone = kwargs.get("rank", 0) != rank_in(self._group)
+        self._alone = kwargs.get("rank", 0) != rank_of(self._group)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return this rank's plan unchanged."""
@@ -194,16 +196,6 @@ def ranks_of(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
     return Ranks(members.index(ranks.rank), len(members), store)
 
 
-def rank_in(group: distributed.ProcessGroup | None) -> int:
-    """Return the number that DCP assigns to this process when the whole group saves together."""
-    return distributed.get_rank(group) if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def size_of(group: distributed.ProcessGroup | None) -> int:
-    """Return the number of ranks of *group*."""
-    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
-
-
 class _Unresolved:
     """An item that DCP's planner could not provide."""
 
@@ -240,7 +232,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *
             continue
         assert isinstance(data, torch.Tensor)
         assert item.tensor_data is not None
-        if is_composite(data):
+        if tensor_kind(data).in_parts:
             raise UnsupportedStateError(
                 name, "a tensor that is made of others; save it with aiockpt.Checkpointer instead"
             )
@@ -252,7 +244,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *
             parts.setdefault(name, []).append((tuple(item.tensor_data.chunk.offsets), data))
     for name, pairs in parts.items():
         put(state, tuple(note.paths[name]), Shards(shapes[name], pairs, dtype=pairs[0][1].dtype))
-    return with_lists(state, known.values(), alone=alone) | {DCP_NOTE: note.as_value()}
+    return with_lists(state, known.values(), alone=alone) | {DCP_NOTE: msgspec.to_builtins(note)}
 
 
 def paths_of(planner_data: object) -> dict[str, Parts]:

@@ -10,20 +10,20 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 import aiockpt
+from aiockpt.adapters.optimizer_forms import OwnStateDicts
+from aiockpt.integrations.contract import ask_first_rank, rank_of, size_of
 from aiockpt.integrations.deepspeed.named_state import (
     MODEL,
     OPTIMIZER,
     PROGRESS,
+    module_leaves,
     optimizer_kind,
     optimizer_state,
-    weights_state,
 )
 from aiockpt.integrations.deepspeed.partitions import find_partitions
 from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
-from aiockpt.integrations.steps import ask_first_rank
+from aiockpt.integrations.nested import nest
 
 logger = logging.getLogger("aiockpt")
 
@@ -42,13 +42,13 @@ def build_state(engine: Any, client_state: Mapping[str, Any] | None = None) -> d
     """Return the state of an engine to save."""
     partitions = find_partitions(engine)
     return {
-        MODEL: weights_state(engine, partitions),
+        MODEL: nest(dict(module_leaves(engine, partitions))),
         **({OPTIMIZER: optimizer_state(engine, partitions)} if partitions else {}),
         **progress_objects(engine),
         "rng": aiockpt.RNG(),
-        PROGRESS: read_progress(engine) | {"ranks": _size(), "optimizer": optimizer_kind(engine)},
+        PROGRESS: read_progress(engine) | {"ranks": size_of(), "optimizer": optimizer_kind(engine)},
         OF_RANK: aiockpt.per_rank(dict(client_state or {})),
-        **({CLIENT: dict(client_state or {})} if _rank() == 0 else {}),
+        **({CLIENT: dict(client_state or {})} if rank_of() == 0 else {}),
     }
 
 
@@ -78,7 +78,7 @@ def load_step(
         asked.ask_weights()
         if optimizer:
             asked.ask_optimizer(partial(_read_scalars, ckpt, step))
-        state = asked.state | (_progress_of(engine, saved, more, without) if progress else {})
+        state = OwnStateDicts(asked.state | (_progress_of(engine, saved, more, without) if progress else {}))
         ckpt.load(state, step, strict=True if strict else {MODEL: False}).result()
         asked.finish()
     finally:
@@ -113,7 +113,7 @@ def _progress_of(
     state = {name: one for name, one in objects.items() if name in there} | dict(more)
     if PROGRESS in values:
         # Each rank gets its own client state, or that of rank 0 where the number of ranks has changed.
-        same_ranks = values[PROGRESS]["ranks"] == _size()
+        same_ranks = values[PROGRESS]["ranks"] == size_of()
         state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
     return state
 
@@ -154,11 +154,3 @@ def set_progress(engine: Any, values: dict[str, Any]) -> None:
         for name, value in saved.items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -19,15 +19,9 @@ import aiockpt
 from aiockpt.adapters.kinds import NAMES, default_keys, innermost
 from aiockpt.adapters.module import EXTRA
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
-from aiockpt.integrations.nested import nest
 from aiockpt.state.codecs import class_name
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "deepspeed"
-
-
-def weights_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
-    """Return the weights to save."""
-    return nest(dict(module_leaves(engine, partitions)))
 
 
 def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:

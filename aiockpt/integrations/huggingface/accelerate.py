@@ -7,40 +7,40 @@ state unchanged; the loop stays as it is.
 from __future__ import annotations
 
 import atexit
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import distributed_c10d
-
 import aiockpt
-from aiockpt.errors import UsageError
+from aiockpt.errors import BackgroundSaveError, RankError, UsageError
 from aiockpt.format.names import split_name
+from aiockpt.integrations.contract import (
+    MethodCall,
+    Replacements,
+    ask_first_rank,
+    begin_save,
+    resume_newest,
+    valid_steps,
+)
 from aiockpt.integrations.huggingface.accelerate_state import LoopState
 from aiockpt.integrations.huggingface.engine_inside import EngineInside
+from aiockpt.integrations.huggingface.overrides import Overrides
 from aiockpt.integrations.huggingface.state_folders import (
+    Mark,
     StateFolders,
     check_folder,
     is_of_accelerate,
-    new_mark,
     read_mark,
 )
-from aiockpt.integrations.steps import ask_first_rank, begin_save, load_newest, raise_if_lost, valid_steps
-from aiockpt.runtime.world import find_ranks
 
 _RESTORED = 8
 """Number of newest steps that may lack their folder after a kill; more than the saves that can be in progress."""
 _REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
-_SAVE = "save"
-_PATIENCE_S = 30.0
-"""How long the first save waits for the notes of other ranks."""
-_POLL_S = 0.01
-_attached = count()
+_TOGETHER = "call it on every process, or let that one save by itself: attach(accelerator, ranks=aiockpt.Ranks())"
 
 
 def attach(
@@ -76,65 +76,6 @@ def attach(
     return ckpt
 
 
-class _FirstSave:
-    """Finds out that ``save_state()`` is called on the main process alone, as scripts do that know DDP only: the save would
-    wait for the other ranks, which never join. Until its first save each of those notes in a store what it does last.
-
-    Args:
-        accelerator: its main process reads the notes.
-        store: of all ranks; None where one process saves by itself.
-    """
-
-    def __init__(self, accelerator: Any, store: Any) -> None:
-        self._accelerator = accelerator
-        self._store = store
-        self._count = 0
-
-    def note(self, what: str) -> None:
-        """Note that this rank begins a loop, calls ``backward()``, saves, or ends: all ranks do it in the same order."""
-        if self._store is not None:
-            self._count += 1
-            if not self._accelerator.is_main_process:
-                self._store.set(str(self._accelerator.process_index), f"{self._count} {what}")
-
-    def begin(self) -> None:
-        """Begin the first save.
-
-        Raises:
-            UsageError: this is the main process, and another rank does something else.
-        """
-        self.note(_SAVE)
-        store, self._store = self._store, None
-        if store is None or not self._accelerator.is_main_process:
-            return
-        keys, until_s = (
-            [str(rank) for rank in range(1, self._accelerator.num_processes)],
-            time.monotonic() + _PATIENCE_S,
-        )
-        with suppress(RuntimeError):  # out of time: the save itself reports ranks that are missing
-            store.wait(keys, timedelta(seconds=_PATIENCE_S))
-            while (reached := [self._reached(store.get(key)) for key in keys]).count(
-                None
-            ) and time.monotonic() < until_s:
-                time.sleep(_POLL_S)
-            if False in reached:
-                raise UsageError(
-                    "save_state() was called on the main process alone: call it on every process, or let that one save by "
-                    "itself: attach(accelerator, ranks=aiockpt.Ranks())"
-                )
-
-    def _reached(self, note: bytes) -> bool | None:
-        """Return whether a rank saves, too, by its last *note*; None while it has done less than this process."""
-        number, what = note.decode().split()
-        return None if int(number) < self._count else (int(number), what) == (self._count, _SAVE)
-
-
-def _open_store() -> Any:
-    """Return a store of all ranks for one Accelerator; None for a single process. Every rank calls it."""
-    store = find_ranks().store
-    return None if store is None else distributed_c10d.PrefixStore(f"aiockpt.accelerate/{next(_attached)}", store)
-
-
 class _AttachedAccelerator:
     """The replacements of the Accelerator's methods."""
 
@@ -147,32 +88,31 @@ class _AttachedAccelerator:
         exclude, ranks = options.get("exclude"), options.get("ranks")
         self._only = options.get("only")
         self._exclude = [exclude] if isinstance(exclude, str) else list(exclude or ())
-        self._inside = EngineInside(accelerator)
+        self._replacements = Replacements(accelerator)
+        self._theirs: Any = import_module("accelerate").Accelerator
+        self._overrides = Overrides(accelerator, self._theirs, ("save_state", "load_state"))
+        self._inside = EngineInside(accelerator, self._replacements)
         self._loop = LoopState(accelerator, self._inside)
-        self._load_theirs: Callable[..., Any] = accelerator.load_state
-        self._prepare_theirs: Callable[..., Any] = accelerator.prepare_data_loader
-        self._skip_theirs: Callable[..., Any] = accelerator.skip_first_batches
-        self._end_theirs: Callable[..., Any] = accelerator.end_training
-        self._backward_theirs: Callable[..., Any] = accelerator.backward
-        self._add_theirs: Callable[[Any], None] = accelerator.gradient_state._add_dataloader
         self._next = 0
         self._has_loaded = False
         self._alone = ranks is not None and ranks.world_size == 1 and ranks.load_group is None
-        self._first_save = _FirstSave(accelerator, None if self._alone else _open_store())
-        self._loop.training.begin_loop = partial(self._first_save.note, "loop")
 
     def replace_methods(self) -> None:
         """Replace the methods, and list the existing steps."""
-        accelerator = self._accelerator
-        accelerator.save_state = self._save_state
-        accelerator.load_state = self._load_state
-        accelerator.prepare_data_loader = self._prepare_data_loader
-        accelerator.skip_first_batches = self._skip_first_batches
-        accelerator.end_training = self._end_training
-        accelerator.backward = self._backward
-        accelerator.gradient_state._add_dataloader = self._add_dataloader
+        accelerator, put = self._accelerator, self._replacements.put
+        ours: dict[str, Callable[..., Any]] = {"save_state": self._save_state, "load_state": self._load_state}
+        self._overrides.put_below(accelerator, ours)
+        for name in self._overrides.passed_over:
+            self._replacements.set(accelerator, name, ours[name])
+        self._overrides.log_passed_over()
+        put(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        put(accelerator, "skip_first_batches", self._skip_first_batches, ("dataloader", "num_batches"))
+        put(accelerator, "end_training", self._end_training)
+        put(accelerator, "backward", self._backward)
+        put(accelerator.gradient_state, "_add_dataloader", self._add_dataloader, ("dataloader",))
         for loader in accelerator._dataloaders:
             self._loop.position(loader)
+        valid_steps(self._ckpt)  # commits what a dead job has written completely
         steps = self._ckpt.steps().result()
         self._folders.restore([info for info in reversed(steps[:_RESTORED]) if info.problem is None])
         self._next = max((info.step for info in steps), default=-1) + 1
@@ -181,21 +121,23 @@ class _AttachedAccelerator:
 
     # ------------------------------------------------------------------ the data
 
-    def _prepare_data_loader(self, *args: Any, **named: Any) -> Any:
-        loader = self._prepare_theirs(*args, **named)
+    def _prepare_data_loader(self, call: MethodCall) -> Any:
+        loader = call()
         self._loop.position(loader)
         return loader
 
-    def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        position = self._loop.position_of(dataloader)
+    def _skip_first_batches(self, call: MethodCall) -> Any:
+        position = self._loop.position_of(call.get("dataloader"))
         if position is None:
-            return self._skip_theirs(dataloader, num_batches)
-        return position.follow(self._skip_theirs, num_batches)
+            return call()
+        return position.follow(
+            lambda loader, count: call(dataloader=loader, num_batches=count), call.get("num_batches", 0)
+        )
 
-    def _add_dataloader(self, dataloader: Any) -> None:
+    def _add_dataloader(self, call: MethodCall) -> None:
         """Register a new loop, also one over a loader that a function of accelerate has made from a prepared one."""
-        any(one.recognise(dataloader) for one in self._loop.positions())
-        self._add_theirs(dataloader)
+        any(one.recognise(call.get("dataloader")) for one in self._loop.positions())
+        call()
 
     def _check_seen(self) -> None:
         active = self._accelerator.gradient_state.active_dataloader
@@ -214,14 +156,13 @@ class _AttachedAccelerator:
                 f"save_state(): {', '.join(others)}: meant for a writer that aiockpt has taken the place of"
             )
         self._check_seen()
-        self._first_save.begin()
         settings = self._accelerator.project_configuration
         named = self._folder(output_dir)
         folder = named.absolute()  # the program may change its directory until the commit
         self._folders.rotate()
         staged = self._folders.stage(folder, self._next)
         left_out = self._call_save_hooks(staged)
-        mark = new_mark(self._next)
+        mark = Mark(self._next, uuid.uuid4().hex)
         user = {"folder": str(folder), "key": mark.key}
         state = self._loop.build(self._next + 1, settings.iteration + 1)
         left_out = [*self._exclude, *left_out]
@@ -231,10 +172,24 @@ class _AttachedAccelerator:
             settings.iteration += 1
             self._folders.expect(folder, mark, future)
 
-        begin_save(
-            lambda: self._ckpt.save(self._next, state, user=user, only=self._only, exclude=left_out or None), expect
-        )
+        if "save_state" in self._overrides.called:
+            folder.mkdir(parents=True, exist_ok=True)  # an override of any rank may write into it when this returns
+        with self._advising():
+            begin_save(
+                lambda: self._ckpt.save(self._next, state, user=user, only=self._only, exclude=left_out or None), expect
+            )
         return named
+
+    @contextmanager
+    def _advising(self) -> Iterator[None]:
+        """Add to the error of a save that other ranks have not joined what a script may have done."""
+        try:
+            yield
+        except BackgroundSaveError as error:
+            lone = any(isinstance(failed.exception(), RankError) for failed in error.failures)
+            if lone and self._accelerator.is_main_process:
+                error.add_note(f"If save_state() was called on the main process alone: {_TOGETHER}")
+            raise
 
     def _folder(self, output_dir: Any) -> Path:
         settings, root = self._accelerator.project_configuration, self._folders.root
@@ -279,30 +234,25 @@ class _AttachedAccelerator:
 
     # ------------------------------------------------------------------ loading
 
-    def _load_state(self, input_dir: Any = None, load_kwargs: Any = None, **others: Any) -> None:
+    def _load_state(self, *args: Any, **named: Any) -> None:
         """Load the step of a folder, or the newest valid one; accelerate loads its own checkpoints."""
         self._folders.wait()
         self._accelerator.wait_for_everyone()
-        strict = others.get("strict", True)
-        if input_dir is not None:
-            folder = Path(input_dir).expanduser()
-            if not folder.is_dir():
-                raise ValueError(f"Tried to find {folder} but folder does not exist")
-            if is_of_accelerate(folder):
-                self._load_of_accelerate(folder, load_kwargs, others)
-            else:
-                self._load(check_folder(self._ckpt, folder), folder, strict)
-            return
-        newest = next((folder for _, folder in self._folders.numbered()), None)
+        theirs = self._overrides.passed_over.get("load_state", partial(self._theirs.load_state, self._accelerator))
+        call = MethodCall(theirs, ("input_dir", "load_kwargs"), args, named)
+        input_dir, strict = call.get("input_dir"), named.get("strict", True)
+        folder = None if input_dir is None else Path(input_dir).expanduser()
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"Tried to find {folder} but folder does not exist")
+        newest = folder or next((folder for _, folder in self._folders.numbered()), None)
         if newest is not None and is_of_accelerate(newest):
-            self._load_of_accelerate(newest, load_kwargs, others)
-            return
-        self._load_newest(strict)
-
-    def _load_of_accelerate(self, folder: Path, load_kwargs: Any, others: dict[str, Any]) -> None:
-        self._load_theirs(str(folder), load_kwargs, **others)
-        self._folders.number_after_theirs()
-        self._has_loaded = True
+            call(input_dir=str(newest))
+            self._folders.number_after_theirs()
+            self._has_loaded = True
+        elif folder is not None:
+            self._load(check_folder(self._ckpt, folder), folder, strict)
+        else:
+            self._load_newest(strict)
 
     def _load_newest(self, strict: bool) -> None:
         def load(step: int) -> None:
@@ -316,17 +266,14 @@ class _AttachedAccelerator:
 
         steps = valid_steps(self._ckpt)
         ask_first_rank(partial(self._folders.check_newest, steps))
-        if steps:
-            load_newest(steps, load)
-        else:
-            raise_if_lost(self._ckpt)
+        resume_newest(self._ckpt, load, steps)
 
     def _load(self, step: int, folder: Path, strict: bool) -> None:
         accelerator = self._accelerator
         models = list(accelerator._models)
         for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, str(folder))
-        state = self._loop.build(0, 0)
+        state = self._loop.build(0, 0) | {"rank": aiockpt.per_rank(None)}
         saved = self._ckpt.describe(step).result()
         values: Any = saved.values
         theirs = [name for name, one in self._loop.models() if all(one is not left for left in models)]
@@ -358,16 +305,16 @@ class _AttachedAccelerator:
 
     # ------------------------------------------------------------------ the end
 
-    def _backward(self, *args: Any, **named: Any) -> None:
+    def _backward(self, call: MethodCall) -> Any:
         """Publish the folders of saves committed since the last batch."""
-        self._first_save.note("backward")
-        self._backward_theirs(*args, **named)
+        done = call()
         self._loop.training.backward_count += 1
         self._folders.publish()
+        return done
 
-    def _end_training(self) -> None:
+    def _end_training(self, call: MethodCall) -> Any:
         """End when all saves are committed; raise errors."""
-        self._first_save.note("end")
-        self._folders.wait()
+        with self._advising():
+            self._folders.wait()
         self._folders.rotate()
-        self._end_theirs()
+        return call()

@@ -17,21 +17,6 @@ from aiockpt.integrations.indices import length_of
 logger = logging.getLogger("aiockpt")
 
 
-class _RankState:
-    """The part of one rank: its position in its data, and gradients between the batches of one optimizer step."""
-
-    aiockpt_per_rank = True
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-
 class LoopState:
     """The state of one Accelerator's loop, and the positions in the data of its prepared loaders."""
 
@@ -70,7 +55,6 @@ class LoopState:
     def build(self, saves: int, iteration: int) -> dict[str, Any]:
         """Return the present state; only its values, if it is for a load."""
         accelerator = self._accelerator
-        positions = self.positions()
         state: dict[str, Any] = {
             **dict(self.models()),
             **dict(self._named("optimizer", accelerator._optimizers)),
@@ -89,10 +73,14 @@ class LoopState:
             "iteration": iteration,
             "ranks": accelerator.num_processes,
             "registered": len(accelerator._custom_objects),
-            "loaders": [one.shared() for one in positions],
+            "loaders": [one.shared() for one in self.positions()],
         }
-        state["rank"] = _RankState({"loaders": [one.own() for one in positions], "gradients": self._gradients()})
+        state["rank"] = aiockpt.per_rank(self._own())
         return state
+
+    def _own(self) -> dict[str, Any]:
+        """Return the part of one rank: positions in its data, and gradients between the batches of one optimizer step."""
+        return {"loaders": [one.own() for one in self.positions()], "gradients": self._gradients()}
 
     def _gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the accumulated gradients with which the optimizer has not stepped yet."""
@@ -110,7 +98,8 @@ class LoopState:
 
     def go_on(self, state: dict[str, Any], same_ranks: bool) -> int:
         """Set the values that are not objects, after a load into *state*; return the number after its step."""
-        accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
+        accelerator, shared = self._accelerator, state["accelerate"]
+        own = state["rank"].value or self._own()  # the control run of `aiockpt prove` loads nothing
         accelerator.step = shared["step"]
         accelerator.sync_gradients = shared["syncs"]
         accelerator.project_configuration.iteration = shared["iteration"]

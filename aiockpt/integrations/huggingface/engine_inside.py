@@ -6,29 +6,30 @@ So a run can resume under another stage of ZeRO, on another number of ranks, and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import aiockpt
 from aiockpt.adapters.selection import Trainable, frozen_names
+from aiockpt.integrations.contract import MethodCall, Replacements
 
-Load = Callable[..., Any]
+Load = Callable[[MethodCall], Any]
 
 
 class EngineInside:
     """The engine that an accelerator has prepared, if any.
 
     Args:
-        load: replaces ``engine.load_checkpoint``; its first argument is the original method. None keeps that.
+        replacements: of the attachment.
+        load: replaces ``engine.load_checkpoint``; None keeps that.
     """
 
-    def __init__(self, accelerator: Any, load: Load | None = None) -> None:
+    def __init__(self, accelerator: Any, replacements: Replacements, load: Load | None = None) -> None:
         self._accelerator = accelerator
+        self._replacements = replacements
         self._load = load
-        self._prepare_theirs: Callable[..., Any] = accelerator.prepare
-        accelerator.prepare = self._prepare
+        replacements.put(accelerator, "prepare", self._prepare)
 
     @property
     def engine(self) -> Any:
@@ -36,13 +37,13 @@ class EngineInside:
         wrapped = getattr(self._accelerator, "deepspeed_engine_wrapped", None)
         return None if wrapped is None else wrapped.engine
 
-    def _prepare(self, *args: Any, **named: Any) -> Any:
-        made = self._prepare_theirs(*args, **named)
+    def _prepare(self, call: MethodCall) -> Any:
+        made = call()
         engine = self.engine
         if engine is not None:
             import_module("aiockpt.integrations.deepspeed.partitions").refuse_engine(engine)
         if engine is not None and self._load is not None and "load_checkpoint" not in vars(engine):
-            engine.load_checkpoint = partial(self._load, engine.load_checkpoint)
+            self._replacements.put(engine, "load_checkpoint", self._load, ("load_dir",))
         return made
 
     @property

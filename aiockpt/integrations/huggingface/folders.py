@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from itertools import count
@@ -24,8 +24,8 @@ import aiockpt
 from aiockpt.convert import to_hugging_face
 from aiockpt.convert.folder_layout import is_weights
 from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
+from aiockpt.integrations.contract import delete_step
 from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
-from aiockpt.integrations.steps import delete_step
 
 logger = logging.getLogger("aiockpt")
 
@@ -44,21 +44,28 @@ _UPLOADS: dict[str, tuple[object, ...]] = {
 """Attributes of transformers' callbacks for W&B, ClearML, DVC, MLflow, Neptune and Flyte, and their values for uploads."""
 
 
-class _PendingFolder(NamedTuple):
-    """A save in progress, its staged folder, and the final name of that; it has the name at once if callbacks see it."""
+class PendingFolder(NamedTuple):
+    """A save in progress, its staged folder, and the final name of that; it has the name at once if callbacks see it.
 
+    Attributes:
+        future: of the save, and then that of its weights, if they are put into the folder.
+        link: whether they are linked, or written; None before.
+    """
+
+    step: int
     future: Any
     staged: Path
     folder: Path
+    link: bool | None = None
 
-    def appear(self, step: int) -> None:
+    def appear(self) -> None:
         """Mark the folder as that of a committed step and rename it to its final name; other files under that name stay."""
         if not self.staged.exists():  # a callback has moved it away
             return
-        _mark(self.staged, step)
+        _mark(self.staged, self.step)
         if self.staged == self.folder:
             return
-        set_aside(self.folder, but=step)
+        set_aside(self.folder, but=self.step)
         if has_mark(self.folder):
             remove_weights(self.folder)
             move_into(self.folder, self.staged)
@@ -66,14 +73,6 @@ class _PendingFolder(NamedTuple):
         if self.folder.exists():
             move_into(self.staged, self.folder)
         self.staged.rename(self.folder)
-
-
-class _Conversion(NamedTuple):
-    """Weights that are being put into a folder, linked or written."""
-
-    future: aiockpt.Future[Any]
-    save: _PendingFolder
-    linked: bool
 
 
 class CheckpointFolders:
@@ -90,9 +89,8 @@ class CheckpointFolders:
         self._ckpt = ckpt
         self._safetensors = safetensors
         self._raises = raises
-        self._saves: list[_PendingFolder] = []
-        self._conversions: list[_Conversion] = []
-        # Steps, the oldest commit first: read from the place when it is needed, then continued by `_appear`.
+        self._saves: list[PendingFolder] = []
+        # Steps, the oldest commit first: read from the place when it is needed, then continued by `publish`.
         self._order: list[int] = []
         self._has_warned = False
         self.run = 0
@@ -120,7 +118,7 @@ class CheckpointFolders:
         trainer, number = self._trainer, self.run * RUN + step
         if not trainer.args.should_save:
             return None
-        staged = self.path(step) if shown else _staged(self.path(step), number)
+        staged = self.path(step) if shown else staged_path(self.path(step), number)
         if not shown:
             shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True, exist_ok=True)
@@ -143,49 +141,45 @@ class CheckpointFolders:
         """Register a save: when it is committed, its folder appears, or if *shown*, is marked as committed."""
         if self._trainer.args.should_save:
             folder = self.path(step)
-            self._saves.append(_PendingFolder(future, folder if shown else _staged(folder, step), folder))
+            self._saves.append(PendingFolder(step, future, folder if shown else staged_path(folder, step), folder))
 
     def hide_unfinished(self) -> None:
         """Rename the folders that a killed process has shown to callbacks but not committed."""
         if self._trainer.args.should_save:
-            for mark in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}"):
-                folder = mark.parent
-                if is_pending(folder):
-                    hidden = _staged(folder, step_of(folder))
-                    shutil.rmtree(hidden, ignore_errors=True)
-                    folder.rename(hidden)
+            for folder in self._marked(is_pending):
+                hidden = staged_path(folder, step_of(folder))
+                shutil.rmtree(hidden, ignore_errors=True)
+                folder.rename(hidden)
 
     def publish(self) -> None:
         """Publish the folders of saves committed since the last call; raise errors, if *raises*."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
-            if save.future.exception() is not None:
+            failed = save.future.exception()
+            # Weights of several ranks, or of a place on another file system, are not linked but written.
+            is_unlinked = save.link and isinstance(failed, UsageError)
+            if save.link is None and failed is not None:
                 shutil.rmtree(save.staged, ignore_errors=True)
-                self._report(save.future)
-            elif self._safetensors and save.staged.exists():
-                self._conversions.append(self._convert(save, link=True))
-            else:
-                self._appear(save)
-        while self._conversions and self._conversions[0].future.done():
-            conversion = self._conversions.pop(0)
-            if conversion.linked and isinstance(conversion.future.exception(), UsageError):
-                # Several ranks have saved it, or its place is on another file system: then the weights are written.
-                self._conversions.insert(0, self._convert(conversion.save, link=False))
+            elif is_unlinked or (save.link is None and self._safetensors and save.staged.exists()):
+                self._put_weights(save, link=not is_unlinked)
                 continue
-            self._appear(conversion.save)  # its step is committed, even if its weights could not be put into the folder
-            self._report(conversion.future)
+            else:  # its step is committed, even if its weights could not be put into the folder
+                save.appear()
+                self._order = [*(step for step in self._order if step != save.step), save.step]
+            with suppress(*(() if self._raises else (CheckpointError,))):
+                save.future.result()
 
-    def _appear(self, save: _PendingFolder) -> None:
-        step = save.future.result().step
-        save.appear(step)
-        self._order = [*(one for one in self._order if one != step), step]
+    def _put_weights(self, save: PendingFolder, *, link: bool) -> None:
+        """Start to put the weights of a committed save into its folder."""
+        future = to_hugging_face(self._ckpt, save.staged, step=save.step, prefix="model", link=link)
+        self._saves.insert(0, save._replace(future=future, link=link))
 
     def wait(self) -> None:
         """Wait until all saves are committed, and have their folders; raise errors."""
         self._ckpt.wait()
         self.publish()
-        while self._conversions:
-            self._conversions[0].future.exception()
+        while self._saves:
+            self._saves[0].future.exception()
             self.publish()
 
     def restore(self, step: int) -> None:
@@ -193,14 +187,14 @@ class CheckpointFolders:
         saved; do nothing if the folder is complete.
         """
         folder = self.path(step)
-        save = _PendingFolder(None, _staged(folder, step), folder)
+        save = PendingFolder(step, None, staged_path(folder, step), folder)
         is_whole = is_ours(folder) and step_of(folder) == step and _is_readable(folder)
         # A step that was saved again may have been committed without its folder.
         is_staged = _is_readable(save.staged) and (not is_whole or self._is_of(save.staged, step))
         if not self._trainer.args.should_save or (is_whole and not is_staged):
             return
         if is_staged:
-            save.appear(step)
+            save.appear()
         elif has_mark(folder) or not folder.exists():  # otherwise it is the Trainer's own, with the same number
             set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values
@@ -246,28 +240,18 @@ class CheckpointFolders:
 
     def newest_of_ours(self) -> Path | None:
         """Return the folder with the largest number of those whose contents are in a step; or None."""
-        marks = Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}")
-        ours = [mark.parent for mark in marks if is_ours(mark.parent)]
-        return max(ours, key=lambda folder: step_in_run(step_of(folder)), default=None)
+        return max(self._marked(is_ours), key=lambda folder: step_in_run(step_of(folder)), default=None)
 
-    def _convert(self, save: _PendingFolder, *, link: bool) -> _Conversion:
-        """Start to put the weights of a committed save into its folder."""
-        step = save.future.result().step
-        future = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model", link=link)
-        return _Conversion(future, save, link)
-
-    def _report(self, future: aiockpt.Future[Any]) -> None:
-        """Raise the error of *future*, if *raises*."""
-        with suppress(*(() if self._raises else (CheckpointError,))):
-            future.result()
+    def _marked(self, accept: Callable[[Path], bool]) -> list[Path]:
+        folders = [mark.parent for mark in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}")]
+        return [folder for folder in folders if accept(folder)]
 
     def rotate(self) -> None:
         """Delete the steps that ``save_total_limit`` does not keep, and their folders."""
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
-        marks = [mark for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}") if is_ours(mark.parent)]
-        found = {step for step in (step_of(mark.parent) for mark in marks) if run_of(step) == self.run}
+        found = {step for step in map(step_of, self._marked(is_ours)) if run_of(step) == self.run}
         if len(found) <= args.save_total_limit:
             return
         steps = self._in_order_of_commits(found)
@@ -329,7 +313,7 @@ def uploads(callbacks: Iterable[Any]) -> list[str]:
 def set_aside(folder: Path, *, but: int) -> None:
     """Rename a folder of another run, or one that the Trainer itself wrote, but not that of the step *but*."""
     if is_ours(folder) and step_of(folder) != but:
-        aside = _staged(folder, step_of(folder))
+        aside = staged_path(folder, step_of(folder))
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     elif (folder / STATE).exists() and not has_mark(folder):
@@ -362,10 +346,9 @@ def move_into(folder: Path, staged: Path) -> None:
     staged.rmdir()
 
 
-def _staged(folder: Path, step: int) -> Path:
-    """Return the path of the folder of a step before it is renamed."""
-    run = run_of(step)
-    return folder.with_name(f".{folder.name}{f'.run-{run}' if run else ''}.aiockpt")
+def staged_path(folder: Path, step: int) -> Path:
+    """Return the path of a folder until *step* is committed; the step before may be in progress for the same folder."""
+    return folder.with_name(f".{folder.name}.{step}.aiockpt")
 
 
 def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
@@ -373,11 +356,13 @@ def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file durably, so that it survives a power cut."""
-    with path.open("w") as file:
+    """Write a small file durably: after a crash or a power cut it has the old text, or the new one."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    new.replace(path)
 
 
 def _is_readable(folder: Path) -> bool:

@@ -16,18 +16,36 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 import aiockpt
-from aiockpt.integrations.huggingface.loop_habit import Habit, TrainingTraces
-from aiockpt.integrations.huggingface.loop_reading import GoOn, LoopReading, Values
-from aiockpt.integrations.indices import Generators, Indices, length_of, log_other_length, whole_batches
+from aiockpt.integrations.huggingface.loop_habit import Habit, SkipWindow, TrainingTraces
+from aiockpt.integrations.indices import Generators, Indices, length_of, log_other_length, log_other_size, whole_batches
 
 logger = logging.getLogger("aiockpt")
 
 _RNG = aiockpt.RNG()
+Values = dict[str, Any]
+
+
+class GoOn(NamedTuple):
+    """The position from which the next loop resumes.
+
+    Attributes:
+        passed: batches of the epoch before it.
+        own: the state of the rank that saved.
+        seen: samples before those batches, if they were trained in batches of another size.
+        by_hand: the number of batches that a script may count that skips by hand.
+        counts_samples: whether the position is not a number of batches of this size from the beginning of the epoch.
+    """
+
+    passed: int
+    own: Values
+    seen: int = 0
+    by_hand: int = 0
+    counts_samples: bool = False
 
 
 class _TrackedIndices(Indices):
@@ -46,6 +64,7 @@ class LoaderPosition:
         dispatches: whether the first rank reads for all, and sends the other ranks their parts.
         keeps_itself: whether it is a stream with a state of its own.
         reads_again: whether it must be read from the beginning of the epoch to reach the middle.
+        generators: those that the loader and its data own.
     """
 
     def __init__(self, loader: Any, training: TrainingTraces) -> None:
@@ -59,8 +78,9 @@ class LoaderPosition:
         self._reading: weakref.ref[LoopReading] | None = None
         self._followers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._habit = Habit()
-        self._generators = Generators(loader.base_dataloader, "dataset", "sampler", "batch_sampler")
         self._indices = None if self.reads_again or self.keeps_itself else self._track()
+        of_loader = Generators(loader.base_dataloader, "dataset", "sampler", "batch_sampler")
+        self.generators = of_loader if self._indices is None else self._indices.generators
         self._bind(loader, None)
 
     def _track(self) -> Indices:
@@ -116,11 +136,6 @@ class LoaderPosition:
             sampler = _skipping_sampler(loader)
             if sampler is not None:
                 sampler.skip_batches = 0
-            logger.warning(
-                "skip_first_batches(…, %d): batches have another size than when the checkpoint was made; the loop "
-                "yields the untrained rest of the epoch, counted in samples",
-                skipped,
-            )
             return None
         if not loaded.own["finished"] and abs(skipped - loaded.passed) > 1:  # some scripts skip the last batch by hand
             logger.warning(
@@ -131,7 +146,6 @@ class LoaderPosition:
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loop; repeat a batch for each earlier one that the script skips by hand."""
-        self.training.begin_loop()
         reading: LoopReading | None = None
         try:
             for batch in batches:
@@ -159,7 +173,7 @@ class LoaderPosition:
         if self.keeps_itself:
             _drop_begun(self.loader.base_dataloader)
         _RNG.load_state_dict(ended.own["now"])
-        self.write_generators(ended.own["generators"])
+        self.generators.write(ended.own["generators"])
         self._habit = Habit(*ended.own["habit"])
 
     def log_habit(self, habit: str, reading: LoopReading) -> None:
@@ -221,7 +235,7 @@ class LoaderPosition:
         """Return the part of the state that belongs to this rank."""
         reading = None if self._reading is None else self._reading()
         loaded = {} if self._go_on is None or reading is not None else self._go_on.own
-        state: Values = {**loaded, "generators": self.read_generators(), "now": _RNG.state_dict()}
+        state: Values = {**loaded, "generators": self.generators.read(), "now": _RNG.state_dict()}
         if self.keeps_itself and "loader" not in loaded:
             state["loader"] = (self.loader if reading is None else reading.loader).state_dict()
         state["habit"] = self._habit.counts(self.training.backward_count)
@@ -243,12 +257,16 @@ class LoaderPosition:
             _drop_begun(self.loader.base_dataloader)
         elif self.keeps_itself:
             self.loader.load_state_dict(own["loader"])
-        self.write_generators(own["generators"])
+        self.generators.write(own["generators"])
         self._reading, self._go_on = None, None
         self._habit = Habit(*own.get("habit", ()))
         if self._indices is not None:
             self._indices.reset()
         if shared["passed"] is None:
+            size, before = self._batch_size(), shared.get("batch_size")
+            # Between two loops only a loader that has trained counts: that of an evaluation may have any size.
+            if self._habit.used and size is not None and before not in (None, size):
+                log_other_size(size, before)
             return
         self._go_on = self._in_samples(shared, own)
         if own["finished"]:
@@ -263,6 +281,9 @@ class LoaderPosition:
         before, length = shared.get("batch_size", size), length_of(self.loader.dataset)
         if size is None or before is None:
             return GoOn(passed, own, by_hand=passed)
+        is_counted = own["finished"] or (self._indices is not None and self._indices.counts_samples)
+        if size != before and is_counted:
+            log_other_size(size, before)
         samples, by_hand = seen + passed * before, max(passed, -(-(seen + passed * before) // size))
         if own["finished"]:
             return GoOn(by_hand, own, 0, by_hand, counts_samples=size != before)
@@ -271,7 +292,7 @@ class LoaderPosition:
             log_other_length(length, shared["length"])
         if size == before:
             return GoOn(passed, own, seen, by_hand, seen > 0)
-        if self._indices is not None and self._indices.counts_samples:
+        if is_counted:
             return GoOn(0, own, samples, by_hand, counts_samples=True)
         return GoOn(whole_batches(samples, size, before), own, 0, by_hand, counts_samples=True)
 
@@ -298,16 +319,110 @@ class LoaderPosition:
         if epoch is not None and hasattr(sampler, "epoch"):
             sampler.epoch = epoch
 
-    def read_generators(self) -> Any:
-        """Return the states of the generators that the loader and its data own."""
-        return self._indices.own() if self._indices is not None else self._generators.read()
 
-    def write_generators(self, states: Any) -> None:
-        """Set these generators."""
-        if self._indices is not None:
-            self._indices.write_own(states)
+class LoopReading:
+    """One loop over a loader, as the source of its batches. It lives as long as the loop, which holds the only reference.
+
+    Args:
+        go_on: the position from which it resumes; None begins an epoch.
+        offset: batches of the epoch that are skipped without being fetched.
+        ended: the loaded position, if its epoch had ended.
+    """
+
+    def __init__(
+        self,
+        position: LoaderPosition,
+        loader: Any,
+        begin: Callable[[], Iterator[Any]],
+        go_on: GoOn | None,
+        offset: int,
+        ended: GoOn | None,
+    ) -> None:
+        self.loader = loader
+        self.epoch, self.iteration = position.sampler_epoch, loader.iteration
+        self.ended = ended
+        self.window: SkipWindow | None = None
+        self.begun_at = position.training.mark()
+        self.seen = 0 if go_on is None else go_on.seen
+        self._position = position
+        self._go_on = go_on
+        self._draws = loader.num_workers == 0
+        self._edge = 0 if go_on is None or not position.reads_again else go_on.passed
+        self._offset, self.fetched = offset, 0
+        self.before: Any = None
+        self.start: Any = None
+        if position.reads_again:
+            if go_on is not None:
+                _RNG.load_state_dict(go_on.own["start"]["global"])
+                position.generators.write(go_on.own["start"]["own"])
+            self.start = {"global": _RNG.state_dict(), "own": position.generators.read()}
+        self._is_over = go_on is not None and position.keeps_itself and go_on.own["finished"]
+        self._batches = iter(()) if self._is_over else begin()
+
+    @property
+    def passed(self) -> int:
+        """The number of batches of this epoch that were yielded."""
+        return self._offset + self.fetched - (0 if self.loader.end_of_dataloader else 1)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything was trained since the loop began."""
+        return self.begun_at != self._position.training.mark()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches) if self._position.dispatches else self.fetch(lambda: next(self._batches))
+
+    def fetch(self, get: Callable[[], Any], has_ended: Callable[[Any], bool] = lambda _: False) -> Any:
+        """Fetch the batch one ahead; the first new one with the same random numbers as before the resume."""
+        at_edge = self._go_on is not None and self.fetched == self._edge
+        if at_edge:
+            assert self._go_on is not None
+            self.before = self._go_on.own["before"]
+            if self.before is not None:
+                _RNG.load_state_dict(self.before)
+        elif self._draws:
+            self.before = _RNG.state_dict()
+        try:
+            batch = get()
+        except StopIteration:
+            self._end()
+            raise
+        finally:
+            if at_edge and self._go_on is not None:
+                _RNG.load_state_dict(self._go_on.own["now"])
+        if has_ended(batch):
+            self._end()
         else:
-            self._generators.write(states)
+            self.fetched += 1
+        return batch
+
+    def watch_skips(self, loaded: GoOn) -> None:
+        """Watch whether the script skips batches by hand, where it is known to train each before it fetches the next."""
+        if loaded.own.get("skippable", True):
+            self.window = SkipWindow(self._position.training, loaded.by_hand)
+
+    def is_skipped(self) -> bool:
+        """Return whether the script skips the batch that was yielded last, in place of one that was trained before."""
+        window = self.window
+        if window is None:
+            return False
+        if window.is_skipped():
+            return True
+        self.window = None
+        self._position.log_habit("continue" if window.skipped_count else "no skipping", self)
+        return False
+
+    def _end(self) -> None:
+        """Notify the prepared loader of the end of an epoch that another loader read, or that had nothing left."""
+        whole = self._position.loader
+        if self.fetched == 0 and (self._offset or self._go_on is not None):
+            self.loader.iteration += 1  # accelerate does not count a loop without batches
+            whole.iteration = self.loader.iteration
+        elif self.loader is not whole:
+            whole.iteration = self.loader.iteration + 1
 
 
 def _drop_begun(base: Any) -> None:

@@ -7,7 +7,6 @@ batch without having used the first is skipping, unless it collects several batc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -15,20 +14,14 @@ class TrainingTraces:
     """The traces that training leaves on an Accelerator's models and optimizers."""
 
     def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self.backward_count = 0
-        self.begin_loop: Callable[[], None] = lambda: None
-        """Called when a loop over a prepared loader begins, before ranks communicate for it."""
 
     def mark(self) -> tuple[Any, ...]:
         """Return a value that changes with gradients or weights; only counters of the tensors are read."""
-        groups = (group for optimizer in self._accelerator._optimizers for group in optimizer.param_groups)
+        groups = (group for optimizer in self.accelerator._optimizers for group in optimizer.param_groups)
         tensors = (one for group in groups for one in group["params"])
         return (self.backward_count, *((one._version, *_gradient_mark(one.grad)) for one in tensors))
-
-    def models(self) -> Iterable[Any]:
-        """Return the models that batches are passed to."""
-        return tuple(self._accelerator._models)
 
 
 def _gradient_mark(gradient: Any) -> tuple[int, int]:
@@ -47,7 +40,7 @@ class SkipWindow:
         self._left = count
         self._used = False
         self._before = training.mark()
-        self._hooks = [model.register_forward_pre_hook(self._note_use) for model in training.models()]
+        self._hooks = [model.register_forward_pre_hook(self._note_use) for model in training.accelerator._models]
         self.skipped_count = 0
 
     def _note_use(self, *_: Any) -> None:

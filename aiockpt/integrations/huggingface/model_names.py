@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from aiockpt.adapters.selection import Trainable
+from aiockpt.units import size
+
+logger = logging.getLogger("aiockpt")
 
 
 def renames(model: Any, key: str = "model") -> Callable[[str], str]:
@@ -35,34 +40,49 @@ def renames(model: Any, key: str = "model") -> Callable[[str], str]:
     return new_name
 
 
-def rule_of(model: Any) -> Trainable:
-    """Return the rule that leaves out weights loaded from the base: frozen, and neither of an adapter nor resized."""
-    return Trainable(added=True, besides=tuple(_resized(model)))
+def rule_of(model: Any) -> Trainable | None:
+    """Return the rule that leaves out weights loaded from the base: frozen, and neither of an adapter nor resized.
+
+    None where no base is known (without a name, or not on this machine): the weights are nowhere else. That is logged.
+    """
+    bases = list(_bases(model))
+    if bases:
+        return Trainable(added=True, besides=tuple(_resized(model, bases)))
+    names = {str(getattr(peft, "base_model_name_or_path", None) or "") for peft in model.peft_config.values()}
+    where = " or ".join(f"{name!r} is not on this machine" for name in sorted(names) if name)
+    logger.warning(
+        "no base is known for this model of PEFT (%s): its frozen weights are saved, too, %s in each step; "
+        "attach(trainer, only=aiockpt.trainable()) leaves them out",
+        where or "it has no base_model_name_or_path",
+        size(sum(one.nbytes for one in model.parameters() if not one.requires_grad)),
+    )
+    return None
 
 
-def _resized(model: Any) -> Iterator[str]:
+def _resized(model: Any, bases: Iterable[Any]) -> Iterator[str]:
     """Yield the names of embeddings whose rows differ from those of the base: they are stored nowhere else."""
     layers = [
         getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)
     ]
-    if _has_other_words(model):
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    if any(getattr(base, "vocab_size", words) != words for base in bases):
         kept = {id(one) for layer in layers if layer is not None for one in layer.parameters()}
         for name, one in model.named_parameters(remove_duplicate=False):
             if id(one) in kept:
                 yield f"model.{name}"
 
 
-def _has_other_words(model: Any) -> bool:
-    """Return whether the size of the vocabulary differs from the base, if that configuration is on this machine."""
+def _bases(model: Any) -> Iterator[Any]:
+    """Yield the configuration of each base that is on this machine; a path, where the model has no configuration."""
     config: Any = getattr(model, "config", None)
-    size = getattr(config, "vocab_size", None)
     for peft in model.peft_config.values():
         base = getattr(peft, "base_model_name_or_path", None)
-        if size is None or not base:
+        if not base:
+            continue
+        if not hasattr(config, "from_pretrained"):
+            yield from (path for path in [Path(base)] if path.exists())
             continue
         try:
-            if type(config).from_pretrained(base, local_files_only=True).vocab_size != size:
-                return True
+            yield type(config).from_pretrained(base, local_files_only=True)
         except (OSError, ValueError):
-            continue  # neither a folder nor in the cache: whether it was resized is unknown
-    return False
+            continue  # neither a folder nor in the cache

@@ -6,9 +6,12 @@ The Trainer's own resume differs in the same way.
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import torch
+
+from aiockpt.integrations.indices import Generators
 
 logger = logging.getLogger("aiockpt")
 
@@ -47,21 +50,38 @@ def log_position(trainer: Any, folder: str, epoch: int, batch_count: int, per_ep
             )
 
 
-def log_order(trainer: Any, folder: str, epoch: int, batch_count: int) -> None:
-    """Log why the rest of a resumed epoch comes in another order than in an uninterrupted run.
+def log_order(folder: str, epoch: int, batch_count: int, loader: Any) -> None:
+    """Log why the data of a resumed run come in another order than in an uninterrupted run.
 
     Args:
         epoch: the epoch in which training resumes.
         batch_count: number of its batches that are skipped.
+        loader: what the Trainer reads; the method that makes it, or its sampler, may be overridden.
     """
-    strategy, data = getattr(trainer.args, "train_sampling_strategy", "random"), trainer.train_dataset
-    is_seeded = trainer.accelerator.use_seedable_sampler and strategy == "random"
-    if not batch_count or not epoch or is_seeded or strategy not in ("random", "group_by_length"):
+    dataset = getattr(loader, "dataset", None)
+    if not epoch or dataset is None or isinstance(dataset, torch.utils.data.IterableDataset):
         return
-    if not isinstance(data, torch.utils.data.IterableDataset):
-        reason = "use_seedable_sampler=False" if strategy == "random" else f"train_sampling_strategy={strategy!r}"
+    kind: Any = import_module("accelerate.data_loader").DataLoaderShard
+    batches = loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
+    # The Trainer tells these the number of the epoch, also behind the batches that it skips.
+    told = isinstance(loader, kind) and any(
+        hasattr(one, "set_epoch") for one in (batches, getattr(batches, "sampler", None))
+    )
+    sampler = batches
+    while (inner := getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))) is not None:
+        sampler = inner
+    if told or isinstance(sampler, torch.utils.data.SequentialSampler):
+        return
+    # At the beginning of an epoch the Trainer has loaded the random numbers of the process, but no generator of a sampler.
+    if batch_count or Generators(loader, "sampler", "batch_sampler").read():
         logger.warning(
-            "%s: %s: the Trainer draws the rest of this epoch in another order, so some samples come twice, and others not; "
-            "save_strategy='epoch' resumes as the same run",
-            *(folder, reason),
+            "%s: the order of a %s is not drawn by the number of the epoch: %s in another order than without the stop%s",
+            *(
+                folder,
+                type(sampler).__name__,
+                "the rest of this epoch may come" if batch_count else "the next epochs come",
+            ),
+            ", so some samples come twice, and others not; save_strategy='epoch' may resume as the same run"
+            if batch_count
+            else "",
         )

@@ -10,16 +10,22 @@ import logging
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
+from aiockpt.integrations.contract import delete_step
 from aiockpt.integrations.huggingface import folders
-from aiockpt.integrations.huggingface.folders import MARK, move_into, rename_theirs, write_durably
-from aiockpt.integrations.steps import delete_step
+from aiockpt.integrations.huggingface.folders import (
+    MARK,
+    PendingFolder,
+    move_into,
+    rename_theirs,
+    staged_path,
+    write_durably,
+)
 from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
@@ -33,12 +39,6 @@ class Mark(NamedTuple):
 
     step: int
     key: str
-
-
-class _StateFolder(NamedTuple):
-    future: aiockpt.SaveFuture
-    staged: Path
-    folder: Path
 
 
 class StateFolders:
@@ -56,7 +56,7 @@ class StateFolders:
         self._makes_here = self._makes or (self._settings.save_on_each_node and accelerator.is_local_main_process)
         self._ckpt = ckpt
         self._delete_with_folder = delete_with_folder
-        self._pending: list[_StateFolder] = []
+        self._pending: list[PendingFolder] = []
         self._known: dict[int, Path] = {}
         self._replaced: list[tuple[Path, Mark]] = []
 
@@ -112,7 +112,7 @@ class StateFolders:
 
     def stage(self, folder: Path, step: int) -> Path:
         """Return the folder, under another name, that hooks write into."""
-        staged = _staged(folder, step)
+        staged = staged_path(folder, step)
         if self._makes_here:
             pending = [save.staged for save in self._pending]
             for left in _staged_before(folder):
@@ -126,9 +126,9 @@ class StateFolders:
         """Make *folder* appear when its save is committed."""
         if not self._makes_here:
             return
-        staged = _staged(folder, mark.step)
+        staged = staged_path(folder, mark.step)
         write_durably(staged / MARK, json.dumps(mark._asdict()))
-        self._pending.append(_StateFolder(future, staged, folder))
+        self._pending.append(PendingFolder(mark.step, future, staged, folder))
 
     def publish(self) -> None:
         """Publish the folders of committed saves, in the order of the saves."""
@@ -142,7 +142,8 @@ class StateFolders:
 
     def _appear(self, staged: Path, folder: Path) -> None:
         mark, before = read_mark(staged), read_mark(folder)
-        assert mark is not None
+        if mark is None:  # the program has removed it, with all that was in the project
+            return
         if before is not None:
             if before.step != mark.step:
                 self._replaced.append((folder, before))
@@ -175,7 +176,7 @@ class StateFolders:
             if "folder" not in user:
                 continue
             folder, mark = Path(user["folder"]), Mark(info.step, user["key"])
-            staged = _staged(folder, info.step)
+            staged = staged_path(folder, info.step)
             if read_mark(staged) == mark and read_mark(folder) != mark:
                 self._appear(staged, folder)
             if read_mark(folder) == mark:
@@ -230,11 +231,6 @@ class StateFolders:
             delete_step(self._ckpt, step)
 
 
-def new_mark(step: int) -> Mark:
-    """Return the mark of a new save."""
-    return Mark(step, uuid.uuid4().hex)
-
-
 def read_mark(folder: Path) -> Mark | None:
     """Return the mark of a folder; None where aiockpt did not make it, or accelerate has written into it since."""
     saved = folders.read_mark(folder)
@@ -272,11 +268,6 @@ def _user_of(ckpt: aiockpt.Checkpointer, step: int) -> dict[str, Any]:
     """Return what `save_state` has stored beside a step; an empty dict of a step that something else saved."""
     user = ckpt.describe(step).result().user
     return user if isinstance(user, dict) else {}
-
-
-def _staged(folder: Path, step: int) -> Path:
-    """Return the path of a folder until *step* is committed; the step before may be in progress for the same folder."""
-    return folder.with_name(f".{folder.name}.{step}.aiockpt")
 
 
 def _staged_before(folder: Path) -> list[Path]:

@@ -18,13 +18,21 @@ import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
+from aiockpt.integrations.contract import (
+    MethodCall,
+    Replacements,
+    ask_first_rank,
+    load_newest,
+    raise_if_lost,
+    theirs_went_on,
+    valid_steps,
+)
 from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, stands_for, step_of
 from aiockpt.integrations.huggingface.model_names import renames, rule_of
-from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
+from aiockpt.integrations.huggingface.overrides import Overrides
 from aiockpt.integrations.huggingface.resume_differences import log_order, log_position
 from aiockpt.integrations.huggingface.runs import RUN, finish_run, is_first_run, next_run, run_of, step_in_run
-from aiockpt.integrations.steps import ask_first_rank, compare_with_theirs, load_newest, raise_if_lost, valid_steps
 from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
@@ -45,6 +53,7 @@ _LOADING = (
     "_load_best_model",
 )
 """Methods that subclasses override to write or read files of their own in ``checkpoint-N``."""
+_TRAIN = ("resume_from_checkpoint", "trial")
 
 
 def attach(
@@ -62,8 +71,8 @@ def attach(
         resume: whether ``train()`` resumes from the newest valid step; without one it begins anew.
         safetensors: whether each ``checkpoint-N`` also gets its weights as a file of ``safetensors`` for
             ``from_pretrained``; written in the background from the committed step.
-        **options: of `aiockpt.Checkpointer`. For a model of PEFT, only the weights that its base lacks are
-            saved, unless *only* is given.
+        **options: of `aiockpt.Checkpointer`. For a model of PEFT whose base is known, only the weights that
+            the base lacks are saved, unless *only* is given.
 
     Raises:
         UsageError: the Trainer writes its checkpoints in a way that cannot be replaced (XLA, a push to the hub).
@@ -77,26 +86,32 @@ def attach(
             raise UsageError(
                 "attach(safetensors=True): a model of PEFT has weights of its adapters alone; save_model() writes them"
             )
-        options.setdefault("only", rule_of(trainer.model))
-    for name in ("train", *_SAVING, *_LOADING) if is_attached(trainer) else ():
-        vars(trainer).pop(name, None)  # to another place
+        if "only" not in options:
+            options["only"] = rule_of(trainer.model)
     place = place or Path(trainer.args.output_dir).absolute() / "aiockpt"
     ckpt = aiockpt.Checkpointer(place, **options)
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
-    _Attached(trainer, ckpt, folders, str(place), resume, options.get("only")).replace_methods()
-    trainer.callback_handler.callbacks.insert(0, _publishing(folders))
+    attached = _Attached(trainer, ckpt, folders, str(place), resume, options.get("only"))
+    attached.replace_methods()
+    trainer.callback_handler.callbacks.insert(0, _publishing(folders, attached.log_order))
     return ckpt
 
 
-def _publishing(folders: CheckpointFolders) -> Any:
+def _publishing(folders: CheckpointFolders, log_order: Callable[[Any], None]) -> Any:
     """Return a callback for the Trainer that polls after each step for saves that were committed meanwhile.
 
     At the end of a training it waits for all of them, so that the callbacks behind it find the last folder.
+
+    Args:
+        log_order: called with the loader that a training reads, when it begins.
     """
     transformers: Any = import_module("transformers")
 
     class AiockptPublishing(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **named: Any) -> None:
+            log_order(named["train_dataloader"])
+
         def on_step_end(self, *args: Any, **named: Any) -> None:
             folders.publish()
 
@@ -110,7 +125,13 @@ class _Attached:
     """The replacements of the Trainer's methods."""
 
     def __init__(
-        self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, place: str, resume: bool, only: Any
+        self,
+        trainer: Any,
+        ckpt: aiockpt.Checkpointer,
+        folders: CheckpointFolders,
+        place: str,
+        resume: bool,
+        only: Any,
     ) -> None:
         self._trainer = trainer
         self._ckpt = ckpt
@@ -118,19 +139,23 @@ class _Attached:
         self._place = place
         self._resume = resume
         self._only = only
-        self._inside = EngineInside(trainer.accelerator, self._load_engine)
+        self._replacements = Replacements(trainer)
+        self._inside = EngineInside(trainer.accelerator, self._replacements, self._load_engine)
         self._run = 0
         self._holders: dict[str, aiockpt.Checkpointer] = {}
         self._opened = ExitStack()
         self._theirs: Any = import_module("transformers").Trainer
-        self._overrides = Overrides(trainer, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state"))
-        self._save_theirs = vars(trainer).get("_save_checkpoint")
+        self._overrides = Overrides(
+            trainer, self._theirs, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state")
+        )
         self._saving: set[str] | None = None
         self._shows = False
+        self._resumed: tuple[str, int, int] | None = None
+        self._folder: Any = None
 
     def replace_methods(self) -> None:
         """Replace the methods."""
-        trainer, overrides = self._trainer, self._overrides
+        trainer, overrides, put = self._trainer, self._overrides, self._replacements.put
         loading: dict[str, Callable[..., Any]] = {
             "_load_from_checkpoint": self._load_model,
             "_load_optimizer_and_scheduler": self._load_optimizer,
@@ -140,13 +165,19 @@ class _Attached:
         }
         writing = {name: partial(self._write_file, name) for name in _SAVING if name != "_save_checkpoint"}
         overrides.put_below(
-            trainer, {"_save_checkpoint": self._save, "_init_training_state": self._begin, **writing, **loading}
+            trainer,
+            {
+                "train": self._train_below,
+                "_save_checkpoint": self._save,
+                "_init_training_state": self._begin,
+                **writing,
+                **loading,
+            },
         )
         for name in overrides.passed_over.keys() & loading.keys():
-            setattr(trainer, name, partial(self._load_instead, name, loading[name]))
-        self._train_theirs = trainer.train
-        trainer.train = self._train
-        setattr(trainer, _SAVING[0], self._enter_save)
+            put(trainer, name, partial(self._load_instead, name, loading[name]))
+        put(trainer, "train", self._train, _TRAIN)
+        put(trainer, _SAVING[0], self._enter_save)
         overrides.log_passed_over()
 
     def _call_theirs(self, name: str, *args: Any, **named: Any) -> Any:
@@ -158,22 +189,26 @@ class _Attached:
 
     # ------------------------------------------------------------------ training
 
-    def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **named: Any) -> Any:
+    def _train(self, call: MethodCall) -> Any:
         """Train, from the newest valid step if requested, and wait until all saves are committed.
 
         A trial of a search for hyperparameters is a separate run; it never resumes a saved one.
         """
-        if trial is not None:
+        resume_from_checkpoint = call.get("resume_from_checkpoint")
+        if call.get("trial") is not None:
             if self._trainer.args.save_strategy != "no":
                 self._refuse_search()
-            return self._train_theirs(resume_from_checkpoint, trial, *args, **named)
+            return call()
 
         def train(folder: Any) -> Any:
             if self._trainer.is_deepspeed_enabled and folder is not None and is_ours(folder):
                 show_engine(Path(folder), step_in_run(step_of(folder)))
             with self._opened:
                 self._opened.callback(self._holders.clear)
-                return self._train_theirs(folder, None, *args, **named)
+                if folder is resume_from_checkpoint or call.accepts("resume_from_checkpoint"):
+                    return call(resume_from_checkpoint=folder)
+                self._folder = folder
+                return call()
 
         self._folders.wait()  # of a training that was interrupted; until then its folders are not marked as committed
         automatic = self._resume and resume_from_checkpoint is None
@@ -196,6 +231,12 @@ class _Attached:
         finish_run(self._place)
         return done
 
+    def _train_below(self, *args: Any, **named: Any) -> Any:
+        """Train, from the folder that an override without such an argument could not pass on."""
+        folder, self._folder = self._folder, None
+        call = MethodCall(partial(self._theirs.train, self._trainer), _TRAIN, args, named)
+        return call() if folder is None else call(resume_from_checkpoint=folder)
+
     def _refuse_search(self) -> NoReturn:
         raise UsageError(
             "attach(): the trials of a search for hyperparameters would share one place: attach to the Trainer after the "
@@ -211,16 +252,11 @@ class _Attached:
         if folder == ours:  # written over the folder of that step
             return folder
         is_larger = step_of(folder) > step_in_run(steps[0])
-        found = compare_with_theirs(self._ckpt, steps[0], written_ns, is_larger)
-        if found is None:
-            return None
-        begun, other = (folder, ours) if found.went_on else (ours, folder)
-        logger.warning(
-            "resumed from %s: %s, which the Trainer itself wrote, has %s than step %d; to resume from the other one: "
-            "train(resume_from_checkpoint=%r)",
-            *(begun, folder.name, found, steps[0], str(other)),
+        load = "train(resume_from_checkpoint={!r})"
+        went_on = theirs_went_on(
+            self._ckpt, steps[0], written_ns, is_larger, ours=str(ours), theirs=str(folder), load=load
         )
-        return folder if found.went_on else None
+        return folder if went_on else None
 
     def _check_place(self, theirs: Path | None, steps: list[int]) -> None:
         """Raise if the place is empty, but a folder has its step in one: in another, or in this one before it was lost. If
@@ -294,18 +330,28 @@ class _Attached:
             self._folders.check_seen(steps[0])
         return steps
 
-    def _begin(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
+    def _begin(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
         """Begin the state of a run; log if a resume has nothing to train (the Trainer would train one more step)."""
-        begun: tuple[int, int] = self._call_theirs("_init_training_state", max_steps, per_epoch, epochs, folder, trial)
+        folder, per_epoch = resume_from_checkpoint, num_update_steps_per_epoch
+        begun: tuple[int, int] = self._call_theirs(
+            "_init_training_state", max_steps, per_epoch, num_train_epochs, folder, trial
+        )
         if folder is not None and is_ours(folder) and self._holder(folder) is self._ckpt:
             self._run = self._folders.run = run_of(step_of(folder))
         step = self._trainer.state.global_step
         if folder is None:
             return begun
         # For data without a length the Trainer has no number of epochs, and no position within one.
-        log_position(self._trainer, folder, *begun, per_epoch if epochs < sys.maxsize else None)
+        log_position(self._trainer, folder, *begun, per_epoch if num_train_epochs < sys.maxsize else None)
         if step < max_steps:
-            log_order(self._trainer, folder, *begun)
+            self._resumed = (folder, *begun)
             return begun
         logger.warning(
             "%s: all %d steps of this run are trained, and nothing is left to do; raise max_steps or num_train_epochs to "
@@ -313,11 +359,17 @@ class _Attached:
             folder,
             step,
         )
-        return epochs, 0
+        return num_train_epochs, 0
+
+    def log_order(self, loader: Any) -> None:
+        """Log if a resumed run reads its data from *loader* in another order."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            log_order(*resumed, loader)
 
     # ------------------------------------------------------------------ saving
 
-    def _enter_save(self, model: Any, trial: Any) -> None:
+    def _enter_save(self, call: MethodCall) -> None:
         """Save through the Trainer's method or its override; if that does not call ``super()``, save here."""
         self._saving = set()
         self._shows = self._shows_folder()
@@ -325,12 +377,9 @@ class _Attached:
         if self._shows:
             self._folders.set_aside(self._trainer.state.global_step)
         try:
-            if self._save_theirs is not None:
-                self._save_theirs(model, trial)
-            else:
-                getattr(type(self._trainer), _SAVING[0])(self._trainer, model, trial)
+            call()
             if _SAVING[0] not in self._saving:
-                self._save(model, trial)
+                self._save(*call.args, **call.named)
         finally:
             self._saving = None
 
@@ -362,7 +411,7 @@ class _Attached:
             if name in called and name not in self._saving and not left_out:
                 getattr(self._trainer, name)(folder, **({"_internal_call": True} if name == "save_model" else {}))
 
-    def _save(self, model: Any, trial: Any) -> None:
+    def _save(self, model: Any, trial: Any = None, *args: Any, **named: Any) -> None:
         """Save the Trainer's present step; return when its state may change."""
         trainer = self._trainer
         step, best = trainer.state.global_step, trainer.state.best_global_step
@@ -405,15 +454,14 @@ class _Attached:
 
     # ------------------------------------------------------------------ loading
 
-    def _load_instead(self, name: str, ours: Callable[..., None], *args: Any, **named: Any) -> None:
+    def _load_instead(self, name: str, ours: Callable[..., None], call: MethodCall) -> None:
         """Load in place of an override without ``super()``; also call one that reads the files of another override."""
-        folder = (args or tuple(named.values()) or (self._trainer.state.best_model_checkpoint,))[0]
-        if folder is None or not is_ours(folder):
-            self._overrides.passed_over[name](*args, **named)
-            return
-        ours(*args, **named)
-        if name == "_load_rng_state" and "_save_rng_state" in self._overrides.called:
-            self._overrides.passed_over[name](*args, **named)
+        folder = (*call.args, *call.named.values(), self._trainer.state.best_model_checkpoint)[0]
+        is_of_ours = folder is not None and is_ours(folder)
+        if is_of_ours:
+            ours(*call.args, **call.named)
+        if not is_of_ours or (name == "_load_rng_state" and "_save_rng_state" in self._overrides.called):
+            call()
 
     def _holder(self, folder: str) -> aiockpt.Checkpointer:
         """Return the checkpointer for the step of a folder; for another output_dir, the place may be beside the folder.
@@ -435,18 +483,18 @@ class _Attached:
             self._holders[folder] = found[0]
         return self._holders[folder]
 
-    def _load_model(self, folder: str, model: Any = None) -> None:
-        if is_ours(folder):
-            self._load(folder, self._model() if model is None else {"model": model}, "model")
+    def _load_model(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if is_ours(resume_from_checkpoint):
+            self._load(resume_from_checkpoint, self._model() if model is None else {"model": model}, "model")
         else:
-            self._call_theirs("_load_from_checkpoint", folder, model)
+            self._call_theirs("_load_from_checkpoint", resume_from_checkpoint, model)
 
-    def _load_optimizer(self, folder: str | None) -> None:
-        if folder is None or not is_ours(folder):
-            self._call_theirs("_load_optimizer_and_scheduler", folder)
+    def _load_optimizer(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            self._call_theirs("_load_optimizer_and_scheduler", checkpoint)
         else:
             parts = ("scheduler",) if self._inside.engine is not None else ("optimizer", "scheduler")
-            self._go_on_without(step_of(folder), self._load(folder, self._state(), *parts))
+            self._go_on_without(step_of(checkpoint), self._load(checkpoint, self._state(), *parts))
 
     def _go_on_without(self, step: int, held: Collection[str]) -> None:
         """Log the parts that a step lacks; of one that no Trainer saved, set the schedule to the step.
@@ -467,17 +515,17 @@ class _Attached:
         if lacks:
             logger.warning("step %d was not saved by a Trainer and has no %s: begun anew", step, ", ".join(lacks))
 
-    def _load_scaler(self, folder: str | None) -> None:
-        if folder is None or not is_ours(folder):
-            self._call_theirs("_load_scaler", folder)
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            self._call_theirs("_load_scaler", checkpoint)
         else:
-            self._load(folder, self._state(), "scaler")
+            self._load(checkpoint, self._state(), "scaler")
 
-    def _load_random(self, folder: str | None) -> None:
-        if folder is None or not is_ours(folder):
-            self._call_theirs("_load_rng_state", folder)
+    def _load_random(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            self._call_theirs("_load_rng_state", checkpoint)
         else:
-            self._load(folder, {"rng": aiockpt.RNG()}, "rng")
+            self._load(checkpoint, {"rng": aiockpt.RNG()}, "rng")
 
     def _load_best(self) -> None:
         folder = self._trainer.state.best_model_checkpoint
@@ -490,11 +538,12 @@ class _Attached:
         else:
             self._load(folder, self._model(), "model")
 
-    def _load_engine(self, theirs: Callable[..., Any], folder: Any, *args: Any, **named: Any) -> Any:
+    def _load_engine(self, call: MethodCall) -> Any:
         """Load the step of a folder into the engine; DeepSpeed loads its own checkpoints."""
+        folder = call.get("load_dir")
         if not is_ours(folder):
-            return theirs(folder, *args, **named)
-        strict = named.get("load_module_strict", True)
+            return call()
+        strict = call.named.get("load_module_strict", True)
         # The Trainer loads the random numbers itself, after it has drawn the order of the epoch.
         self._inside.load_step(self._holder(folder), step_of(folder), strict=strict, without=("rng",))
         return str(folder), {}

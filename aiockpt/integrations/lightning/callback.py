@@ -12,30 +12,36 @@ import logging
 import os
 import posixpath
 import re
+import weakref
 from typing import Any, Literal
 
 import torch
 
 import aiockpt
-from aiockpt.integrations.lightning.package import Checkpoint, SIGTERMException, check_trainer
+from aiockpt.integrations.lightning.package import SIGTERMException, callbacks, check_trainer
 from aiockpt.integrations.lightning.resume import Point, Resume
+from aiockpt.integrations.lightning.trainer_state import begin_pruning
+from aiockpt.prove.assignment import VARIABLE
 
 logger = logging.getLogger("aiockpt")
 
 _STEP = re.compile(r"step-(\d+)")
+_finished: dict[tuple[int, str | None, str], weakref.ref[Any]] = {}
+"""Trainers whose fit has ended, by the process, the start of a proof, and the place."""
 
 
-class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning is not installed
+class AsyncCheckpoint(callbacks.Checkpoint):  # type: ignore[misc]  # Any, where Lightning is not installed
     """Saves a fit in the background, and resumes by itself from the newest checkpoint of *dir*.
 
     ``trainer.fit(…)`` returns when all saves are committed. The error of a failed save is raised by the next save, or by
-    ``fit`` at its end. ``fit(ckpt_path=…)`` accepts the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do
-    ``validate``, ``test`` and ``predict``. ``.ckpt`` files of Lightning are loaded as before.
+    ``fit`` at its end. A fit in which nothing was saved logs a warning. ``fit(ckpt_path=…)`` accepts the folder of a step
+    (``"runs/7/step-00000040"``), the place or ``"best"``; so do ``validate``, ``test`` and ``predict``. ``.ckpt`` files of
+    Lightning are loaded as before. A second trainer of one process is refused where a first one has finished.
 
     Args:
         dir: a folder or a URL; or several ``aiockpt.Tier``.
         every_n_train_steps: save when ``trainer.global_step`` has passed a multiple of it, after the validation that
-            belongs to the step.
+            belongs to the step. Where that stands still (optimizers that Lightning does not know, or none), batches count.
         every_n_epochs: save after every n epochs; 1 when neither option is given.
         keep_last: how many of the newest checkpoints to keep; None keeps all, or with *monitor* only the newest.
         monitor: the name of a logged metric; the best checkpoints by it are also kept. An epoch with a validation that did
@@ -86,6 +92,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._source: aiockpt.Checkpointer | None = None
         self._asked: str | None = None
         self._step: int | None = None
+        self._lead, self._saved_at = 0, (0, 0, 0)
         self._is_fitting = self._has_warned = False
         self._fit: Resume | None = None
 
@@ -118,6 +125,8 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         """Open the place, and pass hooks and callbacks their part of the checkpoint from which this fit resumes."""
         if trainer.fast_dev_run:
             return
+        if self._asked is None and self._resumes(trainer):
+            self._check_unfinished(trainer)
         self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
         self.last_step = None
         place, self._step = split_path(self._asked) if self._asked is not None else (self._place(), None)
@@ -126,6 +135,24 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         if self._resumes(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
             assert self._fit is not None
             self._fit.load_first(self._source or self._checkpointer, self._step)
+
+    def _check_unfinished(self, trainer: Any) -> None:
+        """Refuse to resume what another trainer of this process has finished, such as that of another fold.
+
+        Raises:
+            UsageError: it has.
+        """
+        finished = _finished.get(self._key())
+        if finished is not None and finished() is not trainer:
+            place = self._place()
+            raise aiockpt.UsageError(
+                f"{place}: a fit of this process has ended there. To begin another one (the next fold or trial), give it a "
+                f"folder of its own, AsyncCheckpoint({posixpath.join(place, 'fold-2')!r}), or resume=False; to train on "
+                f"from its newest checkpoint: trainer.fit(…, ckpt_path={place!r})"
+            )
+
+    def _key(self) -> tuple[int, str | None, str]:
+        return os.getpid(), os.environ.get(VARIABLE), os.path.realpath(self._place())
 
     def _resumes(self, trainer: Any) -> bool:
         return not trainer._checkpoint_connector._loaded_checkpoint and (self._resume or self._asked is not None)
@@ -139,19 +166,25 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             return
         assert self._fit is not None
         loaded = self._fit.load(self._source or self._checkpointer, self._step) if self._resumes(trainer) else None
+        self._lead = self._lead if trainer.global_step else 0
         if loaded is not None:
-            self.last_step = loaded.step
+            self.last_step, self._lead = loaded.step, loaded.step - trainer.global_step
             trainer._checkpoint_connector._ckpt_path = posixpath.join(loaded.url, loaded.id)
         known: dict[int, float | None] = {**self._scores}  # of an earlier fit, if the trainer goes on from there
         if loaded is not None and self._source is None and self.monitor is not None:
             known = {info.step: info.metrics.get(self.monitor) for info in self._checkpointer.steps().result()}
         # Later steps, and without a load all steps of the folder, belong to another run.
         self._scores = {
-            step: score for step, score in known.items() if score is not None and step <= trainer.global_step
+            step: score
+            for step, score in known.items()
+            if score is not None and step <= self._lead + trainer.global_step
         }
+        self._saved_at = self._progress(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until all saves are committed."""
+        if self._is_fitting and self.last_step is None and trainer.is_global_zero:
+            logger.warning("%s: nothing was saved in this fit: it reached no save, or trained no batch", self._place())
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -169,6 +202,8 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         if self._fit is not None:
             self._fit.undo()
         self._close()
+        if stage == "fit" and not trainer.fast_dev_run:
+            _finished[self._key()] = weakref.ref(trainer)
 
     def _close(self) -> None:
         for checkpointer in (self._source, self._checkpointer):
@@ -190,14 +225,16 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
     def load_weights(self, trainer: Any) -> dict[str, Any]:
         """Fill the model from the requested checkpoint; return the part that Lightning itself restores."""
         place, step = split_path(self._asked or "")
-        state: dict[str, Any] = {"model": trainer.strategy.model or trainer.lightning_module, "lightning": None}
+        module, state = trainer.lightning_module, {} if trainer.global_rank else {"lightning": None}
         with aiockpt.Checkpointer(place) as source:
-            loaded = source.load(state, step, strict=trainer.lightning_module.strict_loading).result()
-        if loaded is None:
-            raise aiockpt.StepNotFoundError(f"{place} has no checkpoint")
-        saved: dict[str, Any] = state["lightning"]
+            loaded = source.load(state, step).result()
+            if loaded is None:
+                raise aiockpt.StepNotFoundError(f"{place} has no checkpoint")
+            saved: dict[str, Any] = trainer.strategy.broadcast(state.get("lightning"))
+            begin_pruning(module, saved["aiockpt"]["pruned"])
+            source.load({"model": trainer.strategy.model or module}, loaded.step, strict=module.strict_loading).result()
         del saved["loops"], saved["aiockpt"]
-        return {"state_dict": trainer.lightning_module.state_dict(), **saved}
+        return {"state_dict": module.state_dict(), **saved}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
         """Return the weights of a step by their names; only this rank calls it."""
@@ -216,8 +253,10 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             ends: whether training ends here.
         """
         # The last step of an epoch is reached twice, after its batch and after its epoch.
-        step = trainer.global_step
-        if self._checkpointer is None or not self._is_fitting or step == self.last_step or step == 0:
+        if self._checkpointer is None or not self._is_fitting:
+            return
+        step = self._number(trainer, ends=ends)
+        if step in (self.last_step, 0):
             return
         if point == "batch":
             due = (
@@ -231,6 +270,27 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         if due or (ends and self._save_last):
             self._save(trainer, self._checkpointer, step, point)
 
+    @staticmethod
+    def _progress(trainer: Any) -> tuple[int, int, int]:
+        """Return the steps and batches so far, and how often parameters were changed."""
+        changes = sum(one._version for one in trainer.lightning_module.parameters())
+        return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready, changes
+
+    def _number(self, trainer: Any, *, ends: bool) -> int:
+        """Return the number of a step that is saved now: ``global_step``, and the batches in which that stood still.
+
+        They count if they have trained: parameters have changed, or no optimizer has any. (Else gradients may be accumulated
+        by hand.) At the end they count in any case.
+        """
+        number: int = self._lead + trainer.global_step
+        if trainer.global_step != self._saved_at[0]:
+            return number
+        _, batches, changes = self._progress(trainer)
+        stepped = {id(one) for by in trainer.optimizers for group in by.param_groups for one in group["params"]}
+        has_none = stepped.isdisjoint(map(id, trainer.lightning_module.parameters()))
+        trains = ends or has_none or changes != self._saved_at[2]
+        return number + (batches - self._saved_at[1] if trains else 0)
+
     def _save(self, trainer: Any, checkpointer: aiockpt.Checkpointer, step: int, point: Point) -> None:
         assert self._fit is not None
         metrics = {
@@ -239,7 +299,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1
         }
         # Before the save: that may raise the error of an earlier one after this one has begun.
-        self.last_step = step
+        self.last_step, self._lead, self._saved_at = step, step - trainer.global_step, self._progress(trainer)
         if self.monitor in metrics:
             self._scores[step] = metrics[self.monitor]
         elif self.monitor is not None and trainer.is_global_zero and not self._has_warned:

@@ -27,6 +27,7 @@ class WholeEpochs:
 
     def __init__(self, loader: aiockpt.Loader[Any]) -> None:
         self.loader = loader
+        loader.epoch_from = "trainer"
         self._length = len(loader)
         self._batches: Iterator[Any] = iter(())
         self._has_ended = False
@@ -83,6 +84,7 @@ class DataPosition:
         elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             _check_length(loader)
             self.loaders.append(aiockpt.Loader(loader))
+            self.loaders[-1].epoch_from = "trainer"
         elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             indices = _track(loader)
         else:
@@ -95,7 +97,9 @@ class DataPosition:
         return {
             "start": self.start if self._is_read else None,
             "last_fetch": self._last_fetch,
-            "indices": [None if one is None else {"start": one.start, "own": one.own()} for one in self.indices],
+            "indices": [
+                None if one is None else {"start": one.start, "own": one.generators.read()} for one in self.indices
+            ],
         }
 
     def samples(self, batches: int) -> dict[str, Any] | None:
@@ -195,7 +199,7 @@ class DataPosition:
         """Set the loaders' own generators to their states in *state*."""
         for one, saved in zip(self.indices, state["indices"], strict=True):
             if one is not None and saved is not None:
-                one.write_own(saved["own"])
+                one.generators.write(saved["own"])
 
 
 def _track(loader: DataLoader[Any]) -> Indices:

@@ -28,13 +28,10 @@ def _choose() -> str:
 
 NAME = _choose()
 FABRIC = "lightning.fabric" if NAME == "lightning.pytorch" else "lightning_fabric"
-Checkpoint: Any = import_module(f"{NAME}.callbacks").Checkpoint
-BaseFinetuning: Any = import_module(f"{NAME}.callbacks").BaseFinetuning
-StochasticWeightAveraging: Any = import_module(f"{NAME}.callbacks").StochasticWeightAveraging
+callbacks: Any = import_module(f"{NAME}.callbacks")
 SIGTERMException: Any = import_module(f"{NAME}.utilities.exceptions").SIGTERMException
 call: Any = import_module(f"{NAME}.trainer.call")
 TorchCheckpointIO: Any = import_module(f"{FABRIC}.plugins.io.torch_io").TorchCheckpointIO
-result: Any = import_module(f"{NAME}.trainer.connectors.logger_connector.result")
 set_sampler_epoch: Callable[[Any, int], None] = import_module(f"{FABRIC}.utilities.data")._set_sampler_epoch
 
 
@@ -50,25 +47,3 @@ def check_trainer(trainer: Any) -> None:
             f"this Trainer is {theirs}'s, and aiockpt.integrations.lightning was imported for {NAME}: "
             f"write `import {theirs}` before the import of aiockpt.integrations.lightning"
         )
-
-
-class Bindings:
-    """Temporary replacements of methods of single Lightning objects, where there is no hook."""
-
-    def __init__(self) -> None:
-        self._bound: list[tuple[Any, str]] = []
-
-    def bind(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Make ``owner.name(…)`` call *function* with the method that it replaces and the arguments."""
-        original = getattr(owner, name)
-
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, bound)
-        self._bound.append((owner, name))
-
-    def undo(self) -> None:
-        """Restore the own methods of all objects."""
-        while self._bound:
-            delattr(*self._bound.pop())

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.integrations.lightning.package import TorchCheckpointIO
+from aiockpt.integrations.lightning.trainer_state import hyper_parameters
 
 logger = logging.getLogger("aiockpt")
 
@@ -32,16 +33,13 @@ class _Save:
         self.ended = False
         self._place = aiockpt.Checkpointer(path, ranks=aiockpt.Ranks(), retention=aiockpt.Retention(last=1), **options)
         try:
-            self._continue_what_is_there()
+            with suppress(aiockpt.CheckpointError):
+                # So that the save continues the step that is there: Retention does not delete other branches.
+                self._place.load({}).result()
             self._future = self._place.save(checkpoint.get("global_step", 0), {"checkpoint": checkpoint})
         except BaseException:
             self._place.close()
             raise
-
-    def _continue_what_is_there(self) -> None:
-        """Load nothing of an existing step, so that the save continues it: ``Retention`` does not delete other branches."""
-        with suppress(aiockpt.CheckpointError):
-            self._place.load({}).result()
 
     def end(self, *, wait: bool) -> None:
         """Note whether the save has ended; with *wait*, wait until it has."""
@@ -72,6 +70,8 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Copy *checkpoint*, and write it in the background to the folder *path*.
 
+        Hyper-parameters that only pickle could save (classes, functions, enums) are saved as text.
+
         Raises:
             UsageError: there are *storage_options*; give them to the constructor.
             UnsupportedStateError: a value in it is neither plain nor a tensor; the message names it.
@@ -80,6 +80,10 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         if storage_options is not None:
             raise aiockpt.UsageError("storage_options: give options of aiockpt.Checkpointer to AiockptCheckpointIO(…)")
         path = os.fspath(path)
+        checkpoint = {
+            name: hyper_parameters(one) if name.endswith(("hyper_parameters", "hparams_type")) else one
+            for name, one in checkpoint.items()
+        }
         for save in self._saves:
             save.end(wait=_is_same(save.path, path))  # "last.ckpt" again: one after the other
         self._saves.append(_Save(path, checkpoint, self._options))
@@ -87,17 +91,17 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         self._removals = [removal for removal in self._removals if not _is_same(removal[0], path)]
         self._finish(wait=False)
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, *args: Any, **named: Any) -> dict[str, Any]:
         """Return the checkpoint in the folder *path*, with its tensors on the host.
 
-        *map_location* and *weights_only* apply to files that Lightning has written: here nothing is unpickled.
+        The other arguments apply to files that Lightning has written: here nothing is unpickled.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
         """
         self._finish(wait=True)
         if os.path.isfile(path):
-            return dict(super().load_checkpoint(path, map_location, weights_only))
+            return dict(super().load_checkpoint(path, *args, **named))
         state: dict[str, Any] = {"checkpoint": None}
         with aiockpt.Checkpointer(os.fspath(path), ranks=aiockpt.Ranks()) as place:
             if place.load(state).result() is None:
@@ -125,13 +129,10 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
                 super().remove_checkpoint(path)
             else:
                 self._removals.append((path, saves))
-        ended, self._saves = (
-            [save for save in self._saves if save.ended],
-            [save for save in self._saves if not save.ended],
-        )
-        for save in ended:
-            if save.error is not None:
-                raise save.error
+        failed = [save.error for save in self._saves if save.error is not None]
+        self._saves = [save for save in self._saves if not save.ended]
+        if failed:
+            raise failed[0]
 
 
 def _is_same(one: str, other: str) -> bool:

@@ -9,14 +9,16 @@ earlier: the setup before it (loaders, sanity checks, ``on_train_start``) also d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 import aiockpt
-from aiockpt.integrations.lightning import logged, trainer_state
+from aiockpt.integrations.contract import MethodCall, Replacements
+from aiockpt.integrations.lightning import trainer_state
 from aiockpt.integrations.lightning.data_position import DataPosition
-from aiockpt.integrations.lightning.package import Bindings, set_sampler_epoch
+from aiockpt.integrations.lightning.package import set_sampler_epoch
 
 logger = logging.getLogger("aiockpt")
 
@@ -34,30 +36,33 @@ class Resume:
 
     def __init__(self, trainer: Any, callback: Any) -> None:
         self._trainer, self._callback = trainer, callback
-        self._bindings = Bindings()
+        self._replacements = Replacements()
         self._data: DataPosition | None = None
         self._from: aiockpt.Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
-        self._step = 0
+        self._step, self._url = 0, ""
         self._first: tuple[int, dict[str, Any], trainer_state.Restored] | None = None
-        self._has_position = False
+        self._has_weights = self._has_position = False
         self._own: dict[str, Any] | None = None
         self._random: Any = None
-        self._bindings.bind(trainer._checkpoint_connector, "resume_start", self._begin_restore)
+        self._replacements.put(
+            trainer._checkpoint_connector, "resume_start", self._begin_restore, ("checkpoint_path", "weights_only")
+        )
 
     def undo(self) -> None:
         """Restore the trainer's own methods."""
-        self._bindings.undo()
+        self._replacements.undo()
 
     def follow_loops(self) -> None:
         """Attach to the loops of a fit."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        self._bindings.bind(fit, "setup_data", self._set_up_again)
-        self._bindings.bind(fit, "_load_combined_loader_states", self._set_up_data)
-        self._bindings.bind(fit, "on_advance_start", self._begin_epoch)
-        self._bindings.bind(epoch, "on_run_start", self._begin_batches)
-        self._bindings.bind(epoch, "on_advance_end", self._end_batch)
-        self._bindings.bind(fit, "on_advance_end", self._end_epoch)
+        put = self._replacements.put
+        put(fit, "setup_data", self._set_up_again)
+        put(fit, "_load_combined_loader_states", self._set_up_data)
+        put(fit, "on_advance_start", self._begin_epoch)
+        put(epoch, "on_run_start", self._begin_batches, ("data_fetcher",))
+        put(epoch, "on_advance_end", self._end_batch)
+        put(fit, "on_advance_end", self._end_epoch)
 
     # ------------------------------------------------------------------ save
 
@@ -66,7 +71,8 @@ class Resume:
         trainer, module = self._trainer, self._trainer.lightning_module
         assert self._data is not None
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        mine = {"data": self._data.state(), "logged": logged.collect(trainer)}
+        logged = {name: torch.as_tensor(one).detach().clone() for name, one in trainer.callback_metrics.items()}
+        mine = {"data": self._data.state(), "logged": logged}
         state = {**self._trained(), "rng": aiockpt.RNG(), "rank": aiockpt.per_rank(mine), "loaders": self._data.loaders}
         checkpoint = trainer_state.collect(trainer)  # on all ranks, as its hooks may be collective
         if trainer.global_rank == 0:
@@ -76,6 +82,7 @@ class Resume:
                     "point": point,
                     "ranks": trainer.world_size,
                     "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
+                    "pruned": trainer_state.find_pruned(module),
                     "batches": batches,
                     "samples": self._data.samples(batches),
                 },
@@ -104,9 +111,16 @@ class Resume:
         saved = trainer.strategy.broadcast(state.get("lightning"))
         if loaded is None or saved is None:
             return None
+        trainer_state.begin_pruning(trainer.lightning_module, saved["aiockpt"]["pruned"])
+        if trainer.strategy.restore_checkpoint_after_setup:
+            state = {"model": trainer.strategy.model}
+            weights = checkpointer.load(state, step, strict=trainer.lightning_module.strict_loading).result()
+            assert weights is not None
+            if weights.step != loaded.step:
+                return self.load_first(checkpointer, weights.step)
         reads = partial(self._callback.read_weights, loaded.step)
         self._first = (loaded.step, saved.pop("aiockpt"), trainer_state.Restored(saved, reads))
-        trainer_state.restore_first(trainer, self._first[2])
+        self._has_weights = trainer_state.restore_first(trainer, self._first[2])
         return loaded.step
 
     def load(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> aiockpt.LoadResult | None:
@@ -119,50 +133,54 @@ class Resume:
         trainer_state.restore_loops(trainer, checkpoint)
         trainer_state.prepare_callbacks(trainer, self._saved)
         state = self._trained()
-        if not state["schedulers"]:  # a callback has removed them, and makes its own when an epoch begins
+        # A callback has removed them, and makes its own when an epoch begins; or a hook has replaced what is loaded.
+        if not state["schedulers"] or "lr_schedulers" in checkpoint:
             del state["schedulers"]
-        is_strict = trainer.lightning_module.strict_loading
-        # Where the model is sharded, Lightning's own way loads no weights from this dict either.
-        by_hook = checkpoint.has_other_weights and trainer.strategy.lightning_restore_optimizer
-        strict = {"model": False} if by_hook else is_strict
-        loaded = checkpointer.load(state, step, strict=strict).result()
+        if "optimizer_states" in checkpoint:
+            del state["optimizers"]
+        only = [key for key in state if key != "model"] if self._has_weights else None
+        loaded = checkpointer.load(state, step, only=only, strict=trainer.lightning_module.strict_loading).result()
         assert loaded is not None
         if loaded.step != self._first[0]:  # a part of the newest step is damaged that was not read before
             self._first = None
             return self.load(checkpointer, loaded.step)
-        if by_hook:
-            trainer.strategy.load_model_state_dict(checkpoint, strict=is_strict)
-        self._from, self._step = checkpointer, loaded.step
-        if self._has_ended() and trainer.global_rank == 0:
+        trainer_state.restore_replaced(trainer, checkpoint)
+        self._from, self._step, self._url = checkpointer, loaded.step, loaded.url
+        if self._has_ended():
+            self._log_end()
+        return loaded
+
+    def _log_end(self) -> None:
+        if self._trainer.global_rank == 0:
             logger.warning(
                 "%s: all that this fit would train is trained in step %d, and nothing is left to do; raise max_epochs or "
                 "max_steps to train on, or begin anew in another folder or by resume=False",
-                *(loaded.url, loaded.step),
+                *(self._url, self._step),
             )
-        return loaded
 
-    def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
+    def _begin_restore(self, call: MethodCall) -> None:
         """Skip a checkpoint of aiockpt, which the callback loads; let Lightning load others."""
+        path = call.get("checkpoint_path")
         is_ours = path is not None and self._callback.accept_path(path)
         fits = self._trainer.state.fn == "fit"
         if not is_ours:
-            original(path, weights_only)
+            call()
         elif not fits:
             self._trainer._checkpoint_connector._loaded_checkpoint = self._callback.load_weights(self._trainer)
         if fits and (is_ours or path is None) and not self._trainer.strategy.restore_checkpoint_after_setup:
             self._callback.begin(self._trainer)
 
-    def _set_up_data(self, original: Callable[[], Any]) -> None:
+    def _set_up_data(self, call: MethodCall) -> None:
         """Register the loaders before the first read."""
         self._data = DataPosition(self._trainer.fit_loop._combined_loader)
         if self._saved is None:
-            original()
+            call()
         else:
             self._load_position()
 
-    def _set_up_again(self, original: Callable[[], Any]) -> None:
+    def _set_up_again(self, call: MethodCall) -> None:
         """Resume in loaders that were set up early, for example for the number of batches in ``configure_optimizers``."""
-        original()
+        call()
         if self._saved is not None and not self._has_position:
             self._load_position()
             iter(self._trainer.fit_loop._data_fetcher)
@@ -191,7 +209,7 @@ class Resume:
             self._data.go_on(self._own and self._own["data"], passed, seen)
 
     def _load_own(self, checkpointer: aiockpt.Checkpointer, data: DataPosition) -> None:
-        """Load the state of this rank: loaders, generators, logged values."""
+        """Load the state of this rank: loaders, generators, what was logged last."""
         assert self._saved is not None
         state: dict[str, Any] = {"rng": aiockpt.RNG(), "loaders": data.loaders}
         if self._saved["ranks"] == self._trainer.world_size:
@@ -206,8 +224,11 @@ class Resume:
         fit = trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization):
             loop._restarting = False
+        trainer_state.restore_accumulation(trainer)
         if own is not None and data is not None:
-            logged.restore(trainer, own["logged"])
+            # What schedules and early stopping look at; means over the epoch begin anew, as with Lightning.
+            logged = {name: one.to(trainer.strategy.root_device) for name, one in own["logged"].items()}
+            trainer._logger_connector._callback_metrics.update(logged)
             data.write_own(own["data"])
         self._saved = self._own = None
         aiockpt.RNG().load_state_dict(self._random)
@@ -225,34 +246,37 @@ class Resume:
 
     # ------------------------------------------------------------------ the loops
 
-    def _begin_epoch(self, original: Callable[[], Any]) -> None:
+    def _begin_epoch(self, call: MethodCall) -> None:
         fit = self._trainer.fit_loop
         if self._saved is not None and self._saved["point"] == "epoch" and self._data is not None:
             self._go_on()
             fit._resuming_from_checkpoint = False  # the loaders are begun anew, as between any two epochs
-        original()
+        call()
 
-    def _begin_batches(self, original: Callable[[Any], Any], fetcher: Any) -> None:
-        saved, data = self._saved, self._data
+    def _begin_batches(self, call: MethodCall) -> None:
+        saved, data, fetcher = self._saved, self._data, call.get("data_fetcher")
         fit = self._trainer.fit_loop
         if data is not None and self._trainer.current_epoch > 0 and not (fit.is_resuming or fit.epoch_loop.restarting):
             data.begin()  # the loaders are begun anew by the method itself, then
-        original(fetcher)
+        call()
         if data is not None and saved is not None:
             data.pass_over(fetcher, fit.epoch_loop.batch_progress.current.ready)
             self._go_on()
+            # Saved after the last batch of the last epoch, whose end alone is left.
+            if fit.epoch_loop._num_ready_batches_reached() and self._is_last_epoch(1):
+                self._log_end()
         if data is not None:
             data.watch(fetcher)
 
-    def _end_batch(self, original: Callable[[Any], Any], fetcher: Any) -> None:
-        original(fetcher)
+    def _end_batch(self, call: MethodCall) -> None:
+        call()
         epoch = self._trainer.fit_loop.epoch_loop
         if not epoch._should_accumulate():
             in_mid_epoch = not epoch._num_ready_batches_reached()
             self._callback.reach(self._trainer, "batch", ends=in_mid_epoch and epoch.done)
 
-    def _end_epoch(self, original: Callable[[], Any]) -> None:
-        original()
+    def _end_epoch(self, call: MethodCall) -> None:
+        call()
         fit = self._trainer.fit_loop
         if fit.epoch_loop._num_ready_batches_reached():
             stops = self._trainer.should_stop and fit._can_stop_early
@@ -262,5 +286,9 @@ class Resume:
     def _has_ended(self) -> bool:
         """Return whether this fit has no epoch or no step left."""
         fit = self._trainer.fit_loop
-        is_last = fit.max_epochs != -1 and fit.epoch_progress.current.processed >= fit.max_epochs
-        return bool(is_last or (fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps))
+        return self._is_last_epoch(0) or bool(fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps)
+
+    def _is_last_epoch(self, left: int) -> bool:
+        """Return whether no epoch follows the next *left* ones."""
+        fit = self._trainer.fit_loop
+        return bool(fit.max_epochs != -1 and fit.epoch_progress.current.processed + left >= fit.max_epochs)

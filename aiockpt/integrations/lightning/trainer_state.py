@@ -10,9 +10,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from aiockpt.integrations.lightning.package import NAME, BaseFinetuning, StochasticWeightAveraging, call
+from torch import nn
+from torch.nn.utils import prune
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+from aiockpt.adapters.leaves import LeafWriter
+from aiockpt.errors import UnsupportedStateError, UsageError
+from aiockpt.integrations.lightning.package import NAME, call, callbacks
+from aiockpt.state.codecs import DEFAULT_CODECS
+from aiockpt.state.tree import Encoder
 
 
 def collect(trainer: Any) -> dict[str, Any]:
@@ -32,7 +37,7 @@ def collect(trainer: Any) -> dict[str, Any]:
     precision.on_save_checkpoint(checkpoint)
     for one in (module, datamodule):
         if one is not None and one.hparams:
-            checkpoint[one.CHECKPOINT_HYPER_PARAMS_KEY] = _plain_part(one.hparams)
+            checkpoint[one.CHECKPOINT_HYPER_PARAMS_KEY] = hyper_parameters(one.hparams)
     if datamodule is not None:
         checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
     call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
@@ -44,7 +49,7 @@ def collect(trainer: Any) -> dict[str, Any]:
 
 
 class Restored(dict[str, Any]):
-    """The dict that `collect` returned, with the weights, read on access, under ``checkpoint["state_dict"]``.
+    """The dict that `collect` returned, with the weights, read when they are looked at, under ``"state_dict"``.
 
     Args:
         reads: returns the weights.
@@ -56,7 +61,8 @@ class Restored(dict[str, Any]):
     def __init__(self, saved: dict[str, Any], reads: Callable[[], dict[str, Any]]) -> None:
         super().__init__(saved)
         self.has_other_weights = False
-        self._reads = reads
+        self.reads = reads
+        self._is_read = False
         self._given = self._weights()
 
     def note_changes(self) -> None:
@@ -68,34 +74,89 @@ class Restored(dict[str, Any]):
         found: dict[str, Any] = dict.get(self, "state_dict") or {}
         return {name: (id(one), getattr(one, "_version", 0)) for name, one in found.items()}
 
-    def _read(self, key: object) -> None:
-        if key == "state_dict" and not super().__contains__(key):
-            self["state_dict"] = self._reads()
+    def _read(self) -> None:
+        if not self._is_read and not super().__contains__("state_dict"):
+            self["state_dict"] = self.reads()
             self._given = self._weights()
+        self._is_read = True
 
-    def __getitem__(self, key: str) -> Any:
-        self._read(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of *key*."""
-        self._read(key)
-        return super().get(key, default)
+    def __missing__(self, key: str) -> Any:
+        if key not in ("optimizer_states", "lr_schedulers"):
+            raise KeyError(key)
+        raise UsageError(
+            f"on_load_checkpoint: checkpoint[{key!r}] is loaded after this hook, into the objects: change these in "
+            f"on_train_start, or begin them anew by checkpoint[{key!r}] = []"
+        )
 
     def __contains__(self, key: object) -> bool:
-        return key == "state_dict" or super().__contains__(key)
+        return super().__contains__(key) or (key == "state_dict" and not self._is_read)
 
 
-def restore_first(trainer: Any, checkpoint: Restored) -> None:
-    """Pass the result of `collect` to the hooks, the datamodule and the callbacks, in Lightning's order."""
-    connector = trainer._checkpoint_connector
+def _read_first(name: str) -> Callable[..., Any]:
+    """Return a method of a dict that reads the weights before they are looked at."""
+    method = getattr(dict, name)
+
+    def read_first(self: Restored, *args: Any) -> Any:
+        if not args or args[0] == "state_dict":
+            self._read()
+        return method(self, *args)
+
+    return read_first
+
+
+for _name in ("get", "pop", "setdefault", "copy", "keys", "values", "items"):
+    setattr(Restored, _name, _read_first(_name))
+for _name in ("__getitem__", "__delitem__", "__iter__", "__len__"):
+    setattr(Restored, _name, _read_first(_name))
+
+
+def find_pruned(module: nn.Module) -> list[list[str]]:
+    """Return the path of each submodule with a tensor that torch prunes, and the name of the tensor."""
+    return [
+        [path, hook._tensor_name]
+        for path, inner in module.named_modules()
+        for hook in inner._forward_pre_hooks.values()
+        if isinstance(hook, prune.BasePruningMethod)
+    ]
+
+
+def begin_pruning(module: nn.Module, pruned: list[list[str]]) -> None:
+    """Give pruned tensors the names that they were saved under: ``weight_orig`` and ``weight_mask``, a mask of ones."""
+    begun = find_pruned(module)
+    for path, name in pruned:
+        if [path, name] not in begun:
+            inner = module.get_submodule(path)
+            order = [f"{name}_orig" if one == name else one for one in inner._parameters]
+            prune.identity(inner, name)  # type: ignore[no-untyped-call]
+            # Optimizers are made of the parameters in the order of a model that is not pruned yet.
+            inner._parameters = {one: inner._parameters[one] for one in order}
+
+
+def restore_first(trainer: Any, checkpoint: Restored) -> bool:
+    """Pass the result of `collect` to the hooks, the datamodule and the callbacks, in Lightning's order.
+
+    Returns:
+        Whether the module has its weights: hooks of callbacks may look at them, and change them.
+    """
+    connector, module = trainer._checkpoint_connector, trainer.lightning_module
     connector._loaded_checkpoint = checkpoint
     call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
     checkpoint.note_changes()
+    looks = any(
+        getattr(one.on_load_checkpoint, "__func__", None) is not callbacks.Callback.on_load_checkpoint
+        for one in trainer.callbacks
+    )
+    # Strategies that shard have loaded them before the hooks, and take no change.
+    is_loaded = trainer.strategy.restore_checkpoint_after_setup
+    if not is_loaded and (looks or checkpoint.has_other_weights):
+        weights = checkpoint["state_dict"] if checkpoint.has_other_weights else checkpoint.reads()
+        trainer.strategy.load_model_state_dict({"state_dict": weights}, strict=module.strict_loading)
+        is_loaded = True
     connector.restore_datamodule()
     connector.restore_callbacks()
     # `AsyncCheckpoint._resumes` takes a dict that is left here for a checkpoint of Lightning's own.
     connector._loaded_checkpoint = {}
+    return bool(is_loaded)
 
 
 def restore_loops(trainer: Any, checkpoint: Restored) -> None:
@@ -107,14 +168,25 @@ def restore_loops(trainer: Any, checkpoint: Restored) -> None:
     connector._loaded_checkpoint = {}
 
 
+def restore_replaced(trainer: Any, checkpoint: Restored) -> None:
+    """Load what a hook has put in the place of the states of optimizers and schedulers, by Lightning's own way."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    if "optimizer_states" in checkpoint and trainer.strategy.lightning_restore_optimizer:
+        connector.restore_optimizers()
+    if "lr_schedulers" in checkpoint:
+        connector.restore_lr_schedulers()
+    connector._loaded_checkpoint = {}
+
+
 def prepare_callbacks(trainer: Any, saved: dict[str, Any]) -> None:
     """Restore callbacks that change optimizers, which Lightning does only at the next epoch."""
     for callback in trainer.callbacks:
-        if isinstance(callback, BaseFinetuning) and "frozen" in saved:
+        if isinstance(callback, callbacks.BaseFinetuning) and "frozen" in saved:
             frozen = set(saved["frozen"])
             for name, parameter in trainer.lightning_module.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-        elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+        elif isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state is not None:
             latest, callback._latest_update_epoch = callback._latest_update_epoch, trainer.current_epoch
             if trainer.current_epoch <= callback.swa_end:
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)  # makes its schedule, averages nothing
@@ -142,14 +214,21 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
     )
 
 
-def _plain_part(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that are numbers, text, or lists and dicts of them; others as text."""
-    return {str(name): value if _is_plain(value) else repr(value) for name, value in dict(hparams).items()}
+def restore_accumulation(trainer: Any) -> None:
+    """Accumulate as in this epoch, whose beginning a callback has no more; it refuses another value when a fit begins."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(type(key) is str and _is_plain(one) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    return type(value) in _PLAIN
+def hyper_parameters(value: Any) -> Any:
+    """Return hyper-parameters to save: what needs pickle (a class, a function, an enum, a module) as text."""
+    if isinstance(value, Mapping):
+        return {str(name): hyper_parameters(one) for name, one in dict(value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(hyper_parameters, value))
+    try:
+        Encoder(DEFAULT_CODECS, LeafWriter(lambda place, tensor: "")).encode(value, ())
+    except UnsupportedStateError:
+        return repr(value)
+    return value

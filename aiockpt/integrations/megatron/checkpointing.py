@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.format.names import join_name
+from aiockpt.integrations.contract import ask_first_rank, rank_of, valid_steps
 from aiockpt.integrations.megatron.sharded_leaves import GlobalTensors, leaf_name, mapping, path_to_load
 from aiockpt.integrations.megatron.stored_names import COMMON, StoredNames
-from aiockpt.integrations.steps import ask_first_rank
 
 _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 _state_dicts: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
@@ -76,7 +76,7 @@ def save(
     for base in bases:
         if isinstance(base, mapping.ShardedObject) and mapping.is_main_replica(base.replica_id):
             state[base.unique_key] = encode(base.data)
-    if _rank() == 0:
+    if rank_of() == 0:
         state[COMMON] = encode(common | ({} if content_metadata is None else {CONTENT: content_metadata}))
     saving = open_place(root).save(step or 0, state)
     if async_sharded_save:
@@ -122,7 +122,8 @@ def load(
     sharded, own, factories = _state_dicts.load_preprocess(sharded_state_dict)
     sharded, plain = _utils.extract_sharded_base(sharded)
     stored = StoredNames(saved, list(_dicts.nested_values(sharded)))
-    sharded, missing, unexpected = _handle_strictly(strict, sharded, stored, saved.info.id)
+    flag = _validation.parse_strict_flag(_validation.StrictHandling.ASSUME_OK_UNEXPECTED if strict is None else strict)
+    sharded, missing, unexpected = _handle_strictly(flag, sharded, stored, saved.info.id)
 
     bases = list(_dicts.nested_values(sharded))
     values = _fill(place, step, bases, plain, stored)
@@ -130,9 +131,7 @@ def load(
     _dicts.merge(loaded, own)
     _dicts.merge(loaded, _dicts.dict_list_map_outplace(lambda base: _loaded(base, values), sharded))
     loaded = mapping.apply_factory_merges(loaded, factories)
-    returns = _validation.StrictHandling.requires_returning_mismatch_keys(
-        _validation.parse_strict_flag(_strict(strict))
-    )
+    returns = _validation.StrictHandling.requires_returning_mismatch_keys(flag)
     return (loaded, missing, unexpected) if returns else loaded
 
 
@@ -212,30 +211,17 @@ def _refuse_strategies(*given: object) -> None:
         )
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _agree_on_step(place: aiockpt.Checkpointer, asked: int | None) -> int | None:
-    """Return *asked*, or the newest valid step that rank 0 finds after finishing the commits of dead jobs."""
-
-    def find() -> int | None:
-        place.finish_commits().result()
-        return place.latest().result() if asked is None else asked
-
-    return ask_first_rank(find)
+    """Return what rank 0 has *asked* for, or the newest valid step."""
+    asked = ask_first_rank(lambda: asked)
+    return next(iter(valid_steps(place)), None) if asked is None else asked
 
 
-def _strict(strict: Any) -> Any:
-    return _validation.StrictHandling.ASSUME_OK_UNEXPECTED if strict is None else strict
-
-
-def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: str) -> tuple[Any, set[str], set[str]]:
+def _handle_strictly(flag: Any, sharded: Any, stored: StoredNames, step_id: str) -> tuple[Any, set[str], set[str]]:
     """Compare the requested keys with the stored ones, by Megatron's flag; return those that can be loaded.
 
     In Megatron's terms, *missing* keys are not requested, and *unexpected* keys are not in the checkpoint.
     """
-    flag = _validation.parse_strict_flag(_strict(strict))
     kinds = _validation.StrictHandling
     asked = list(_dicts.nested_values(sharded))
     unexpected = {leaf_name(base) for base in asked if not stored.has(base)}

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
+from aiockpt.adapters.optimizer_forms import OwnStateDicts
+from aiockpt.integrations.contract import ask_first_rank, rank_of, size_of
 from aiockpt.integrations.nested import flatten, nest
-from aiockpt.integrations.steps import ask_first_rank
 
 _titan: Any = import_module("torchtitan.components.checkpointer")
 _files: Any = import_module("torchtitan.tools.filesystem")
@@ -157,7 +158,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
 
         The names in them depend neither on the number of pipeline stages, nor on whether projections are fused.
         """
-        state = {name: self.states[name] for name in names if self.states[name] is not None}
+        state = OwnStateDicts({name: self.states[name] for name in names if self.states[name] is not None})
         if _titan.MODEL in state:
             state[_titan.MODEL] = nest(self._model.state_dict())
         if _titan.OPTIMIZER in state:
@@ -286,6 +287,6 @@ def _wrap_loader(dataloader: Any) -> aiockpt.Loader[Any]:
     rank, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
     if rank is None or size is None:
         return aiockpt.Loader(dataloader)
-    readers: list[Any] = [None] * dist.get_world_size()
+    readers: list[Any] = [None] * size_of()
     dist.all_gather_object(readers, rank)
-    return aiockpt.Loader(dataloader, rank=rank, size=size, saves=readers.index(rank) == dist.get_rank())
+    return aiockpt.Loader(dataloader, rank=rank, size=size, saves=readers.index(rank) == rank_of())

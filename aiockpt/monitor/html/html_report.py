@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.resources import files
+from operator import attrgetter
 from string import Template
 
 import msgspec
@@ -79,14 +80,14 @@ def _draw(drawn: SizeMap, label: str, part: _TreePart, parent: int, least: float
         label = f"{label}.{name}"
     here = _add(drawn, label, parent, part.bytes, part.about or count(part.count, "tensor"))
     below = sorted(part.below.items(), key=lambda item: -item[1].bytes)
-    small = [one for _, one in below if one.bytes < least]
+    small = [child for _, child in below if child.bytes < least]
     if len(small) == 1:
         small = []
-    for name, one in below:
-        if one not in small:
-            _draw(drawn, name, one, here, least)
-    if size := sum(one.bytes for one in small):
-        _add(drawn, f"{len(small)} small parts", here, size, count(sum(one.count for one in small), "tensor"))
+    for name, child in below:
+        if child not in small:
+            _draw(drawn, name, child, here, least)
+    if size := sum(child.bytes for child in small):
+        _add(drawn, f"{len(small)} small parts", here, size, count(sum(child.count for child in small), "tensor"))
 
 
 def _add(drawn: SizeMap, label: str, parent: int, size: int, about: str) -> int:
@@ -97,8 +98,8 @@ def _add(drawn: SizeMap, label: str, parent: int, size: int, about: str) -> int:
     return len(drawn.labels) - 1
 
 
-# The heat maps. A cell is the sum over the files of a stage. The key of a save is the number of its start and its step: a
-# step that is lost in a crash is saved again.
+# The heat maps. A cell is the time in which one file at least was in a stage: files are written side by side. The key of a
+# save is the number of its start and its step: a step that is lost in a crash is saved again.
 
 
 _OF_SAVES = (
@@ -141,11 +142,14 @@ def stage_grids(found: Sequence[TimeSpan], starts: Sequence[int], ranks: Mapping
         ranks: the row of each rank.
     """
     cells: dict[str, dict[str, dict[tuple[int, int, int], float]]] = {}
-    for span in found:
+    until: dict[tuple[str, str, int, int, int], float] = {}
+    for span in sorted(found, key=attrgetter("begin_s")):
         if span.stage != BLOCKS:
             stage = cells.setdefault(span.operation, {}).setdefault(span.stage, {})
             key = (starts[span.process], span.step, span.rank)
-            stage[key] = stage.get(key, 0.0) + span.seconds
+            last_s, end_s = until.get((span.operation, span.stage, *key), span.begin_s), span.begin_s + span.seconds
+            stage[key] = stage.get(key, 0.0) + max(end_s - max(span.begin_s, last_s), 0.0)
+            until[span.operation, span.stage, *key] = max(end_s, last_s)
     return [_grid(operation, cells[operation], ranks) for operation in ("save", "load", "copy") if operation in cells]
 
 
@@ -294,30 +298,30 @@ def gather(
         found, summary, points, problems: the analysis of *run*.
         sizes: of the newest step, where it can be read.
     """
-    places = {one.opened.rank: one.opened for one in run.processes}
+    places = {process.opened.rank: process.opened for process in run.processes}
     ranks = [RankPlace(rank=rank, host=at.host, mesh=at.mesh) for rank, at in sorted(places.items())]
     starts = start_numbers(run)
     stages = sorted({span.stage for span in found})
     of_interest = {
         0,
-        *(one.rank for one in summary.stragglers),
-        *(one.rank for one in problems if one.rank is not None),
+        *(straggler.rank for straggler in summary.stragglers),
+        *(problem.rank for problem in problems if problem.rank is not None),
     }
     return ReportData(
         name=redact(name),
         made_s=time.time(),
         findings=list(problems),
         summary=summary,
-        starts=[one.wall_s(one.opened.at_ns) for one in first_starts(run)],
+        starts=[log.wall_s(log.opened.at_ns) for log in first_starts(run)],
         ranks=ranks,
-        grids=stage_grids(found, starts, {one.rank: row for row, one in enumerate(ranks)}),
+        grids=stage_grids(found, starts, {place.rank: row for row, place in enumerate(ranks)}),
         saves=list(points),
         stages=stages,
         timelines=timelines(found, starts, {stage: at for at, stage in enumerate(stages)}, of_interest),
         sizes=sizes,
         retries=[
-            (one.wall_s(event.at_ns), one.opened.rank, f"{event.verb} {event.key}: {event.error}")
-            for one, event in run.events_of(StorageRetried)
+            (log.wall_s(event.at_ns), log.opened.rank, f"{event.verb} {event.key}: {event.error}")
+            for log, event in run.events_of(StorageRetried)
         ],
     )
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import anyio
 import msgspec
 
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StepNotFoundError, UsageError
 from aiockpt.futures import Future

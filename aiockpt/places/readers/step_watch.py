@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 import anyio
 import msgspec
 
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import committed_steps
 from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, UsageError
 from aiockpt.format.document import described
@@ -111,6 +111,7 @@ class StepWatch:
         self._newest = newest
         self._follow = follow
         self._cursor: Cursor | None = None
+        self._refused: CheckpointError | None = None
         self._given_back: dict[str, tuple[float, float]] = {}
         """Attempt → when it may be handed out again, and how long the next wait is."""
 
@@ -118,6 +119,7 @@ class StepWatch:
         while True:
             new = self._run(f"look for steps for {self._name}", self._poll).result()
             if new is None and not self._follow:
+                self._end()
                 return
             if new is None:
                 time.sleep(self._every_s)
@@ -138,6 +140,7 @@ class StepWatch:
         while True:
             new = await self._run(f"look for steps for {self._name}", self._poll)
             if new is None and not self._follow:
+                self._end()
                 return
             if new is None:
                 await anyio.sleep(self._every_s)
@@ -154,6 +157,11 @@ class StepWatch:
                 await hold.let_go()
             await self._run(f"note of {self._name}", partial(self._note, new, handed))
 
+    def _end(self) -> None:
+        """Raise the error for which a step was not handed out; no further call would raise it."""
+        if self._refused is not None:
+            raise self._refused
+
     def _hold(self, new: NewStep) -> Hold:
         return self._holds.make(new.step, f"reader {self._name}")
 
@@ -162,6 +170,7 @@ class StepWatch:
         _, wait_s = self._given_back.get(new.attempt, (0.0, self._every_s))
         self._given_back[new.attempt] = (time.monotonic() + wait_s, min(2 * wait_s, LONGEST_WAIT_S))
         if error is not None:
+            self._refused = self._refused or error
             logger.warning("step %d is not handed to %s now: %s", new.step, self._name, error)
 
     # ------------------------------------------------------------------ on the loop

@@ -25,10 +25,10 @@ import anyio
 import msgspec
 
 from aiockpt.engine import maintenance
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.destination import Destination
-from aiockpt.engine.find import ListedStep, committed_steps
+from aiockpt.engine.find import committed_steps
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -40,7 +40,7 @@ from aiockpt.errors import (
 from aiockpt.events import Promoted, PromotionFailed, PromotionQueued
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.pipeline.discover import StepCopy, find_copy, list_step, newest_manifest
+from aiockpt.pipeline.discover import StepAt, StepCopy, find_copy, list_step, newest_manifest
 from aiockpt.places.tiers.joint_copy import JointCopy, Promotion
 from aiockpt.planning.weights import has_weights_only, weights_attempt
 from aiockpt.runtime.limits import Pace, reporting_progress
@@ -71,21 +71,21 @@ async def find_missing_step(tier: Tier, number: int, destination: Destination) -
             break
         if not own.engine.lineage.is_earlier(entry.head.sequence):
             continue
-        copies = await _copies(entry.id, entry.head.attempt, [one for one in every if one.place.number < number])
+        copies = await _copies(entry.id, entry.head.attempt, [one for one in every if one.number < number])
         if copies:
-            return {place.number: copy for place, copy in copies}
+            return copies
     return {}
 
 
-async def _copies(step_id: str, attempt: str, nearer: Sequence[ListedStep]) -> list[tuple[Place, StepCopy]]:
-    """Return every whole copy of a save: retention may take the nearest away at any time."""
-    copies = []
+async def _copies(step_id: str, attempt: str, nearer: Sequence[StepAt]) -> dict[int, StepCopy]:
+    """Return every whole copy of a save, by number of its tier: retention may take the nearest away at any time."""
+    copies = {}
     for one in nearer:
         if one.entry.id == step_id and one.entry.head is not None and one.entry.head.attempt == attempt:
             with suppress(CheckpointError):
-                manifest = await newest_manifest(one.place.backend, one.entry)
+                manifest = await newest_manifest(one.backend, one.entry)
                 if not has_weights_only(manifest):
-                    copies.append((one.place, StepCopy(one.place.backend, manifest)))
+                    copies[one.number] = StepCopy(one.backend, manifest)
     return copies
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -21,18 +21,19 @@ import anyio
 import msgspec
 
 from aiockpt.engine import maintenance
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.coordinator import Coordinator
-from aiockpt.engine.find import ListedStep, ListEntries
+from aiockpt.engine.find import ListEntries
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.save import OneAtATime, records_bytes
-from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
+from aiockpt.errors import CheckpointError, RankError, SaveSkippedError, StorageError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.futures import SaveResult
 from aiockpt.options import Retention, Tier
-from aiockpt.pipeline.discover import StepCopy, find_same_files
+from aiockpt.pipeline.discover import StepAt, StepCopy, find_same_files
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.places.tiers.joint_copy import Promotion
 from aiockpt.places.tiers.promotion import Promoter
@@ -97,8 +98,8 @@ COPY_PATIENCE_S = 3.0
 """The same for a copy of one step, which is found by two requests."""
 
 
-class Tiers:
-    """Several places, the nearest first; see `aiockpt.engine.destination.Destination`.
+class Tiers(Destination):
+    """Several places, the nearest first; see `aiockpt.engine.alone.Destination`.
 
     Args:
         tiers: their options, two at least.
@@ -158,12 +159,12 @@ class Tiers:
                 stage.fail(
                     SaveSkippedError(f"{promoter.url} takes the steps that are multiples of {promoter.tier.every}")
                 )
+            else:
+                promoter.place.follow(promise)
             promise.tiers |= dict.fromkeys(promoter.names, stage)
 
     def stages(self, promise: SavePromise) -> list[Promise[SaveResult]]:
         return [promise.tiers[promoter.url] for promoter in self._promoters]
-
-    def announce(self, job: SaveJob) -> None: ...
 
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed in the first durable tier that accepts it.
@@ -227,7 +228,13 @@ class Tiers:
             pins: keeps the step in the first tier until it is committed, and each tier that will copy it knows of it.
         """
         promise, engine, backend = job.promise, self.engine, first.place.backend
-        manifest = await read_manifest(backend, result.id, result.generation)
+        try:
+            manifest = await read_manifest(backend, result.id, result.generation)
+        except CheckpointError as error:
+            if not first.durable:
+                raise
+            # It is committed: what fails is its way to the farther tiers, which may find it when they catch up.
+            return self._settle_first(first, promise, result, pins, error)
         promotion = Promotion(result, {first.number: StepCopy(backend, manifest)}, engine.now_ns())
         stages = {promoter.number: promise.tiers[promoter.url] for promoter in self._promoters}
         stages[first.number].resolve(result)
@@ -252,6 +259,21 @@ class Tiers:
                 await maintenance.clean_up(first.place, promotion.result)
         return result
 
+    def _settle_first(
+        self, first: Promoter, promise: SavePromise, result: SaveResult, pins: ExitStack, error: CheckpointError
+    ) -> SaveResult:
+        """Resolve the save for its first tier alone, where it cannot be read back."""
+        why = f"{first.url}: step {result.step} cannot be read back, and is not copied to other tiers now: {error}"
+        logger.warning(why)
+        for promoter in self._promoters:
+            if promoter is first:
+                promise.tiers[promoter.url].resolve(result)
+            else:
+                promise.tiers[promoter.url].fail(SaveSkippedError(why))
+                promoter.catch_up()
+        pins.close()
+        return result
+
     async def _commit_durably(
         self, promotion: Promotion, above: Sequence[Promoter], stages: dict[int, Promise[SaveResult]]
     ) -> SaveResult:
@@ -274,9 +296,6 @@ class Tiers:
     async def clean_up(self, result: SaveResult) -> None:
         await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
 
-    def abandon(self, promise: SavePromise) -> None:
-        promise.cancel()
-
     async def close(self, patience_s: float) -> None:
         """Wait until every tier has copied, or abandoned, its waiting steps, and close all. Failures are not retried."""
         try:
@@ -290,13 +309,16 @@ class Tiers:
 
     # ------------------------------------------------------------------ loads
 
-    async def list_steps(self, list_entries: ListEntries) -> Sequence[ListedStep]:
+    async def list_steps(self, list_entries: ListEntries) -> Sequence[StepAt]:
         """Return what *list_entries* finds; a tier that cannot be listed counts as empty, unless no other one has steps.
 
         A step that one tier cannot describe now is read from another tier that can.
         """
+        for place in self.places:  # before one that answers at once makes another one late
+            with suppress(RankError):
+                await place.ready()
         answers, failure = await query_tiers(self.places, list_entries, LIST_PATIENCE_S, StorageError)
-        listed = [ListedStep(place.backend, entry, place) for place, entries in answers for entry in entries]
+        listed = [StepAt(place.backend, entry, place.number) for place, entries in answers for entry in entries]
         if failure is not None and not listed:
             raise failure
         readable = {one.entry.id for one in listed if one.entry.head is not None}
@@ -320,6 +342,8 @@ class Tiers:
 
 def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
     """Return the retention of a tier: all by default, but memory before a durable tier keeps only the newest step."""
+    if tier.keep is None and backend.traits.scope == "hosts":
+        return Retention(last=2)
     if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
         return Retention(last=1)
     return tier.retention

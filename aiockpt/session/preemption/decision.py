@@ -134,7 +134,7 @@ class EndsWithRanks:
     async def receive(self) -> Notice:
         """Poll for the notice that any rank must end."""
         while True:
-            if self._board.name:
+            if self._board.begun:
                 notice = await self._board.find("notice", Notice)
                 if notice is not None:
                     return notice

@@ -8,7 +8,7 @@ Guarantees:
 - No signal handler saves, waits or raises. The program ends by `Preempted`, raised by ``step`` and ``save``, on the thread
   that made the checkpointer: with signals the main thread.
 - A call that does not end the run contacts no other rank, and costs a note of its state
-  (`aiockpt.session.preemption.reached_state`). A run that makes no further call, because the signal ended its workers or
+  (`aiockpt.session.reached_state`). A run that makes no further call, because the signal ended its workers or
   another handler the program, is saved by that note.
 - The log states facts alone: which step is being flushed, which is committed, or that no step is.
 """
@@ -25,8 +25,8 @@ from typing import NoReturn
 import anyio
 
 from aiockpt.engine import maintenance
+from aiockpt.engine.alone import Destination, Interruption, StartSave
 from aiockpt.engine.context import Engine
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveRequest
 from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.futures import SaveFuture, promise_of
@@ -34,11 +34,10 @@ from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
-from aiockpt.session.interruption import StartSave
 from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice, Reading
 from aiockpt.session.preemption.policy import Preempted, Preemption
-from aiockpt.session.preemption.reached_state import ReachedState
 from aiockpt.session.preemption.recent_saves import RecentSave, RecentSaves
+from aiockpt.session.reached_state import ReachedState
 
 logger = logging.getLogger("aiockpt")
 
@@ -57,8 +56,8 @@ RENEW_NS = 10**9
 """Between two checks whether other code has taken the signals meanwhile."""
 
 
-class PreemptionHandler:
-    """Ends the run of one checkpointer; see `aiockpt.session.interruption.Interruption`.
+class PreemptionHandler(Interruption):
+    """Ends the run of one checkpointer.
 
     Args:
         policy: what was asked for.
@@ -107,7 +106,7 @@ class PreemptionHandler:
         self.agreement = agreement
         self._running = engine.loop.submit(self._run)
         if self.policy.signals:
-            self._watch = watch_signals(self.policy.numbers, self._receive_signal)
+            self._watch = watch_signals(self.policy.numbers, self._receive_signal, self._is_in_step)
 
     def stop(self) -> None:
         """Stop listening on the loop."""
@@ -240,8 +239,7 @@ class PreemptionHandler:
         usual_s = self.saves.usual_s
         if newest.step == step:
             return False
-        recent_s = self.policy.recent_s if self.policy.recent_s is not None else usual_s or 0.0
-        if (self.engine.now_ns() - newest.begun_ns) / 1e9 <= recent_s:
+        if (self.engine.now_ns() - newest.begun_ns) / 1e9 <= self.policy.recent_s:
             return False
         # A save under way is finished where a new one would not be committed in the time that is left.
         return not (self.saves.running and usual_s is not None and usual_s > self.left_s)
@@ -251,6 +249,10 @@ class PreemptionHandler:
     def _receive_signal(self, number: int) -> None:
         """On the thread that waits for signals, and later on the main thread."""
         self._receive(Notice(signal.Signals(number).name, self.policy.grace_s))
+
+    def _is_in_step(self) -> bool:
+        """Return whether the state has changed since the last call: it can be saved at the next one alone."""
+        return self._last is not None and self._reached.has_changed()
 
     def _receive(self, notice: Notice) -> None:
         if self.notice is None:

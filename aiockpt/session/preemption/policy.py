@@ -9,13 +9,13 @@ from typing import Literal
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.options import AsksWhatWasMeant, check_amount, refuse_value
+from aiockpt.options import KeywordsChecked, check_amount, refuse_value
 
 OnPreempt = Literal["save"]
 """Save, with the defaults of `Preemption`."""
 
 
-class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
     """How a run ends when it must: ``Checkpointer(url, on_preempt=Preemption(grace_s=120))``. "save" is the default one.
 
     Attributes:
@@ -23,15 +23,15 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
         grace_s: seconds from the signal until the process is killed. 30 is what Kubernetes, Slurm and torchrun give.
         ends_at: when the allocation ends: seconds since 1970, or a datetime with its zone. The run ends in time before that
             by itself. None uses ``SLURM_JOB_END_TIME``, where that is set.
-        recent_s: a snapshot of at most this age is flushed, and no new one is made. None uses the duration of recent
-            saves: a new save would lose as much.
+        recent_s: a snapshot of at most this age is flushed, and no new one is made: steps since then are trained again. 0
+            saves the last finished step.
         verify: whether what was saved is read back and compared, as far as the grace lasts.
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     grace_s: float = 30.0
     ends_at: float | datetime | None = None
-    recent_s: float | None = None
+    recent_s: float = 0.0
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWa
                 refuse_value("Preemption", "signals", name, "names of signals, such as ('SIGTERM', 'SIGUSR1')")
         check_amount("Preemption", "grace_s", self.grace_s, " seconds")
         if self.recent_s != 0:
-            check_amount("Preemption", "recent_s", self.recent_s, " seconds", optional=True)
+            check_amount("Preemption", "recent_s", self.recent_s, " seconds")
         if isinstance(self.ends_at, datetime):
             if self.ends_at.tzinfo is None:
                 refuse_value("Preemption", "ends_at", self.ends_at, "a datetime with its zone, or seconds since 1970")

@@ -7,64 +7,34 @@ both.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import anyio
-import msgspec
 import typer
 from rich.markup import escape
 
-from aiockpt.errors import UsageError
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend, local_path
 from aiockpt.storage.open import open_backend
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.survey import check_folder
-from aiockpt.tools.stress.lab import size_text
 from aiockpt.tools.stress.measure import measure
-from aiockpt.tools.stress.picture import check_picture, draw
 from aiockpt.tools.stress.plan import StressPlan
 from aiockpt.tools.stress.report import Point, Soak, StressReport
 
 FAILED = 1
 _BY_BYTES = ("write", "read")
-_BESIDE = ("create", "finish", "open")
 
 
-class Outputs(msgspec.Struct, frozen=True):
-    """Destinations of the report: a file, a picture's file, JSON instead of tables; *everything*: show every point."""
-
-    report_to: Path | None = None
-    plot_to: Path | None = None
-    as_json: bool = False
-    everything: bool = False
-
-
-def run_bench(url: str, plan: StressPlan, outputs: Outputs) -> int:
-    """Measure the place *url*, report to *outputs*, and return the exit status."""
-    if outputs.plot_to is not None:
-        check_picture(outputs.plot_to)
-    if outputs.report_to is not None:
-        _check_report(outputs.report_to)
+def run_bench(url: str, plan: StressPlan, as_json: bool) -> int:
+    """Measure the place *url*, print the report, and return the exit status."""
     backend = open_backend(url)
     if (path := local_path(backend.url)) is not None:
         check_folder(path, "name one on the file system to be measured", may_be_made=True)
     report = anyio.run(_measure, backend, plan)
-    if outputs.plot_to is not None:
-        draw(report, outputs.plot_to)
-    if outputs.report_to is not None:
-        outputs.report_to.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    show.json_or(outputs.as_json, report, lambda: show_report(report, outputs.everything))
+    show.json_or(as_json, report, lambda: show_report(report))
     return FAILED if report.problems else 0
-
-
-def _check_report(path: Path) -> None:
-    """Raise UsageError unless a file can be written there: before minutes of measuring, not after them."""
-    if path.is_dir():
-        raise UsageError(f"--report {path}: a folder; name a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"--report {path}: there is no folder {path.parent}")
 
 
 async def _measure(backend: Backend, plan: StressPlan) -> StressReport:
@@ -98,84 +68,17 @@ def _say(text: str) -> None:
     show.err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
 
 
-def show_report(report: StressReport, everything: bool) -> None:
-    """Print the report."""
+def show_report(report: StressReport) -> None:
+    """Print the report: the rates of each operation by concurrency, then checks, the soak and problems."""
     durable = "durable" if report.durable else "not durable"
     show.title(
         report.url, f"{report.scope}, {durable}; throughput by number of concurrent requests, latency where it was best"
     )
-    concurrencies = sorted({point.concurrency for point in report.points})
     files = [point for point in report.points if point.operation in _BY_BYTES]
-    small = [point for point in report.points if point.operation not in (*_BY_BYTES, *_BESIDE)]
-    for heading, points, rate in (
-        ("data files, MiB/s", files, lambda point: point.mib_per_s),
-        ("small objects, requests/s", small, lambda point: point.requests_per_s),
-    ):
-        if points:
-            _show_sweep(heading, points, concurrencies, rate)
-    if everything:
-        _show_points(report.points)
-    _show_findings(report)
-
-
-def _show_sweep(
-    heading: str, points: Sequence[Point], concurrencies: Sequence[int], rate: Callable[[Point], float | None]
-) -> None:
-    """Print a row for each operation and size: its rates, and the latencies at its best rate."""
-    rows = []
-    for operation, size in dict.fromkeys((point.operation, point.size_bytes) for point in points):
-        row = {p.concurrency: p for p in points if (p.operation, p.size_bytes) == (operation, size)}
-        best = max(row.values(), key=lambda point: rate(point) or 0)
-        rates = [_rate(rate(row[one]), row[one] is best) if one in row else "–" for one in concurrencies]
-        latencies = [_number(value) for value in (best.p50_ms, best.p95_ms, best.p99_ms)]
-        cpu = _number(best.cpu_s_per_gib) if operation in _BY_BYTES else ""
-        rows.append([operation, size_text(size), *rates, *latencies, cpu, _errors(list(row.values()))])
-    at = [f"× {one}" for one in concurrencies]
-    show.print_wide(
-        [[heading, "size"], at, ["p50 ms", "p95 ms", "p99 ms", "CPU s/GiB", "errors"]], rows, folds="errors"
-    )
-
-
-def _rate(value: float | None, best: bool) -> str:
-    text = "–" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
-    return f"[bold green]{text}[/]" if best else text
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _errors(points: Sequence[Point]) -> str:
-    """Return the errors at any of *points*, by class."""
-    found: dict[str, int] = {}
-    for point in points:
-        for name, number in (*point.errors.items(), ("retries", point.retries), ("wrong bytes", point.wrong)):
-            found[name] = found.get(name, 0) + number
-    return ", ".join(f"[{'yellow' if name == 'retries' else 'red'}]{n} {name}[/]" for name, n in found.items() if n)
-
-
-def _show_points(points: Sequence[Point]) -> None:
-    rows = [
-        [
-            *(point.operation, size_text(point.size_bytes), str(point.concurrency), str(point.requests)),
-            *map(_number, (point.mib_per_s, point.requests_per_s)),
-            *map(_number, (point.p50_ms, point.p95_ms, point.p99_ms, point.max_ms, point.cpu_s_per_gib)),
-            _errors([point]),
-        ]
-        for point in points
-    ]
-    names, latencies = ["every point", "size", "at once"], ["p50 ms", "p95 ms", "p99 ms", "max ms"]
-    groups = [names, ["requests", "MiB/s", "requests/s"], [*latencies, "CPU s/GiB", "errors"]]
-    show.print_wide(groups, rows, folds="errors")
-
-
-def _show_findings(report: StressReport) -> None:
-    """Print floors, checks, the soak, skipped measurements and problems."""
+    calls = [point for point in report.points if point.operation not in _BY_BYTES]
+    _show_sweep("data files, MiB/s", files, lambda point: point.mib_per_s)
+    _show_sweep("small objects, requests/s", calls, lambda point: point.requests_per_s)
     show.out.print()
-    for floor in report.floors:
-        show.say(f"[dim]floor: {escape(floor.name)} {show.speed(floor.bytes_per_s)}[/]")
     for check in report.checks:
         show.say(f"{show.mark(check.passed)} {escape(check.name)} [dim]({escape(check.detail)})[/]")
     if report.soak is not None:
@@ -186,17 +89,47 @@ def _show_findings(report: StressReport) -> None:
         show.say(f"{show.mark(False)} {escape(problem)}")
 
 
-def _show_soak(found: Soak) -> None:
-    files, objects = show.count(found.files, "file"), show.count(found.objects, "object")
+def _show_sweep(heading: str, points: Sequence[Point], rate: Callable[[Point], float | None]) -> None:
+    """Print the rates of each operation and size, then the latencies at its best rate."""
+    rates, latencies, concurrencies = [], [], sorted({point.concurrency for point in points})
+    for operation, size in dict.fromkeys((point.operation, point.size_bytes) for point in points):
+        row = {p.concurrency: p for p in points if (p.operation, p.size_bytes) == (operation, size)}
+        best, name = max(row.values(), key=lambda point: rate(point) or 0), f"{operation} {show.size(size)}"
+        rates.append([name, *(_number(rate(row[count])) if count in row else "–" for count in concurrencies)])
+        figures = (best.p50_ms, best.p95_ms, best.p99_ms, best.cpu_s_per_gib)
+        latencies.append([name, *map(_number, figures), _errors(row.values())])
+    at = tuple(f"× {count}" for count in concurrencies)
+    show.print_table((heading, *at), rates, right=at, folds="")
+    headings = ("p50 ms", "p95 ms", "p99 ms", "CPU s/GiB")
+    show.print_table(("at the best", *headings, "errors"), latencies, right=headings, folds="errors")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _errors(points: Iterable[Point]) -> str:
+    """Return the errors at any of *points*, by class."""
+    counts: Counter[str] = Counter()
+    for point in points:
+        counts.update(point.errors)
+        counts.update({"retries": point.retries, "wrong bytes": point.wrong})
+    return ", ".join(f"[{'yellow' if name == 'retries' else 'red'}]{n} {name}[/]" for name, n in counts.items() if n)
+
+
+def _show_soak(soak: Soak) -> None:
+    files, objects = show.count(soak.files, "file"), show.count(soak.objects, "object")
     show.say(
-        f"{show.mark(not (found.wrong or found.errors))} soak of {found.wall_s:.0f} s: {files}, {objects},"
-        f" {show.size(found.bytes_written)} written, {show.size(found.bytes_read)} read and compared,"
-        f" {len(found.wrong)} wrong"
+        f"{show.mark(not (soak.wrong or soak.errors))} soak of {soak.wall_s:.0f} s: {files}, {objects},"
+        f" {show.size(soak.bytes_written)} written, {show.size(soak.bytes_read)} read and compared,"
+        f" {len(soak.wrong)} wrong"
     )
     show.say(
-        f"  {sum(found.injected.values())} faults injected ({found.fraction:.0%} of the calls, seed {found.seed}):"
-        f" {found.retried} calls retried, {found.recovered} of them recovered,"
-        f" {show.count(found.reread, 'damaged read')} repeated, {sum(found.errors.values())} calls failed"
+        f"  {sum(soak.injected.values())} faults injected ({soak.fraction:.0%} of the calls, seed {soak.seed}):"
+        f" {soak.retried} calls retried, {soak.recovered} of them recovered,"
+        f" {show.count(soak.reread, 'damaged read')} repeated, {sum(soak.errors.values())} calls failed"
     )
-    if found.injected:
-        show.say(f"  [dim]{', '.join(f'{number} × {what}' for what, number in found.injected.items())}[/]")
+    if soak.injected:
+        show.say(f"  [dim]{', '.join(f'{number} × {what}' for what, number in soak.injected.items())}[/]")

@@ -158,13 +158,15 @@ def _tensor_cells(node: _Node, folded: bool, files: Mapping[str, int]) -> list[s
             *([where] if len(files) > 1 else []),
         ]
     held = list(node.tensors())
-    total = Text(size(sum(one.bytes for one in held)), "" if folded else "dim")
+    total = Text(size(sum(tensor_info.bytes for tensor_info in held)), "" if folded else "dim")
     return ["", Text(count(len(held), "tensor"), "" if folded else "dim"), total]
 
 
 def _files(seen: Description) -> dict[str, int]:
     """Return the files that hold tensors, numbered as they are shown."""
-    return {path: number for number, path in enumerate(sorted({path for one in seen.tensors for path in one.files}))}
+    return {
+        path: number for number, path in enumerate(sorted({path for tensor in seen.tensors for path in tensor.files}))
+    }
 
 
 def _show_files(seen: Description) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import os
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 from rich.markup import escape
 
 from aiockpt.convert.foreign.checkpoint import is_foreign
 from aiockpt.convert.foreign.to_dcp import write_dcp
+from aiockpt.convert.foreign.to_torch import write_torch
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
 from aiockpt.pipeline.discover import scan
+from aiockpt.storage.address import parse_address
 from aiockpt.tools.cli.commands.app import finish, open_checkpointer
 from aiockpt.tools.cli.show import bytes_progress, count, mark, pace, say, size
 from aiockpt.tools.cli.survey import open_place
@@ -58,7 +61,7 @@ def kind_of_source(source: str) -> Kind:
     if anyio.run(has_weights, backend):
         return "weights"
     raise UsageError(
-        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP, torchsnapshot, "
+        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP, "
         "DeepSpeed (universal) or torch.save: nothing to convert"
     )
 
@@ -72,13 +75,32 @@ def carry_out(start: Callable[..., Converted], dry_run: bool, quiet: bool) -> Co
         return start(on_written=tick)
 
 
-def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:
-    """Write a step of *source* as a folder that DCP loads; a bar shows its progress. Return a description of the result."""
+def write_whole(source: str, target: str, to: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:
+    """Write all of a step of *source* as a folder that DCP loads, or as a file that torch does; a bar shows its progress.
+
+    Returns: a description of the result.
+    """
+    left_out: tuple[str, ...] = ()
+    written = 0
     with open_checkpointer(source) as ckpt:
         seen = finish(ckpt.describe(step))
         with bytes_progress("converting", seen.info.bytes, quiet) as tick:
-            size_bytes = write_dcp(ckpt, target, step=seen.info.step, replace=force, on_written=tick)
-    return {"step": seen.info.step, "url": target, "bytes": size_bytes}
+            if to == "dcp":
+                written = write_dcp(ckpt, target, step=seen.info.step, replace=force, on_written=tick)
+            else:
+                left_out = write_torch(ckpt, target, step=seen.info.step, replace=force, on_written=tick)
+                written = os.stat(parse_address(target).text).st_size
+    return {"step": seen.info.step, "url": target, "bytes": written, "left_out": left_out, "for": to}
+
+
+def show_whole(done: dict[str, Any]) -> None:
+    """Print the result of `write_whole`."""
+    say(f"{mark(True)} step {done['step']}, {size(done['bytes'])}: written to {escape(done['url'])} for {done['for']}")
+    if done["left_out"]:
+        say(
+            f"[yellow]![/] without {escape(list_names(done['left_out']))}: "
+            "state of one rank, or of an object that torch refuses; the step still has it"
+        )
 
 
 def show_converted(done: Converted, source: str | None = None) -> None:

@@ -14,8 +14,8 @@ from aiockpt.adapters.plain_values import in_words
 from aiockpt.adapters.stored import members_of
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.convert.folder_layout import split_by_bytes
+from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Place
-from aiockpt.engine.destination import Destination
 from aiockpt.engine.load import fill_tensors, stored_state
 from aiockpt.format.configuration import flatten, shown_value
 from aiockpt.format.dtypes import itemsize
@@ -206,7 +206,9 @@ def _without_names(node: Node) -> bytes:
 def _mark_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
     """Mark names that were excluded when one of two steps was saved, or both: whether they changed is unknown."""
     old, new = before.left_out or {}, after.left_out or {}
-    kept = [one for one in found if not (one.kind in ("added", "removed") and _covers({**old, **new}, one.name))]
+    kept = [
+        change for change in found if not (change.kind in ("added", "removed") and _covers({**old, **new}, change.name))
+    ]
     for name in {**old, **new}:
         kind: Kind = "not compared" if name in old and name in new and old[name] == new[name] else "left out"
         facts = (_noted(left, manifest, name) for left, manifest in ((old, before), (new, after)))

@@ -1,30 +1,37 @@
 """Test of the capabilities and the speed of a folder's file system.
 
-Guarantee: all tests use a temporary folder that is removed, also after control-C; the large files never have a name.
+Data are written and read by the local backend, as in a run. Guarantee: all tests use a temporary folder that is removed,
+also after control-C.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import anyio
 import msgspec
 from rich.markup import escape
 
+from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_mounts import explain_bucket, find_mount
-from aiockpt.testing.disk import OnMoved, measure_disk
+from aiockpt.errors import StorageAccessError, UsageError
 from aiockpt.tools.cli import show
 
 FLUSHES = 20
 REPEATS = 3
+SPEED_BYTES, BLOCK_BYTES = 64 << 20, 8 << 20
 SLOW_FLUSH_MS = 50.0
 COMMIT_FLUSHES = 14
 """Flushes of one small save, one after the other (13 to 15, counted): folders, data, receipt, decision, manifest."""
 
+OnMoved = Callable[[int], object]
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs"}
 
@@ -38,7 +45,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         exclusive_create: O_EXCL refuses a name that exists.
         file_flush_ms, folder_flush_ms: medians of a flush after 4 KiB, and of a folder after a new name.
         slowest_flush_ms: of either.
-        write_bytes_per_s, read_bytes_per_s: medians of one large file, past the page cache where *direct* says so.
+        write_bytes_per_s, read_bytes_per_s: medians of large files, past the page cache where *direct* says so.
         problems: reasons why commits here are unsafe; empty when they are safe.
         warnings: facts that an operator should know before using it for a run.
     """
@@ -69,95 +76,106 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return COMMIT_FLUSHES * max(self.file_flush_ms, self.folder_flush_ms)
 
 
-def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> Diagnosis:
-    """Test everything that a commit needs in a temporary folder below *root*; measure raw I/O on files of *size_bytes*.
+def run_doctor(root: Path, as_json: bool) -> bool:
+    """Examine *root*, print the diagnosis, and return whether commits there are unsafe; raises as `examine`."""
+    with show.bytes_progress("writing and reading", 2 * REPEATS * SPEED_BYTES, as_json) as tick:
+        found = examine(root, tick)
+    show.json_or(as_json, found, lambda: show_diagnosis(found))
+    return bool(found.problems)
 
-    Args:
-        on_moved: called with the bytes of each block; in all they are ``2 * REPEATS`` such files.
+
+def examine(root: Path, on_moved: OnMoved = lambda _: None) -> Diagnosis:
+    """Test everything that a commit needs, and raw reads and writes, in a temporary folder below *root*.
 
     Raises:
-        OSError: *root* is not writable, or has too little space.
+        UsageError: there is no room for the file of the speed test.
+        StorageAccessError: *root* is not writable.
     """
-    space = os.statvfs(root)
-    free_bytes, total_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    mount, space = find_mount(str(root)), shutil.disk_usage(root)
+    found = Diagnosis(str(root), "unknown" if mount is None else mount.kind, space.free, space.total)
     if (why := explain_bucket(str(root))) is not None:
-        return Diagnosis(str(root), _kind(root), free_bytes, total_bytes, problems=(why,))
-    with TemporaryDirectory(dir=root, prefix=".doctor-") as name:
+        return msgspec.structs.replace(found, problems=(why,))
+    if space.free < 2 * SPEED_BYTES:
+        why = f"has {space.free >> 20} MiB free: too few for a test" if space.total else "has no size"
+        raise UsageError(f"{root}: a file system that {why}; checkpoints cannot be kept there")
+    try:
+        return _examine(found, on_moved)
+    except PermissionError as error:
+        advice = "grant write access, or name another folder"
+        raise StorageAccessError(f"{root}: cannot be written to ({error.strerror}); {advice}") from error
+
+
+def _examine(found: Diagnosis, on_moved: OnMoved) -> Diagnosis:
+    with TemporaryDirectory(dir=found.root, prefix=".doctor-") as name:
         folder = Path(name)
-        link, exclusive = _works(lambda: _refuses_second_link(folder)), _works(lambda: _refuses_second_file(folder))
-        file_ms = list(_flush_file_ms(folder / "flushed"))
-        folder_ms = list(_flush_folder_ms(folder))
-        writing = measure_disk(folder, size_bytes, REPEATS, on_moved=on_moved)
-        reading = measure_disk(folder, size_bytes, REPEATS, kind="read", on_moved=on_moved)
-    found = Diagnosis(
-        root=str(root),
-        file_system=_kind(root),
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
-        direct=writing.direct,
+        (folder / "linked").touch()
+        link = _refuses_a_second(lambda: os.link(folder / "linked", folder / "link"))
+        exclusive = _refuses_a_second(lambda: os.close(os.open(folder / "once", os.O_CREAT | os.O_EXCL)))
+        flushed = os.open(folder / "flushed", os.O_WRONLY | os.O_CREAT)
+        file_ms = _flush_ms(flushed, lambda _: os.write(flushed, bytes(4096)))
+        folder_ms = _flush_ms(os.open(folder, os.O_RDONLY), lambda number: (folder / f"name-{number}").touch())
+        direct, writing, reading = anyio.run(_measure_speeds, LocalBackend(folder), on_moved)
+    found = msgspec.structs.replace(
+        found,
+        direct=direct,
         link=link,
         exclusive_create=exclusive,
         file_flush_ms=median(file_ms),
         folder_flush_ms=median(folder_ms),
         slowest_flush_ms=max(file_ms + folder_ms),
-        write_bytes_per_s=median(writing.bytes_per_s),
-        read_bytes_per_s=median(reading.bytes_per_s),
+        write_bytes_per_s=median(writing),
+        read_bytes_per_s=median(reading),
         problems=() if link or exclusive else ("two writers could both commit here: neither link nor O_EXCL refuses",),
     )
     return msgspec.structs.replace(found, warnings=tuple(_warnings(found)))
 
 
-def _kind(root: Path) -> str:
-    return "unknown" if (mount := find_mount(str(root))) is None else mount.kind
+async def _measure_speeds(backend: LocalBackend, on_moved: OnMoved) -> tuple[bool, list[float], list[float]]:
+    """Return whether O_DIRECT works, and the bytes a second of writing some files and of reading them, block by block."""
+    block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned
+    block[:] = os.urandom(BLOCK_BYTES)
+    writing, reading = [], []
+    for number in range(REPEATS):
+        key, began = f"speed-{number}", time.perf_counter()
+        upload = await backend.create(key, SPEED_BYTES)
+        for start in range(0, SPEED_BYTES, BLOCK_BYTES):
+            await upload.write(start, [block])
+            on_moved(BLOCK_BYTES)
+        await upload.finish()
+        writing.append(SPEED_BYTES / (time.perf_counter() - began))
+        reader, began = await backend.open(key), time.perf_counter()
+        for start in range(0, SPEED_BYTES, BLOCK_BYTES):
+            await reader.read(start, [block])
+            on_moved(BLOCK_BYTES)
+        reading.append(SPEED_BYTES / (time.perf_counter() - began))
+        await reader.close()
+        await backend.delete([key])
+    return bool(backend.statistics().direct), writing, reading
 
 
-def _works(attempt: Callable[[], bool]) -> bool:
+def _refuses_a_second(create: Callable[[], None]) -> bool:
     try:
-        return attempt()
-    except OSError:
-        return False
-
-
-def _refuses_second_link(folder: Path) -> bool:
-    (folder / "one").write_bytes(b"")
-    os.link(folder / "one", folder / "two")
-    try:
-        os.link(folder / "one", folder / "two")
+        create()
+        create()
     except FileExistsError:
         return True
+    except OSError:
+        return False
     return False
 
 
-def _refuses_second_file(folder: Path) -> bool:
-    for _ in range(2):
-        try:
-            os.close(os.open(folder / "once", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return True
-    return False
-
-
-def _flush_file_ms(path: Path) -> Iterator[float]:
-    with path.open("wb", buffering=0) as file:
-        for _ in range(FLUSHES):
-            file.write(bytes(4096))
-            yield _time_flush(file.fileno())
-
-
-def _flush_folder_ms(folder: Path) -> Iterator[float]:
-    handle = os.open(folder, os.O_RDONLY)
+def _flush_ms(handle: int, change: Callable[[int], object]) -> list[float]:
+    """Return how long each of some flushes of *handle* took, after a change."""
+    taken_ms = []
     try:
         for number in range(FLUSHES):
-            (folder / f"name-{number}").touch()
-            yield _time_flush(handle)
+            change(number)
+            began = time.perf_counter()
+            os.fsync(handle)
+            taken_ms.append((time.perf_counter() - began) * 1e3)
     finally:
         os.close(handle)
-
-
-def _time_flush(handle: int) -> float:
-    began = time.perf_counter()
-    os.fsync(handle)
-    return (time.perf_counter() - began) * 1e3
+    return taken_ms
 
 
 def _warnings(found: Diagnosis) -> Iterator[str]:

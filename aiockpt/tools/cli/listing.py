@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -9,8 +10,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from aiockpt.format.names import parse_step
-from aiockpt.pipeline.discover import StepInfo
-from aiockpt.tools.cli.show import Row, ago, count, moment, print_table, say, size, title
+from aiockpt.pipeline.step_info import StepInfo
+from aiockpt.tools.cli.show import Row, ago, count, moment, named, print_table, say, size, title
 from aiockpt.tools.cli.survey import Survey, UnfinishedSave
 
 METRICS_SHOWN = 3
@@ -37,7 +38,7 @@ def show_survey(root: str, found: Survey, instead: Sequence[str] = ()) -> None:
             say(f"{escape(hint)}.")
     for step in found.steps:
         if step.problem:
-            say(f"[red]✗ step {step.step}:[/] {escape(step.problem)}")
+            say(f"[red]✗ {named(step.step, step.id)}:[/] {escape(step.problem)}")
         elif step.newest_generation != step.generation:
             say(
                 f"[red]✗ step {step.step}:[/] generation {step.newest_generation} is damaged; "
@@ -70,7 +71,7 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> set[str]:
     rows: list[Row] = [
         (
             Text(line, "green" if step.id in current else "dim"),
-            Text(str(step.step), "bold" if step.id in current else ""),
+            Text(str(step.step) if step.step >= 0 else step.id, "bold" if step.id in current else ""),
             moment(step.created_ns),
             size(step.bytes) if step.bytes else "–",
             *(_metric(step.metrics, name) for name in shown),
@@ -113,13 +114,20 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
 def show_unfinished(root: str, attempts: Sequence[UnfinishedSave]) -> None:
     """Print the state of each attempt without a manifest, with advice."""
     for attempt in attempts:
-        say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {_describe_unfinished(root, attempt)}")
+        say(f"[yellow]{UNFINISHED} {named(attempt.step, attempt.id)}:[/] {_describe_unfinished(root, attempt)}")
+    removable = [one for one in attempts if not (one.can_be_committed or one.manifest_is_damaged)]
+    held_bytes = sum(attempt.bytes for attempt in removable)
+    if held_bytes:
+        now = f"[bold]aiockpt prune {escape(shlex.quote(root))} --grace-hours 0 --yes[/]"
+        say(f"[dim]they hold {size(held_bytes)}; if no job writes here, this removes them now:[/] {now}")
 
 
 def _describe_unfinished(root: str, attempt: UnfinishedSave) -> str:
     what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
     what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"
     removed = "`aiockpt prune` removes it after a day"
+    if attempt.manifest_is_damaged:  # which may have named it
+        removed = "`aiockpt prune` keeps it, for a manifest beside it cannot be read"
     if attempt.can_be_committed:
         return f"{what}: it was written completely; finish it with [bold]aiockpt commit {escape(root)}[/]"
     if attempt.missing_ranks:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from aiockpt.errors import CheckpointError
 from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
-from aiockpt.monitor.stragglers import Straggler
+from aiockpt.monitor.stragglers import explain
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.storage.backend import Backend
 from aiockpt.tools.cli import show
@@ -147,7 +147,7 @@ def _urgency(rank: RankNow) -> tuple[bool, float, int]:
 
 
 def _header(root: str, job: JobNow) -> list[str]:
-    well = sum(not one.silent for one in job.ranks)
+    well = sum(not rank.silent for rank in job.ranks)
     state = "[dim]ended[/]" if job.ended else f"{well} of {show.count(job.world_size, 'rank')} reporting"
     if job.durable_step is None or job.durable_s is None:
         durable = "[yellow]no step is durable yet[/]"
@@ -171,19 +171,11 @@ def _header(root: str, job: JobNow) -> list[str]:
         more = f" and {len(job.damaged) - _SHOWN_RANKS} more" if len(job.damaged) > _SHOWN_RANKS else ""
         names = ", ".join(job.damaged[:_SHOWN_RANKS])
         lines.append(f"[bold red]damaged, or of another version of aiockpt: {escape(names)}{more}[/]")
-    lines += [f"[yellow]{escape(_slow(one))}[/]" for one in job.slow[:MOST_SLOW]]
-    errors = {one.beat.last_error for one in job.ranks if one.beat.last_error}
+    lines += [f"[yellow]{escape(explain(straggler))}[/]" for straggler in job.slow[:MOST_SLOW]]
+    errors = {rank.beat.last_error for rank in job.ranks if rank.beat.last_error}
     if errors:
         lines.append(f"[red]{escape(sorted(errors)[-1][:200])}[/]")
     return lines
-
-
-def _slow(one: Straggler) -> str:
-    """Return a straggler in few words, so that the cause fits the screen."""
-    return (
-        f"rank {one.rank} ({one.host}) is slow: {one.stage} takes {one.factor:.1f} ×, {one.extra_s:.3g} s more each "
-        f"{one.operation} since step {one.since}; {one.cause}"
-    )
 
 
 def _table(ranks: list[RankNow]) -> Table:
@@ -191,8 +183,8 @@ def _table(ranks: list[RankNow]) -> Table:
         "rank", "host", "doing", "for", "written", "speed", "durable", "report",
         right=("rank", "for", "written", "speed", "durable", "report"), folds="host",
     )  # fmt: skip
-    for one in ranks:
-        work, beat = one.oldest, one.beat
+    for rank in ranks:
+        work, beat = rank.oldest, rank.beat
         doing = "[dim]ended[/]" if beat.ended else "[dim]nothing[/]"
         if work is not None:
             doing = f"{work.operation} {work.step}: {work.stage}"
@@ -200,11 +192,11 @@ def _table(ranks: list[RankNow]) -> Table:
             str(beat.rank),
             escape(beat.host),
             doing,
-            "" if work is None else _time(work.for_s + one.heard_s),
+            "" if work is None else _time(work.for_s + rank.heard_s),
             f"{show.size(work.done_bytes)} of {show.size(work.bytes)}" if work is not None and work.bytes else "",
             show.speed(beat.bytes_per_s) if beat.bytes_per_s and not beat.ended else "",
             "" if beat.durable_step is None else str(beat.durable_step),
-            f"[bold red]{_time(one.heard_s)} ago[/]" if one.silent else f"{_time(one.heard_s)} ago",
+            f"[bold red]{_time(rank.heard_s)} ago[/]" if rank.silent else f"{_time(rank.heard_s)} ago",
         )
     return table
 

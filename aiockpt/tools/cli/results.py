@@ -13,12 +13,25 @@ from rich.text import Text
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
 from aiockpt.tools.cli.listing import show_unfinished
-from aiockpt.tools.cli.show import Row, count, err, freed, mark, natural_order, pace, print_table, say, size, title
+from aiockpt.tools.cli.show import (
+    Row,
+    count,
+    err,
+    freed,
+    mark,
+    named,
+    natural_order,
+    pace,
+    print_table,
+    say,
+    size,
+    title,
+)
 
 if TYPE_CHECKING:
     from aiockpt.engine.maintenance import Copied, Pruned
     from aiockpt.pipeline.collect import Removal
-    from aiockpt.pipeline.discover import StepInfo
+    from aiockpt.pipeline.step_info import StepInfo
     from aiockpt.tools.cli.diff import LeafChange
     from aiockpt.tools.cli.survey import UnfinishedSave
 
@@ -29,7 +42,7 @@ KEPT_SHOWN = 20
 class Check(msgspec.Struct, frozen=True):
     """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for a damaged step.
 
-    *left_out* is the number of names excluded when it was saved, *repaired* the number of rewritten files.
+    *left_out* is the number of names excluded when it was saved, *repaired* the number of rewritten files, *id* its folder.
     """
 
     step: int
@@ -40,6 +53,7 @@ class Check(msgspec.Struct, frozen=True):
     problem: str | None = None
     left_out: int = 0
     repaired: int = 0
+    id: str = ""
 
 
 def note_left_out(number: int, step: int) -> None:
@@ -52,7 +66,7 @@ def note_left_out(number: int, step: int) -> None:
 def show_check(result: Check) -> None:
     """Print the result of a verification."""
     if not result.valid:
-        say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
+        say(f"[red]✗ {named(result.step, result.id)}:[/] {escape(result.problem or '')}")
         return
     say(f"{mark(True)} step {result.step}: intact, {size(result.bytes)} in {pace(result.bytes, result.seconds)}")
     note_left_out(result.left_out, result.step)
@@ -84,7 +98,7 @@ def show_changes(root: str, one: int, two: int, found: Sequence[LeafChange], eve
     values = [change for change in differing if change.what == "value"]
     most = None if everything else CHANGES_SHOWN
     _show_tensors(tensors[:most])
-    print_table(("value", ""), [(escape(one.name), Text(_value_text(one))) for one in values[:most]], folds="")
+    print_table(("value", ""), [(escape(value.name), Text(_value_text(value))) for value in values[:most]], folds="")
     if most is not None and max(len(tensors), len(values)) > most:
         say(f"[dim]the first {most} of {len(tensors)} tensors and {len(values)} values: --all shows everything[/]")
     if unknown:
@@ -115,11 +129,14 @@ def _value_text(change: LeafChange) -> str:
     return change.detail if change.kind == "changed" else f"{change.kind}: {change.detail}"
 
 
-def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled: bool) -> None:
+def show_pruned(
+    root: str, found: Pruned, sizes: Mapping[str, int], left: Sequence[UnfinishedSave], deleted: bool, *, ruled: bool
+) -> None:
     """Print the steps that retention removed, or would remove, and why the rest is kept.
 
     Args:
         sizes: bytes by folder, of steps and of attempts.
+        left: the attempts without a manifest that stay, for the time being.
         ruled: whether the call has a rule by which steps are deleted.
     """
 
@@ -135,7 +152,7 @@ def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled
         rows.append((what, name, "" if size_bytes is None else size(size_bytes), why))
 
     for step in found.kept[:KEPT_SHOWN]:
-        add("[green]kept[/]", f"step {step.step}", sizes.get(step.id, 0), step.reason, counts=False)
+        add("[green]kept[/]", named(step.step, step.id), sizes.get(step.id, 0), step.reason, counts=False)
     for doomed in found.steps:
         add(did("deleted", "delete"), f"step {doomed.step}", sizes.get(doomed.id, 0), doomed.reason)
     for garbage in found.garbage:
@@ -150,11 +167,12 @@ def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled
         add("skipped", step_id, sizes.get(step_id, 0), reason, counts=False)
     print_table(("", "what", "size", "why"), rows, right=("size",), folds="why", gap=False)
     _sum_up(found, gone_bytes, deleted, ruled)
+    show_unfinished(root, left)
 
 
 def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
-    steps = [step.step for step in found.kept]
-    shown = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+    steps = [str(step.step) if step.step >= 0 else escape(step.id) for step in found.kept]
+    shown = ", ".join(steps[:8]) + (", …" if len(steps) > 8 else "")
     more = len(steps) - KEPT_SHOWN
     hidden = f" [dim]· {more} of them not shown above: --json lists all[/]" if more > 0 else ""
     say(f"kept: {count(len(steps), 'step')}{f' ({shown})' if steps else ''}{hidden}")
@@ -203,9 +221,9 @@ def _removed(found: Removal) -> str:
 
 def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[UnfinishedSave]) -> None:
     """Print the commits that were finished, and those that could not be."""
-    for one in found:
-        ranks = f" from the receipts of {one.world_size} ranks" if one.world_size > 1 else ""
-        say(f"[green]✓ step {one.step}:[/] committed as generation {one.generation}{ranks}")
+    for info in found:
+        ranks = f" from the receipts of {info.world_size} ranks" if info.world_size > 1 else ""
+        say(f"[green]✓ step {info.step}:[/] committed as generation {info.generation}{ranks}")
     show_unfinished(root, left)
     if not found:
         say("nothing to commit: no save lacks only its manifest")

@@ -49,27 +49,7 @@ def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None
     if found.committed:
         show.say(f"durable     {duration(found.durable_s[0])} after the call, at most {duration(found.durable_s[1])}")
     show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
-    _show_trouble(found)
     _show_stages(found)
-
-
-def _show_trouble(found: Summary) -> None:
-    for failure in found.failures:
-        at = show.moment(int(failure.at_s * 1e9))
-        others = f" and {show.count(failure.ranks - 1, 'other')}" if failure.ranks > 1 else ""
-        show.say(
-            f"[red]failed[/]      step {failure.step} on rank {failure.rank}{others} at {at}: {escape(failure.error)}"
-        )
-    for slow in found.stragglers:
-        show.say(
-            f"[yellow]straggler[/]   rank {slow.rank} ({escape(slow.host)}): {slow.operation} {slow.stage} takes "
-            f"{slow.factor:.1f} × the ranks' median, {duration(slow.extra_s)} more, since step {slow.since}: {slow.cause}"
-        )
-    for start in found.restarts:
-        resumed = "from nothing" if start.resumed_from is None else f"from step {start.resumed_from}"
-        at, ranks = show.moment(int(start.at_s * 1e9)), show.count(start.world_size, "rank")
-        lost = f"{duration(start.lost_s)} of work lost, down for {duration(start.down_s)}"
-        show.say(f"restart     at {at} on {ranks}, {resumed}; {lost}")
 
 
 def _show_stages(found: Summary) -> None:

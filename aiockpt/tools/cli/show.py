@@ -1,18 +1,19 @@
 """Output of results: one console for each stream, tables whose numbers are never cut, progress bars, JSON for programs.
 
-A table of many numbers that a narrow terminal cannot hold is printed in parts, one below the other, each with the row's
-name. A bar is drawn on a terminal, and nothing in a pipe.
+A bar is drawn on a terminal, and nothing in a pipe.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import zip_longest
 from typing import Literal
 
 import msgspec
@@ -36,8 +37,9 @@ from aiockpt.redaction import redact
 from aiockpt.units import count, size, speed
 
 __all__ = [
-    "ago", "bytes_progress", "columns", "count", "err", "freed", "json_or", "mark", "moment", "natural_order", "out", "pace",
-    "parts_progress", "print_table", "print_wide", "problem", "say", "shape_text", "size", "speed", "title",
+    "ago", "bytes_progress", "columns", "count", "err", "freed", "gone", "json_or", "mark", "moment", "named",
+    "natural_order", "out", "pace", "parts_progress", "print_table", "problem", "say", "shape_text",
+    "size", "speed", "title",
 ]  # fmt: skip
 
 PIPE_COLUMNS = 160
@@ -61,12 +63,15 @@ def _open_console(stderr: bool) -> Console:
     console = _PoliteConsole(stderr=stderr, highlight=False)
     if not _has_width(console):
         console.width = PIPE_COLUMNS
+    elif not console.width:  # COLUMNS=0 at a terminal
+        console.width = shutil.get_terminal_size().columns
     return console
 
 
 def _has_width(console: Console) -> bool:
-    """Return whether lines have a limited width: of a terminal, or from COLUMNS."""
-    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    """Return whether lines have a limited width: of a terminal, or from COLUMNS, where 0 means that it is not known."""
+    columns = os.environ.get("COLUMNS", "")
+    return console.is_terminal or (columns.isdigit() and int(columns) > 0)
 
 
 out = _open_console(stderr=False)
@@ -97,6 +102,11 @@ def problem(message: str) -> None:
     err.print(f"[bold red]error:[/] {escape(redact(message))}", soft_wrap=not _has_width(err))
 
 
+def gone(step: int) -> None:
+    """Print, on standard error, that a step was deleted after it was listed: by a running job, most likely."""
+    err.print(f"[yellow]–[/] step {step}: deleted meanwhile")
+
+
 def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
     """Return an empty table without lines.
 
@@ -119,14 +129,27 @@ def print_table(
 ) -> None:
     """Print a table made by `columns`, with *gap* after an empty line; nothing without rows.
 
-    Headings that are all blank are not shown.
+    Headings that are all blank are not shown. Where a terminal is narrower than the columns that do not wrap, it breaks the
+    lines: a number without its unit, or half of one, would be another number.
     """
+    rows = list(rows)
     table = columns(*headings, right=right, folds=folds)
+    widths = [max(map(_cell_width, column)) for column in zip_longest(headings, *rows, fillvalue="")]
+    if folds in headings:
+        at = headings.index(folds)
+        widths[at] = table.columns[at].min_width = min(widths[at], FOLDED_WIDTH)
+    needed = sum(widths) + GAP * len(widths)
     table.show_header = any(heading.strip() for heading in headings)
     for row in rows:
         table.add_row(*row)
-    if table.row_count:
+    if not table.row_count:
+        return
+    width = out.width
+    out.width = max(needed, width)  # rich fits no table into more than its console has
+    try:
         out.print(*[""] * gap, table, sep="\n")
+    finally:
+        out.width = width
 
 
 def mark(passed: bool) -> str:
@@ -153,6 +176,11 @@ def freed(size_bytes: int, deleted: bool) -> str:
     )
 
 
+def named(step: int, step_id: str) -> str:
+    """Return ``step 7``; the name of its folder where its number is not known, since nothing of it can be read."""
+    return f"step {step}" if step >= 0 else escape(step_id)
+
+
 def moment(time_ns: int) -> str:
     """Return a point in time in the local time zone."""
     return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S") if time_ns else "–"
@@ -176,46 +204,9 @@ GAP = 2
 FOLDED_WIDTH = 16
 """Width reserved for the column that may wrap, where it would be wider."""
 
-Cells = Mapping[str, Sequence[str]]
 
-
-def print_wide(groups: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], *, folds: str) -> None:
-    """Print a table of numbers, with an empty line above each of its parts.
-
-    Args:
-        groups: headings; the first group names the rows and is in every part; each other group stays together.
-        rows: of cells with markup, one for each heading.
-        folds: the heading of the column of words, which may wrap.
-    """
-    headings = [heading for group in groups for heading in group]
-    cells = dict(zip(headings, zip(*rows, strict=True), strict=True))
-    names, *rest = ([heading for heading in group if any(cells[heading])] for group in groups)
-    numbers = [heading for group in rest for heading in group]
-    together = _width(cells, [*names, *numbers], folds) <= out.width
-    parts = [numbers] if together else [part for group in rest for part in _split(cells, names, group, folds)]
-    for part in parts:
-        shown = [*names, *part]
-        right = tuple(heading for heading in shown[1:] if heading != folds)
-        print_table(shown, zip(*(cells[heading] for heading in shown), strict=True), right=right, folds=folds)
-
-
-def _split(cells: Cells, names: Sequence[str], group: Sequence[str], folds: str) -> Iterator[list[str]]:
-    """Yield the headings of *group* in the fewest parts that fit beside *names*."""
-    part: list[str] = []
-    for heading in group:
-        if part and _width(cells, [*names, *part, heading], folds) > out.width:
-            yield part
-            part = []
-        part.append(heading)
-    if part:
-        yield part
-
-
-def _width(cells: Cells, headings: Sequence[str], folds: str) -> int:
-    """Return the width of the table in columns of a terminal."""
-    widths = [max(Text.from_markup(text).cell_len for text in (heading, *cells[heading])) for heading in headings]
-    kept = [min(width, FOLDED_WIDTH) if name == folds else width for name, width in zip(headings, widths, strict=True)]
-    return sum(kept) + GAP * (len(kept) - 1)
+def _cell_width(cell: str | Text) -> int:
+    return cell.cell_len if isinstance(cell, Text) else Text.from_markup(cell).cell_len
 
 
 class SpeedColumn(ProgressColumn):

@@ -10,11 +10,13 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import anyio
 import msgspec
 
 from aiockpt.errors import (
+    CheckpointError,
     CorruptionError,
     NoValidCheckpointError,
     ObjectNotFoundError,
@@ -23,19 +25,20 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.format.names import attempt_folder
+from aiockpt.options import Best, Mode
+from aiockpt.pipeline.collect import best_step
 from aiockpt.pipeline.discover import (
-    Listed,
+    StepAt,
     StepEntry,
-    StepInfo,
     first_in_full,
     newest_first,
-    read_info,
     read_receipts,
-    refuse_step_folder,
-    scan,
     votes_to_finish,
 )
+from aiockpt.pipeline.latest import find_steps
 from aiockpt.pipeline.receipts import read_head
+from aiockpt.pipeline.step_info import StepInfo, read_info
+from aiockpt.pipeline.wrong_places import refuse_step_folder
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import OsFiles
 from aiockpt.storage.backend import Backend, file_url, local_path
@@ -75,7 +78,7 @@ class Survey(msgspec.Struct, frozen=True):
 
 async def survey(backend: Backend) -> Survey:
     """List every step below the root."""
-    entries = await scan(backend)
+    entries = await find_steps(backend)
     slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
     steps: dict[str, StepInfo] = {}
     unfinished: list[UnfinishedSave] = []
@@ -90,7 +93,7 @@ async def survey(backend: Backend) -> Survey:
         for entry in entries:
             tasks.start_soon(describe, entry)
     order = {entry.id: place for place, entry in enumerate(entries)}
-    unfinished.sort(key=lambda one: (order[one.id], one.attempt))
+    unfinished.sort(key=lambda save: (order[save.id], save.attempt))
     return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
 
 
@@ -132,17 +135,25 @@ async def find_committed(backend: Backend, step: int | None) -> StepEntry:
     """Return the committed step of that number; the newest one, damaged or not, for None.
 
     Raises:
-        StepNotFoundError: there is none; the message lists the existing steps.
+        StepNotFoundError: there is no such step; the message lists the existing steps.
     """
-    committed = [entry for entry in await scan(backend) if entry.committed]
+    committed = [entry for entry in await find_steps(backend) if entry.committed]
     for entry in committed:
         if step in (None, entry.step):
             return entry
     if step is None:
-        raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+        raise _nothing_at(backend)
     there = ", ".join(str(entry.step) for entry in committed[:10]) or "none"
     more = f" and {len(committed) - 10} more" if len(committed) > 10 else ""
     raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {there}{more}")
+
+
+def _nothing_at(backend: Backend) -> StepNotFoundError:
+    return StepNotFoundError(f"{backend.url} holds no checkpoint yet; `aiockpt ls` there names the runs below it")
+
+
+def _nothing_valid_at(backend: Backend, skipped: list[tuple[str, str]]) -> CheckpointError:
+    return NoValidCheckpointError(backend.url, skipped) if skipped else _nothing_at(backend)
 
 
 async def find_valid(backend: Backend) -> StepEntry:
@@ -154,13 +165,35 @@ async def find_valid(backend: Backend) -> StepEntry:
         NewerFormatError, StorageError: of a step that may be the newest.
     """
     skipped: list[tuple[str, str]] = []
-    listed = [Listed(backend, entry) for entry in await scan(backend) if entry.committed]
-    found = newest_first(listed, lambda one, error: skipped.append((one.entry.id, str(error))))
-    if (best := await first_in_full(found)) is not None:
-        return best[0].entry
-    if skipped:
-        raise NoValidCheckpointError(backend.url, skipped)
-    raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+    listed = [StepAt(backend, entry) for entry in await find_steps(backend) if entry.committed]
+    found = newest_first(listed, lambda copy, error: skipped.append((copy.entry.id, str(error))))
+    if (best := await first_in_full(found)) is None:
+        raise _nothing_valid_at(backend, skipped)
+    return best[0].entry
+
+
+async def choose_best(backend: Backend, given: str) -> int:
+    """Return the best step by a metric, as a load chooses it.
+
+    Args:
+        given: the metric, with ``:min`` or ``:max`` behind it where its name does not say what is good.
+
+    Raises:
+        UsageError: it does not, and none is given.
+        StepNotFoundError: nothing is committed, or no step has the metric.
+        NoValidCheckpointError: no committed step is valid.
+    """
+    metric, _, mode = given.rpartition(":")
+    try:
+        rule = Best(metric, mode=mode) if mode in get_args(Mode) else Best(given)  # type: ignore[arg-type]
+    except UsageError as error:
+        raise UsageError(f"best:{given}: write best:METRIC:min or best:METRIC:max, as in best:{given}:max") from error
+    skipped: list[tuple[str, str]] = []
+    listed = [StepAt(backend, entry) for entry in await find_steps(backend) if entry.committed]
+    best = await best_step(listed, rule, lambda copy, error: skipped.append((copy.entry.id, str(error))))
+    if best is None:
+        raise _nothing_valid_at(backend, skipped)
+    return best
 
 
 async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
@@ -223,6 +256,7 @@ def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> Non
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: a file; {advice}")
     if not folder.is_dir():
-        making = f"make it (mkdir -p {shlex.quote(str(folder))}), or " if may_be_made else ""
-        raise UsageError(f"{folder}: no such folder; {making}{advice}")
+        making = f"make it (mkdir -p {shlex.quote(str(folder))}), or {advice}"
+        finding = "nothing was saved there. `aiockpt ls FOLDER` names the runs below a folder"
+        raise UsageError(f"{folder}: no such folder; {making if may_be_made else finding}")
     refuse_step_folder(file_url(str(folder)), OsFiles())

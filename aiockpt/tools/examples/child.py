@@ -1,48 +1,26 @@
-"""The processes of the demo: their work, and how the demo starts them and records their events.
+"""One process of the demo: it trains, writes each event to standard output as a JSON line, and kills itself on cue.
 
-A process trains, writes each event to standard output as a JSON line (the rank and the event), and kills itself on cue. A
-line is written by one call, before the process goes on, so no event is lost with it. The arithmetic is
-reproducible bit by bit.
+A line (the rank and the event) is written by one call, before the process goes on, so no event is lost with it. The
+arithmetic is reproducible bit by bit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import distributed
 
-from aiockpt import events
-from aiockpt.events import (
-    BarrierWaited,
-    BytesWritten,
-    Committed,
-    DataWritten,
-    Event,
-    SaveFailed,
-    SaveStarted,
-    SnapshotTaken,
-)
-from aiockpt.runtime.signals import open_child
-from aiockpt.tools.examples import train_async, train_elastic, train_sync
+from aiockpt.events import BarrierWaited, BytesWritten, Committed, DataWritten, Event, Loaded, SnapshotTaken
 from aiockpt.tools.examples.gpt import GPTSize
-
-TRAINERS: dict[str, Callable[..., Any]] = {
-    "sync": train_sync.train,
-    "async": train_async.train,
-    "elastic": train_elastic.train,
-}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +29,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         url: where its checkpoints are.
         every: save every so many steps; None never saves.
+        size: None for the trainer's own.
         settings: further arguments of the trainer.
         threads: of torch; the order of float additions depends on them.
         die_in_save_of: the step in whose save the last rank sends SIGKILL to itself; None: no kill.
@@ -61,7 +40,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     every: int | None
     trainer: Literal["sync", "async", "elastic"] = "sync"
-    size: GPTSize = GPTSize()
+    size: GPTSize | None = None
     settings: dict[str, Any] = {}
     threads: int = 1
     die_in_save_of: int | None = None
@@ -75,10 +54,7 @@ class StepDone(Event, frozen=True, tag=True):
     seconds: float
 
 
-DemoEvent = (
-    StepDone | events.SaveStarted | SnapshotTaken | events.BarrierWaited | BytesWritten | DataWritten | events.Committed
-    | events.SaveFailed | events.Loaded | events.StepSkipped | events.RolledForward
-)  # fmt: skip
+DemoEvent = StepDone | SnapshotTaken | BarrierWaited | BytesWritten | Committed | Loaded
 
 
 class StepReporter:
@@ -130,8 +106,11 @@ def run(job: Job) -> None:
     observers: list[StepReporter | DieInSave] = [reporter]
     if job.die_in_save_of is not None and rank == (job.ranks or 1) - 1:
         observers.append(DieInSave(job.die_in_save_of))
-    shared = {"size": job.size, "steps": job.steps, "every": job.every, **job.settings}
-    trained = TRAINERS[job.trainer](job.url, **shared, on_step=reporter.on_step, observers=observers)
+    settings = job.settings if job.size is None else {**job.settings, "size": job.size}
+    trainer = importlib.import_module(f"aiockpt.tools.examples.train_{job.trainer}")
+    trained = trainer.train(
+        job.url, steps=job.steps, every=job.every, **settings, on_step=reporter.on_step, observers=observers
+    )
     if trained is not None:
         asyncio.run(trained)
     if job.ranks:
@@ -140,104 +119,3 @@ def run(job: Job) -> None:
 
 if __name__ == "__main__":
     run(msgspec.json.decode(sys.argv[1], type=Job))
-
-
-SILENCE_S = 300.0
-"""Seconds without an event after which a process is ended."""
-LOG_TAIL_CHARACTERS = 2000
-
-E = TypeVar("E", bound=Event)
-
-
-class DemoError(Exception):
-    """The demo cannot run, or one of its processes failed; the message names the log to read."""
-
-
-class RankRecord:
-    """The events of one rank, by kind and step: ``record[Committed][step]``.
-
-    Attributes:
-        waits_s: how long the optimizer was held by the lazy snapshot of each save.
-        written_bytes: bytes of each save that reached the storage.
-    """
-
-    def __init__(self) -> None:
-        self._events: dict[type[Event], dict[int, Any]] = defaultdict(dict)
-        self.waits_s: dict[int, float] = defaultdict(float)
-        self.written_bytes: Counter[int] = Counter()
-
-    def add(self, event: DemoEvent) -> None:
-        """Add an event."""
-        self._events[type(event)][event.step] = event
-        if isinstance(event, BarrierWaited):
-            self.waits_s[event.step] += event.seconds
-        if isinstance(event, BytesWritten):
-            self.written_bytes[event.step] += event.bytes
-
-    def __getitem__(self, kind: type[E]) -> dict[int, E]:
-        return self._events[kind]
-
-    def newest(self, kind: type[E]) -> E | None:
-        """Return the last event of this kind, if any."""
-        return next(reversed(self[kind].values()), None)
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """The loss of each step."""
-        return {step: done.loss for step, done in self[StepDone].items()}
-
-    @property
-    def in_flight(self) -> int:
-        """Number of saves that have started and not ended."""
-        return len(self[SaveStarted]) - len(self[Committed]) - len(self[SaveFailed])
-
-
-def run_job(
-    job: Job, name: str, folder: Path, on_recorded: Callable[[RankRecord, DemoEvent], object]
-) -> dict[int, RankRecord]:
-    """Run *job* to its end and return the record of each rank's events; *on_recorded* gets those of rank 0.
-
-    The events go to ``<name>.jsonl`` in *folder* too, and the output to ``<name>.log``.
-
-    Raises:
-        DemoError: the processes did not end as the job requires: with status 0, or by SIGKILL.
-    """
-    records: dict[int, RankRecord] = defaultdict(RankRecord)
-    decoder = msgspec.json.Decoder(tuple[int, DemoEvent])
-    command, env = (
-        [sys.executable, "-m", "aiockpt.tools.examples.child", msgspec.json.encode(job).decode()],
-        {**os.environ},
-    )
-    if job.ranks:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        env |= {"OMP_NUM_THREADS": str(job.threads), "GLOO_SOCKET_IFNAME": "lo"}
-    log = folder / f"{name}.log"
-    with (
-        (folder / f"{name}.jsonl").open("wb") as copy,
-        log.open("wb") as errors,
-        open_child(command, errors, env) as child,
-    ):
-        for line in _lines(child, log):
-            copy.write(line + b"\n")
-            rank, event = decoder.decode(line)
-            records[rank].add(event)
-            if rank == 0:
-                on_recorded(records[0], event)
-    status = child.returncode
-    expected = 0 if job.die_in_save_of is None else 1 if job.ranks else -signal.SIGKILL  # 1: torchrun's, of a dead rank
-    if status != expected:
-        tail = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
-        raise DemoError(f"the {name} process ended with status {status} instead of {expected}. {log} says:\n{tail}")
-    return records
-
-
-def _lines(child: subprocess.Popen[bytes], log: Path) -> Iterator[bytes]:
-    """Yield the whole lines that *child* writes; a kill may cut the last one."""
-    assert child.stdout is not None
-    pipe, rest = child.stdout.fileno(), b""
-    while select.select([pipe], [], [], SILENCE_S)[0]:
-        if not (read := os.read(pipe, 1 << 16)):
-            return
-        *lines, rest = (rest + read).split(b"\n")
-        yield from lines
-    raise DemoError(f"no event for {SILENCE_S:g} s: the process was ended; see {log}")

@@ -2,10 +2,10 @@
 
     aiockpt demo
 
-Three processes run the same trainer. The *reference* never saves and is never interrupted. The *killed* one saves every
-few steps and dies by SIGKILL in the middle of a save. Started again it is *resumed*, and every loss must be the
-reference's, bit by bit. Read `train_sync` and `train_async` to see how a training loop uses aiockpt; this module only
-runs them.
+The *reference* never saves and is never interrupted. The *killed* run saves every few steps and dies by SIGKILL in the
+middle of a save. Started again it is *resumed*, and every loss must be the reference's, bit by bit. With ``--elastic`` it
+is killed three times, and goes on with other ranks and another parallelism. Read `train_sync`, `train_async` and
+`train_elastic` to see how a training loop uses aiockpt; this module only runs them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,37 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from aiockpt.events import Committed, Loaded
 from aiockpt.format.names import parse_manifest, step_id
 from aiockpt.runtime.signals import Interrupted, ended_by_signals
-from aiockpt.testing.disk import measure_disk
-from aiockpt.tools.examples.child import DemoError, Job, RankRecord, StepDone, run_job
-from aiockpt.tools.examples.display import Display, print_result
-from aiockpt.tools.examples.figures import Figures, account, judge
-from aiockpt.tools.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.units import speed
+from aiockpt.tools.examples.child import Job
+from aiockpt.tools.examples.gpt import GPTSize
+from aiockpt.tools.examples.phases import DemoError, Outcome, Phase, RankRecord, account, judge, run_job
+from aiockpt.units import size
 
-CHECKPOINTS, DISK = "checkpoints", "disk"
+CHECKPOINTS = "checkpoints"
 EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
 """Exit statuses: all losses are equal; they are not; the demo could not be run; with the number of the signal added."""
+
+COST = (
+    "{saves} saves in {steps} steps blocked {blocked_fraction:.2%} of the training: a pause of {pause_median_s:.4f} s each, "
+    "{pause_max_s:.4f} s at most; committed after {commit_median_s:.3f} s"
+)
+CLOSE = " (Other ranks take sums in another order: there, losses are close, not equal.)"
+
+ONE_PROCESS = (Phase("reference", 1.0), Phase("killed", 0.6), Phase("resumed", 1.0))
+ELASTIC = (
+    Phase("reference", 1.0, ranks=2),
+    Phase("FSDP2 on 2 ranks", 0.25, ranks=2),
+    Phase("again on 2 ranks", 0.5, ranks=2),
+    Phase("one rank", 0.75, ranks=1, exact=False),
+    Phase("TP 2 × FSDP2 2 on 4 ranks", 1.0, ranks=4, tensor_parallel=2, exact=False),
+)
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,35 +56,56 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep: int = 3
     dir: Path | None = None
     asynchronous: bool = False
+    elastic: bool = False
     json: bool = False
-    plain: bool = False
-    size: GPTSize = DEFAULT_SIZE
+    size: GPTSize | None = None
+
+    def check(self) -> None:
+        """Raise DemoError where the options leave no save to die in, with a committed one before it."""
+        if self.every < 1 or self.keep < 1:
+            raise DemoError("--every and --keep must be 1 or more")
+        enough = 8 * self.every if self.elastic else 3 * self.every + 1
+        if self.steps < enough:
+            raise DemoError(f"{self.steps} steps are too few for a save every {self.every}: take {enough} or more")
+
+    def doomed_save(self, phase: Phase) -> int | None:
+        """Return the step in whose save *phase* is killed; None where it is not."""
+        return None if phase.until == 1.0 else max(2, int(phase.until * self.steps) // self.every) * self.every
+
+    def job(self, phase: Phase, folder: Path) -> Job:
+        """Return the job of a phase."""
+        settings = {"keep": self.keep, "snapshot": "lazy" if self.lazy else "eager"}
+        reference = phase.name == "reference"
+        return Job(
+            url=str(folder.resolve() / ("reference" if reference else CHECKPOINTS)),
+            steps=self.steps,
+            every=None if reference else self.every,
+            trainer="elastic" if self.elastic else "async" if self.asynchronous else "sync",
+            size=self.size,
+            settings={"tensor_parallel": phase.tensor_parallel} if self.elastic else settings,
+            threads=1 if self.elastic else min(4, len(os.sched_getaffinity(0))),
+            die_in_save_of=self.doomed_save(phase),
+            ranks=phase.ranks,
+        )
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo, print what it shows, and return its exit status."""
-    console = Console(stderr=options.json)
-    return direct(
-        console, options.dir, lambda: choose_doomed_save(options), lambda *found: _run(console, options, *found)
-    )
-
-
-def direct(console: Console, folder: Path | None, check: Callable[[], Any], work: Callable[[Path, Any], int]) -> int:
-    """Do *work* in a new folder with the result of *check*; return the status. Only a failure keeps a temporary folder."""
-    made, status = None, FAILED
+    """Run the demo, print what it shows, and return its exit status. Only a failure keeps a temporary folder."""
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    folder, status = None, FAILED
     try:
-        found = check()
-        made = make_work_folder(folder)
+        options.check()
+        folder = make_work_folder(options.dir)
         with ended_by_signals():
-            status = work(made, found)
+            status = conclude(options, *run_phases(options, folder, say), say)
     except DemoError as error:
-        console.print(f"demo: {error}", style="red", markup=False)
+        say(f"demo: {error}")
     except Interrupted as interruption:
         status = BY_SIGNAL + interruption.number
-    if made is not None and folder is None and (status == EXACT or status > BY_SIGNAL):
-        shutil.rmtree(made)
-    elif made is not None:
-        show(console, f"Everything is in {made}; look at it: aiockpt ls {made / CHECKPOINTS}", style="dim")
+    if folder is not None and options.dir is None and (status == EXACT or status > BY_SIGNAL):
+        shutil.rmtree(folder)
+    elif folder is not None:
+        say(f"Everything is in {folder}; look at it: aiockpt ls {folder / CHECKPOINTS}")
     return status
 
 
@@ -94,69 +126,27 @@ def make_work_folder(folder: Path | None) -> Path:
     raise DemoError(f"{folder} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
 
 
-def show(console: Console, text: str, style: str) -> None:
-    """Print a line as it is."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def choose_doomed_save(options: DemoOptions) -> int:
-    """Return the step whose save is to be interrupted: late in the run, with committed steps before it.
-
-    Raises:
-        DemoError: the options leave no such step.
-    """
-    if options.every < 1 or options.keep < 1:
-        raise DemoError("--every and --keep must be 1 or more")
-    saves = (options.steps - 1) // options.every  # beside the one of step 0
-    if saves < 3:
-        enough = 3 * options.every + 1
-        raise DemoError(f"{options.steps} steps are too few for a save every {options.every}: take {enough} or more")
-    return options.every * max(2, round(0.6 * saves))
-
-
-def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> int:
-    """Run one process after the other, and draw the conclusions."""
-    trainer = "async" if options.asynchronous else "sync"
-    title = f"a {'lazy ' * options.lazy}save every {options.every}."
-    show(console, f"A byte-level GPT reads the standard library: {options.steps} steps, {title}", style="bold")
-    show(console, f"The trainer is {Path(__file__).with_name(f'train_{trainer}.py')}", style="dim")
-    saving = Job(
-        url=str(folder / CHECKPOINTS),
-        size=options.size,
-        steps=options.steps,
-        every=options.every,
-        threads=min(4, len(os.sched_getaffinity(0))),
-        trainer="async" if options.asynchronous else "sync",
-        settings={"keep": options.keep, "snapshot": "lazy" if options.lazy else "eager"},
-    )
-    quiet = msgspec.structs.replace(saving, url=str(folder / "reference"), every=None)
-    doing_harm = msgspec.structs.replace(saving, die_in_save_of=doomed)
-    again = options.steps - doomed + options.every - 1  # the newest committed save is the one before, as a rule
-    phases = {"reference": options.steps, "killed": doomed + 1, "resumed": again, DISK: 0}
-    with Display(console, phases, plain=options.plain or options.json) as display:
-        reference = run_phase(display, quiet, "reference", folder)[0]
-        killed = run_phase(display, doing_harm, "killed", folder)[0]
-        check_uncommitted(folder / CHECKPOINTS, doomed)
-        resumed = run_phase(display, saving, "resumed", folder)[0]
-        display.begin(DISK)
-        recovery = judge(reference, killed, resumed, doomed)
-        cost = account(reference, [killed, resumed], measure_disk(folder, recovery["save_bytes"]))
-        display.finish(f"{speed(cost['disk_bytes_per_s'])} by a plain writer, nothing else running")
-    return conclude(console, options, recovery, cost)
-
-
-def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, RankRecord]:
-    """Run *job* with a display, and return the events of each rank."""
-    display.begin(name)
-    records = run_job(job, name, folder, lambda record, event: display.show(record, event, job.steps))
-    record, losses = records[0], list(records[0].losses.values())
-    seconds = sum(done.seconds for done in record[StepDone].values())
-    parts = [f"from step {step}" for step in record[Loaded]]
-    parts += [f"{len(losses)} steps in {seconds:.1f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}"]
-    parts += [f"{len(record[Committed])} saves"] * (job.every is not None)
-    parts += ["then SIGKILL"] * (job.die_in_save_of is not None)
-    display.finish(", ".join(parts))
-    return records
+def run_phases(
+    options: DemoOptions, folder: Path, say: Callable[[str], object]
+) -> tuple[list[Outcome], dict[str, float]]:
+    """Run one phase after the other; return what each showed, and what their saves cost."""
+    first, *others = ELASTIC if options.elastic else ONE_PROCESS
+    say(f"A byte-level GPT reads the standard library: {options.steps} steps, a save every {options.every}.")
+    reference = run_job(options.job(first, folder), first.name, folder, say)[0].losses
+    outcomes: list[Outcome] = []
+    saving: list[RankRecord] = []
+    for phase in others:
+        job = options.job(phase, folder)
+        newest = max((step for record in saving for step in record.commits), default=None)
+        records = run_job(job, phase.name, folder, say)
+        saving.append(records[0])
+        outcomes.append(judge(phase, records, reference, newest))
+        say(str(outcomes[-1]))
+        if (doomed := job.die_in_save_of) is not None:
+            check_uncommitted(folder / CHECKPOINTS, doomed)
+            written = sum(record.written_bytes[doomed] for record in records.values())
+            say(f"{phase.name}: SIGKILL in the save of step {doomed}; {size(written)} written, no manifest")
+    return outcomes, account(saving)
 
 
 def check_uncommitted(root: Path, step: int) -> None:
@@ -169,11 +159,17 @@ def check_uncommitted(root: Path, step: int) -> None:
         raise DemoError(f"the save of step {step} was committed before the kill, so that nothing is shown")
 
 
-def conclude(console: Console, options: DemoOptions, recovery: Figures, cost: Figures) -> int:
+def conclude(
+    options: DemoOptions, outcomes: Sequence[Outcome], cost: dict[str, float], say: Callable[[str], object]
+) -> int:
     """Print the result in the form of *options*, and return the exit status."""
+    failed = [outcome.phase.name for outcome in outcomes if not outcome.passed]
     if options.json:
-        found = {"exact": recovery["exact"], "options": options, "recovery": recovery, "cost": cost}
+        found = {"exact": not failed, "options": options, "phases": outcomes, "cost": cost}
         sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")
+    say(COST.format_map(cost))
+    if failed:
+        say(f"THE LOSSES DIFFER from the reference's, or a committed step was lost: {'; '.join(failed)}.")
     else:
-        print_result(console, recovery, cost)
-    return EXACT if recovery["exact"] else DIFFERENT
+        say("The run went on as if it had never been killed." + CLOSE * options.elastic)
+    return DIFFERENT if failed else EXACT

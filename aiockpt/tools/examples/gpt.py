@@ -7,7 +7,6 @@ a function of the seed and of the loader's own state, so a restored loader conti
 
 from __future__ import annotations
 
-import math
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812  the customary name
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 VOCABULARY = 256  # the model reads bytes
 
@@ -79,32 +78,6 @@ class GPTSize(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULT_SIZE = GPTSize()
 
 
-class Block(nn.Module):
-    """Attention, then a perceptron, each with a residual connection."""
-
-    def __init__(self, size: GPTSize) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.attention_norm = nn.LayerNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.project = nn.Linear(size.width, size.width)
-        self.mlp_norm = nn.LayerNorm(size.width)
-        self.expand = nn.Linear(size.width, 4 * size.width)
-        self.contract = nn.Linear(4 * size.width, size.width)
-        self.dropout = nn.Dropout(size.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.project(attended))
-        mixed: Tensor = x + self.dropout(self.contract(F.gelu(self.expand(self.mlp_norm(x)))))
-        return mixed
-
-
 class GPT(nn.Module):
     """A decoder-only transformer over bytes."""
 
@@ -112,7 +85,12 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, size.width)
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                size.width, size.heads, 4 * size.width, size.dropout, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(size.layers)
+        )
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -121,30 +99,23 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) bytes to (batch, time, 256) logits of the byte that follows each."""
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
-def warmup_cosine(step: int, steps: int) -> float:
-    """Return the learning rate of *step* as a fraction of the highest: linear warm-up, then half a cosine."""
-    warmup = max(1, steps // 10)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def build(size: GPTSize, steps: int) -> tuple[GPT, torch.optim.AdamW, LambdaLR, Batches]:
+def build(size: GPTSize, steps: int) -> tuple[GPT, torch.optim.AdamW, OneCycleLR, Batches]:
     """Return model, optimizer, scheduler and data for a run of *steps* steps, always the same ones."""
     torch.manual_seed(0)
     model = GPT(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
+    scheduler = OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps + 1, pct_start=0.1)
     return model, optimizer, scheduler, Batches(library_text(), window=size.context, batch=size.batch)
 
 
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, scheduler: LambdaLR, batches: Batches) -> float:
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, scheduler: OneCycleLR, batches: Batches) -> float:
     """Take one optimizer step on the next batch and return its loss, in nats a byte."""
     inputs, targets = next(batches)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

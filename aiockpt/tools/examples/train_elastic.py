@@ -37,7 +37,7 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Split the matrices of each block over the ranks of *mesh*'s "tensor" axis, and shard all of it over "data"."""
     if mesh["tensor"].size() > 1:
         for block in model.blocks:
-            parallelize_module(block, mesh["tensor"], {"expand": ColwiseParallel(), "contract": RowwiseParallel()})
+            parallelize_module(block, mesh["tensor"], {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["data"])
 

@@ -19,6 +19,8 @@ from aiockpt.storage.backend import Reader, Upload
 from aiockpt.tools.stress.lab import Lab, Meter, Request, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES, LISTED_COUNT, MOST_REQUESTS, RECEIPT_BYTES, SMALL_SIZES
 
+LISTED_FOLDER = "listed"
+
 
 class DataFile:
     """One data file on its way to the storage, or back."""
@@ -27,8 +29,7 @@ class DataFile:
         self.key = key
         self.number = number
         self.size = size
-        self.blocks = -(-size // BLOCK_BYTES)
-        self.left = self.blocks
+        self.blocks = self.left = -(-size // BLOCK_BYTES)
         self.whole = False
         self.failed: StorageError | None = None
         self.upload: Upload | None = None
@@ -66,15 +67,10 @@ async def _write(lab: Lab, size: int, concurrency: int, files: list[DataFile]) -
     try:
         return await lab.point("write", size, concurrency, requests(), meters)
     finally:
-        await _abort(files)
-
-
-async def _abort(files: list[DataFile]) -> None:
-    """Abort the unfinished uploads."""
-    with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-        for file in files:
-            if file.upload is not None and not file.whole:
-                await file.upload.abort()
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+            for file in files:
+                if file.upload is not None and not file.whole:
+                    await file.upload.abort()
 
 
 async def _write_block(lab: Lab, file: DataFile, block: int, meters: dict[str, Meter]) -> None:
@@ -132,31 +128,22 @@ async def _read_block(lab: Lab, file: DataFile, block: int, free: list[memoryvie
         free.append(buffer)
 
 
-# Speed of the small objects: receipts, manifests, and listings.
-
-
-LISTED_FOLDER = "listed"
-
-
 async def measure_objects(lab: Lab) -> None:
-    """Measure every verb of small objects at every concurrency; each point removes its objects."""
+    """Measure every verb of receipts, manifests and listings at every concurrency; each point removes its objects."""
     for size in SMALL_SIZES:
-        await _sweep(lab, size, put="put", use="get")
+        await _sweep(lab, size, "put", "get")
     await _fill_listed(lab)
-    await _sweep(lab, RECEIPT_BYTES, put="put_new", use="delete")
-    await _sweep(lab, RECEIPT_BYTES, use="stat")
-    await _sweep(lab, RECEIPT_BYTES, use="list")
+    for verbs in (("put_new", "delete"), ("stat",), ("list",)):
+        await _sweep(lab, RECEIPT_BYTES, *verbs)
 
 
-async def _sweep(lab: Lab, size: int, *, use: str, put: str | None = None) -> None:
-    """Measure the verb *put*, then the verb *use* on those objects or else the listed ones; stop where one fails."""
+async def _sweep(lab: Lab, size: int, *verbs: str) -> None:
+    """Measure *verbs*, the second one on what the first one has put; stop where one fails."""
     for concurrency in lab.plan.concurrency:
-        point = _Point(lab, size, concurrency)
-        going_on = await point.measure(put) if put is not None else True
-        if put is None or point.made:
-            going_on = await point.measure(use, len(point.made) if use == "delete" else MOST_REQUESTS) and going_on
-        await point.remove()
-        if not going_on:
+        objects = SmallObjects(lab, size, concurrency)
+        going_on = [await objects.measure(verb) for verb in verbs]
+        await objects.remove()
+        if not all(going_on):
             return
 
 
@@ -177,34 +164,36 @@ def _listed_key(lab: Lab, number: int) -> str:
     return lab.key(LISTED_FOLDER, f"r{number:05}.json")
 
 
-class _Point:
-    """The points of one size at one concurrency.
-
-    Attributes:
-        made: numbers of the objects that were put.
-    """
+class SmallObjects:
+    """The objects of one size, made and used at one concurrency."""
 
     def __init__(self, lab: Lab, size: int, concurrency: int) -> None:
-        self.made: list[int] = []
         self._lab = lab
         self._size = size
         self._concurrency = concurrency
         self._folder = lab.key("objects", f"{size}-{concurrency}")
         self._tried: list[int] = []
+        self._made: list[int] = []
 
-    async def measure(self, operation: str, most: int = MOST_REQUESTS) -> bool:
-        """Measure one operation; return whether to continue."""
-        make: Callable[[str, Meter, int], Awaitable[None]] = {
+    async def measure(self, verb: str) -> bool:
+        """Measure one verb; return whether to continue."""
+        most = min(MOST_REQUESTS, max(self._concurrency, self._lab.plan.most_bytes // self._size))
+        if verb in ("get", "delete"):
+            if not self._made:
+                return True
+            most = min(most, len(self._made)) if verb == "delete" else most
+        calls: dict[str, Callable[[Meter, int], Awaitable[None]]] = {
+            "put": partial(self._put, self._lab.backend.put),
+            "put_new": partial(self._put, self._lab.backend.put_new),
             "get": self._get,
             "delete": self._delete,
             "stat": self._stat,
             "list": self._list,
-        }.get(operation, self._put)
+        }
         meter = Meter(self._lab.clock)
-        most = min(most, max(self._concurrency, self._lab.plan.most_bytes // self._size))
         numbers = self._lab.in_time(range(most), self._concurrency)
-        requests = (partial(make, operation, meter, number) for number in numbers)
-        return await self._lab.point(operation, self._size, self._concurrency, requests, {operation: meter})
+        requests = (partial(calls[verb], meter, number) for number in numbers)
+        return await self._lab.point(verb, self._size, self._concurrency, requests, {verb: meter})
 
     async def remove(self) -> None:
         """Delete the objects that were put."""
@@ -214,32 +203,32 @@ class _Point:
     def _key(self, number: int) -> str:
         return f"{self._folder}/{number}"
 
-    async def _put(self, verb: str, meter: Meter, number: int) -> None:
+    async def _put(self, put: Callable[[str, bytes], Awaitable[None]], meter: Meter, number: int) -> None:
         data = self._lab.content.document(number, self._size)
         self._tried.append(number)
         with meter.request(self._size):
-            await getattr(self._lab.backend, verb)(self._key(number), data)
-        self.made.append(number)
+            await put(self._key(number), data)
+        self._made.append(number)
 
-    async def _get(self, _: str, meter: Meter, number: int) -> None:
-        number = self.made[number % len(self.made)]
+    async def _get(self, meter: Meter, number: int) -> None:
+        number = self._made[number % len(self._made)]
         with meter.request(self._size):
             found = await self._lab.backend.get(self._key(number), self._size + 1)
         if found != self._lab.content.document(number, self._size):
             meter.wrong.append(f"{self._key(number)}: {len(found)} bytes came that are not what was put")
 
-    async def _delete(self, _: str, meter: Meter, number: int) -> None:
+    async def _delete(self, meter: Meter, number: int) -> None:
         with meter.request():
-            await self._lab.backend.delete([self._key(self.made[number])])
+            await self._lab.backend.delete([self._key(self._made[number])])
 
-    async def _stat(self, _: str, meter: Meter, number: int) -> None:
+    async def _stat(self, meter: Meter, number: int) -> None:
         key = _listed_key(self._lab, number % LISTED_COUNT)
         with meter.request():
             found = await self._lab.backend.stat(key)
         if found.size != RECEIPT_BYTES:
             meter.wrong.append(f"{key}: stat returned {found.size} bytes, and {RECEIPT_BYTES} were put")
 
-    async def _list(self, _: str, meter: Meter, __: int) -> None:
+    async def _list(self, meter: Meter, _: int) -> None:
         with meter.request():
             found = await self._lab.backend.list(self._lab.key(LISTED_FOLDER))
         if len(found.objects) != LISTED_COUNT:

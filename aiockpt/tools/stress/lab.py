@@ -17,22 +17,30 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import msgspec
 
+from aiockpt import units
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.format.document import hash_block
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.retry_calls import RetryStatistics, classify
+from aiockpt.storage.retry import Retrying
+from aiockpt.storage.retry_calls import classify
 from aiockpt.tools.stress.plan import StressPlan
 from aiockpt.tools.stress.report import Point, Skipped, StressReport
 
 _PAGE_BYTES = 4096
 _RUNS = 1021  # a prime
 _FILE_STRIDE = 401
+GIB = 1 << 30
+FAILURES_TO_LEAVE = 10
+"""Consecutive failures, of all workers together, that end a point."""
+
+T = TypeVar("T")
+Request = Callable[[], Awaitable[None]]
 
 
 class Payload:
@@ -79,9 +87,6 @@ def new_buffer(size: int) -> memoryview:
     return memory
 
 
-GIB = 1 << 30
-
-
 def percentile(ordered: Sequence[float], fraction: float) -> float | None:
     """Return the smallest of *ordered* that at least *fraction* of them do not exceed; None if empty."""
     if not ordered:
@@ -90,20 +95,18 @@ def percentile(ordered: Sequence[float], fraction: float) -> float | None:
 
 
 class Meter:
-    """Counts the requests of one operation. On one event loop."""
+    """Counts the requests of one operation. On one event loop.
+
+    Attributes:
+        wrong: what read other bytes than were written, a sentence each.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._taken_ns: list[int] = []
-        self.moved_bytes = 0
-        self.errors: Counter[str] = Counter()
-        self.last_error: StorageError | None = None
+        self._moved_bytes = 0
+        self._errors: Counter[str] = Counter()
         self.wrong: list[str] = []
-
-    @property
-    def requests(self) -> int:
-        """Number of requests that succeeded."""
-        return len(self._taken_ns)
 
     @contextmanager
     def request(self, size_bytes: int = 0) -> Iterator[None]:
@@ -112,69 +115,35 @@ class Meter:
         try:
             yield
         except StorageError as error:
-            self.errors[classify(error)] += 1
-            self.last_error = error
+            self._errors[classify(error)] += 1
             raise
         self._taken_ns.append(self._clock.monotonic_ns() - began_ns)
-        self.moved_bytes += size_bytes
+        self._moved_bytes += size_bytes
 
     def point(
         self, operation: str, size_bytes: int, concurrency: int, wall_s: float, cpu_s: float | None, retries: int
     ) -> Point:
         """Return the counts as a point."""
-        ordered = sorted(taken / 1e6 for taken in self._taken_ns)
+        ordered, moved_bytes = sorted(taken / 1e6 for taken in self._taken_ns), self._moved_bytes
         return Point(
             operation=operation,
             size_bytes=size_bytes,
             concurrency=concurrency,
-            requests=self.requests,
-            bytes=self.moved_bytes,
+            requests=len(ordered),
+            bytes=moved_bytes,
             wall_s=wall_s,
             cpu_s=cpu_s,
-            mb_per_s=self.moved_bytes / wall_s / 1e6 if self.moved_bytes else None,
-            requests_per_s=self.requests / wall_s,
-            cpu_s_per_gib=cpu_s / (self.moved_bytes / GIB) if self.moved_bytes and cpu_s is not None else None,
+            mb_per_s=moved_bytes / wall_s / 1e6 if moved_bytes else None,
+            requests_per_s=len(ordered) / wall_s,
+            cpu_s_per_gib=cpu_s / (moved_bytes / GIB) if moved_bytes and cpu_s is not None else None,
             p50_ms=percentile(ordered, 0.5),
             p95_ms=percentile(ordered, 0.95),
             p99_ms=percentile(ordered, 0.99),
             max_ms=ordered[-1] if ordered else None,
-            errors=dict(self.errors),
+            errors=dict(self._errors),
             retries=retries,
             wrong=len(self.wrong),
         )
-
-
-class Stopwatch:
-    """Wall and processor seconds since it was made."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._wall_ns = clock.monotonic_ns()
-        self._cpu_ns = time.process_time_ns()
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds; never 0, so that rates are finite."""
-        return max(1, self._clock.monotonic_ns() - self._wall_ns) / 1e9
-
-    @property
-    def cpu_s(self) -> float:
-        """Seconds of this process, all threads."""
-        return (time.process_time_ns() - self._cpu_ns) / 1e9
-
-
-FAILURES_TO_LEAVE = 10
-"""Consecutive failures, of all workers together, that end a point."""
-
-T = TypeVar("T")
-Request = Callable[[], Awaitable[None]]
-Watch = Callable[[str], object]
-"""Called with the name of each part when it begins."""
-
-
-@runtime_checkable
-class _Retries(Protocol):
-    def statistics(self) -> RetryStatistics: ...
 
 
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +152,7 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prefix: the folder of this run; all keys are below it.
         report: the results so far.
+        watch: called with the name of each part when it begins.
     """
 
     backend: Backend
@@ -191,7 +161,7 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock
     content: Payload
     report: StressReport
-    watch: Watch
+    watch: Callable[[str], object]
 
     def key(self, *parts: str) -> str:
         """Return a key of this run."""
@@ -201,17 +171,16 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         """Record that something was not measured."""
         self.report.skipped.append(Skipped(what, why))
 
-    def retries(self) -> int:
-        """Return the number of retries that the backend has made so far; 0 without a retrying backend."""
-        if not isinstance(self.backend, _Retries):
-            return 0
-        return getattr(self.backend.statistics(), "retries", 0)
+    def stopwatch(self) -> Callable[[], float]:
+        """Return a function that returns the seconds since now; never 0, so that rates are finite."""
+        began_ns = self.clock.monotonic_ns()
+        return lambda: max(1, self.clock.monotonic_ns() - began_ns) / 1e9
 
     def in_time(self, items: Iterable[T], least: int) -> Iterator[T]:
         """Yield *items* for the duration of a point, and at least *least*."""
-        stopwatch = Stopwatch(self.clock)
+        passed_s = self.stopwatch()
         for number, item in enumerate(items):
-            if number >= least and stopwatch.wall_s >= self.plan.seconds:
+            if number >= least and passed_s() >= self.plan.seconds:
                 return
             yield item
 
@@ -226,59 +195,50 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
         Returns:
             Whether to continue with this operation.
         """
-        self.watch(f"{operation} {size_text(size)} × {concurrency}")
-        retries = self.retries()
-        stopwatch = Stopwatch(self.clock)
+        name = f"{operation} {units.size(size)}"
+        self.watch(f"{name} × {concurrency}")
+        retries, passed_s, cpu_ns = self._retries(), self.stopwatch(), time.process_time_ns()
         try:
-            given_up = await _work(requests, concurrency)
+            last_error = await _work(requests, concurrency)
         except UsageError as error:
-            self.skip(f"{operation} {size_text(size)} × {concurrency}", str(error))
+            self.skip(f"{name} × {concurrency}", str(error))
             return False
         finally:
             self.report.problems += [problem for meter in meters.values() for problem in meter.wrong]
-        retries = self.retries() - retries
-        wall_s = stopwatch.wall_s
-        cpu_s = stopwatch.cpu_s
-        for name, meter in meters.items():
-            if name == operation:
-                self.report.points.append(meter.point(name, size, concurrency, wall_s, cpu_s, retries))
-            elif meter.requests or meter.errors:
-                self.report.points.append(meter.point(name, size, concurrency, wall_s, None, 0))
-        if given_up is not None:
-            self.report.problems.append(
-                f"{operation} {size_text(size)} × {concurrency}: stopped after {FAILURES_TO_LEAVE} failures in a row:"
-                f" {given_up}"
-            )
-            self.skip(f"{operation} {size_text(size)} at more than {concurrency}", "too many requests failed")
-        return given_up is None
+        wall_s, cpu_s = passed_s(), (time.process_time_ns() - cpu_ns) / 1e9
+        for verb, meter in meters.items():
+            own = (cpu_s, self._retries() - retries) if verb == operation else (None, 0)
+            point = meter.point(verb, size, concurrency, wall_s, *own)
+            if verb == operation or point.requests or point.errors:
+                self.report.points.append(point)
+        if last_error is None:
+            return True
+        stopped = f"stopped after {FAILURES_TO_LEAVE} failures in a row: {last_error}"
+        self.report.problems.append(f"{name} × {concurrency}: {stopped}")
+        self.skip(f"{name} at more than {concurrency}", "too many requests failed")
+        return False
+
+    def _retries(self) -> int:
+        """Return the number of retries that the backend has made so far; 0 without a retrying backend."""
+        return self.backend.statistics().retries if isinstance(self.backend, Retrying) else 0
 
 
 async def _work(requests: Iterator[Request], concurrency: int) -> StorageError | None:
     """Make *requests* by *concurrency* workers; return the last error when too many failed in a row."""
-    failures = 0
-    last: StorageError | None = None
+    failures: list[StorageError] = []
 
     async def some() -> None:
-        nonlocal failures, last
         # All workers draw from one generator: on one thread, and without an await in it, it is never entered twice.
         for request in requests:
             try:
                 await request()
-                failures = 0
+                failures.clear()
             except StorageError as error:
-                failures, last = failures + 1, error
-            if failures >= FAILURES_TO_LEAVE:
+                failures.append(error)
+            if len(failures) >= FAILURES_TO_LEAVE:
                 return
 
     async with open_tasks() as tasks:
         for _ in range(concurrency):
             tasks.start_soon(some)
-    return last if failures >= FAILURES_TO_LEAVE else None
-
-
-def size_text(size: int) -> str:
-    """Return bytes in the form of the command line: 16MiB."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor and not size % factor:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
+    return failures[-1] if len(failures) >= FAILURES_TO_LEAVE else None

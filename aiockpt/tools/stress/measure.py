@@ -1,4 +1,4 @@
-"""One run from start to end: a scratch folder, floors, checks, data files, small objects, the soak, and cleaning.
+"""One run from start to end: a scratch folder, checks, data files, small objects, the soak, and cleaning.
 
 Guarantees:
 
@@ -9,33 +9,28 @@ Guarantees:
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
-from typing import Literal
-from urllib.parse import unquote
+from contextlib import asynccontextmanager, suppress
 
 import anyio
-import numpy as np
 
 from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError, UsageError
-from aiockpt.format.document import hash_block
-from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk
-from aiockpt.testing.disk import measure_disk
 from aiockpt.tools.stress.files import measure_files, measure_objects
-from aiockpt.tools.stress.lab import Lab, Payload, Watch, new_buffer
+from aiockpt.tools.stress.lab import Lab, Payload
 from aiockpt.tools.stress.plan import BLOCK_BYTES, RECEIPT_BYTES, StressPlan
-from aiockpt.tools.stress.report import Floor, StorageCheck, StressReport
+from aiockpt.tools.stress.report import StorageCheck, StressReport
 from aiockpt.tools.stress.soak import soak
 
 _ROOM = 1.1
 """Files occupy a little more than their bytes."""
+CLEANING_DEADLINE_S = 300.0
+_SHOWN = 300
+RACES = 5
+RACERS = 16
 
 
 async def measure(
@@ -43,7 +38,7 @@ async def measure(
     plan: StressPlan,
     *,
     world: World | None = None,
-    watch: Watch = lambda _: None,
+    watch: Callable[[str], object] = lambda _: None,
     say: Callable[[str], object] = lambda _: None,
 ) -> StressReport:
     """Measure *backend* by *plan*, and return the report; all written objects are removed.
@@ -70,19 +65,12 @@ async def measure(
             durable=traits.durable,
             plan=plan,
         )
+        content = Payload(plan.seed, BLOCK_BYTES)
         lab = Lab(
-            backend=backend,
-            prefix=prefix,
-            plan=plan,
-            clock=world.clock,
-            content=Payload(plan.seed, BLOCK_BYTES),
-            report=report,
-            watch=watch,
+            backend=backend, prefix=prefix, plan=plan, clock=world.clock, content=content, report=report, watch=watch
         )
-        await measure_floors(lab)
-        await check_place(lab)
-        await measure_files(lab)
-        await measure_objects(lab)
+        for part in (check_place, measure_files, measure_objects):
+            await part(lab)
         if plan.soak_s:
             await soak(lab)
         else:
@@ -98,52 +86,6 @@ async def _check_room(backend: Backend, plan: StressPlan) -> None:
             f"{backend.url} has {free_bytes >> 20} MiB free, and up to {plan.most_bytes >> 20} MiB would lie there at once:"
             " lower --bytes (and --sizes)"
         )
-
-
-_COPIED_BYTES = 64 << 20
-_REPEATS = 5
-_DISK_BYTES = 256 << 20
-
-
-async def measure_floors(lab: Lab) -> None:
-    """Measure the floors that are cheap to measure; record the others as skipped."""
-    lab.watch("floors: memory and disk")
-    working = Limiter("floors", 1)
-    lab.report.floors.append(Floor("memory copy", await run_blocking(working, _copy_bytes_per_s)))
-    lab.report.floors.append(Floor("checksum (xxh3)", await run_blocking(working, _hash_bytes_per_s)))
-    scheme, _, path = lab.backend.url.partition("://")
-    if scheme != "file":
-        lab.skip("raw disk", f"{scheme}:// is not a folder of this machine")
-        return
-    size = min(_DISK_BYTES, lab.plan.most_bytes)
-    try:
-        kinds: tuple[Literal["write", "read"], ...] = ("write", "read")
-        for kind in kinds:
-            found = await run_blocking(working, partial(measure_disk, Path(unquote(path)), size, 2, kind=kind))
-            name = f"raw disk, {kind} ({'O_DIRECT' if found.direct else 'page cache'}, one thread)"
-            lab.report.floors.append(Floor(name, max(found.bytes_per_s)))
-    except OSError as error:
-        lab.skip("raw disk", str(error))
-
-
-def _copy_bytes_per_s() -> float:
-    source, target = (np.frombuffer(new_buffer(_COPIED_BYTES), np.uint8) for _ in range(2))
-    return _COPIED_BYTES / statistics.median(_time(lambda: np.copyto(target, source)) for _ in range(_REPEATS))
-
-
-def _hash_bytes_per_s() -> float:
-    source = new_buffer(_COPIED_BYTES)
-    return _COPIED_BYTES / statistics.median(_time(lambda: hash_block(source)) for _ in range(_REPEATS))
-
-
-def _time(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-CLEANING_DEADLINE_S = 300.0
-_SHOWN = 300
 
 
 @asynccontextmanager
@@ -211,9 +153,7 @@ async def _clean(backend: Backend, prefix: str) -> str:
     try:
         left = [stat.key async for stat in walk(backend, prefix)]
         if not left:
-            await backend.delete(
-                [f"{folder}/-" for folder in reversed(folders)]
-            )  # removes empty folders where they exist
+            await backend.delete([f"{folder}/-" for folder in reversed(folders)])  # removes the empty folders
             return ""
     except CheckpointError as error:
         return _short(error)
@@ -226,101 +166,91 @@ def _short(error: CheckpointError) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
 
 
-# Checks of the guarantees that commits rely on, made at the place itself.
-#
-# The conformance suite (`aiockpt.testing.backend_suite`) checks far more of a backend; this checks one place through it.
-
-
-RACES = 5
-RACERS = 16
-
-
 async def check_place(lab: Lab) -> None:
-    """Run each check, and add its outcome to the report."""
+    """Check, at the place itself, the guarantees that commits rely on, and add each outcome to the report.
+
+    The conformance suite (`aiockpt.testing.backend_suite`) checks far more of a backend.
+    """
     lab.watch("what commits rely on")
     # The names are in the JSON of the report: they stay as they are.
-    tried: tuple[tuple[str, Callable[[Lab], Awaitable[tuple[bool, str]]]], ...] = (
-        ("one of rival creates wins", _one_winner),
-        ("what was written is seen at once", _seen_at_once),
-        ("what was replaced is seen whole", _replaced),
-        ("what was deleted is gone at once", _gone_at_once),
-    )
-    for name, attempt in tried:
+    checks: dict[str, Callable[[Lab], Awaitable[str]]] = {
+        "one of rival creates wins": _one_winner,
+        "what was written is seen at once": _seen_at_once,
+        "what was replaced is seen whole": _replaced,
+        "what was deleted is gone at once": _gone_at_once,
+    }
+    for name, check in checks.items():
         try:
-            passed, detail = await attempt(lab)
+            lab.report.checks.append(StorageCheck(name, True, await check(lab)))
         except CheckpointError as error:
-            passed, detail = False, str(error)
-        lab.report.checks.append(StorageCheck(name, passed, detail))
-        if not passed:
-            lab.report.problems.append(f"{name}: failed. {detail}")
+            lab.report.checks.append(StorageCheck(name, False, str(error)))
+            lab.report.problems.append(f"{name}: failed. {error}")
 
 
-async def _one_winner(lab: Lab) -> tuple[bool, str]:
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise StorageError(otherwise)
+
+
+async def _one_winner(lab: Lab) -> str:
     """Race for a few keys: one caller wins each, and the object has its bytes."""
     for race in range(RACES):
         key = lab.key("checks", f"race-{race}")
         winners: list[int] = []
 
         async def create(racer: int, key: str = key, winners: list[int] = winners) -> None:
-            try:
+            with suppress(ObjectExistsError):
                 await lab.backend.put_new(key, lab.content.document(racer, RECEIPT_BYTES))
-            except ObjectExistsError:
-                return
-            winners.append(racer)
+                winners.append(racer)
 
         async with open_tasks() as tasks:
             for racer in range(RACERS):
                 tasks.start_soon(create, racer)
-        if len(winners) != 1:
-            return (
-                False,
-                f"{len(winners)} of {RACERS} concurrent creates of {key} succeeded: two jobs could commit a step",
-            )
-        if await lab.backend.get(key, RECEIPT_BYTES + 1) != lab.content.document(winners[0], RECEIPT_BYTES):
-            return False, f"{key} does not hold the bytes of the create that succeeded"
-    return True, f"{RACES} races of {RACERS}"
+        many = f"{len(winners)} of {RACERS} concurrent creates of {key} succeeded: two jobs could commit a step"
+        _require(len(winners) == 1, many)
+        found = await lab.backend.get(key, RECEIPT_BYTES + 1)
+        own = found == lab.content.document(winners[0], RECEIPT_BYTES)
+        _require(own, f"{key} does not hold the bytes of the create that succeeded")
+    return f"{RACES} races of {RACERS}"
 
 
-async def _seen_at_once(lab: Lab) -> tuple[bool, str]:
+async def _seen_at_once(lab: Lab) -> str:
     """Put, and read back by every verb."""
     for number in range(RACES):
         key = lab.key("checks", "seen", f"{number}")
         data = lab.content.document(number, RECEIPT_BYTES)
         await lab.backend.put(key, data)
-        if await lab.backend.get(key, RECEIPT_BYTES + 1) != data:
-            return False, f"{key}: get returned other bytes than were put"
-        if (await lab.backend.stat(key)).size != RECEIPT_BYTES:
-            return False, f"{key}: stat returned another size than was put"
+        found, size = await lab.backend.get(key, RECEIPT_BYTES + 1), (await lab.backend.stat(key)).size
+        _require(found == data, f"{key}: get returned other bytes than were put")
+        _require(size == RECEIPT_BYTES, f"{key}: stat returned another size than was put")
         listed = [stat.key for stat in (await lab.backend.list(lab.key("checks", "seen"))).objects]
-        if key not in listed:
-            return False, f"{key}: missing from a list made after the put"
-    return True, "by get, stat and list"
+        _require(key in listed, f"{key}: missing from a list made after the put")
+    return "by get, stat and list"
 
 
-async def _replaced(lab: Lab) -> tuple[bool, str]:
+async def _replaced(lab: Lab) -> str:
     """Replace one object repeatedly, and read it meanwhile: each read returns one whole version."""
     key = lab.key("checks", "replaced")
     versions = [lab.content.document(number, RECEIPT_BYTES * (1 + number % 2)) for number in range(RACERS)]
     await lab.backend.put(key, versions[0])
-    torn = 0
+    found: list[bytes] = []
 
     async def read() -> None:
-        nonlocal torn
-        torn += await lab.backend.get(key, 2 * RECEIPT_BYTES + 1) not in versions
+        found.append(await lab.backend.get(key, 2 * RECEIPT_BYTES + 1))
 
     for version in versions:
         async with open_tasks() as tasks:
             tasks.start_soon(lab.backend.put, key, version)
             tasks.start_soon(read)
             tasks.start_soon(read)
-    if torn:
-        return False, f"{torn} of {2 * RACERS} reads beside a put returned a mixture"
-    if await lab.backend.get(key, 2 * RECEIPT_BYTES + 1) != versions[-1]:
-        return False, f"{key}: does not hold the last version that was put"
-    return True, f"{2 * RACERS} reads beside {RACERS} puts"
+    torn = sum(data not in versions for data in found)
+    _require(not torn, f"{torn} of {2 * RACERS} reads beside a put returned a mixture")
+    await read()
+    _require(found[-1] == versions[-1], f"{key}: does not hold the last version that was put")
+    return f"{2 * RACERS} reads beside {RACERS} puts"
 
 
-async def _gone_at_once(lab: Lab) -> tuple[bool, str]:
+async def _gone_at_once(lab: Lab) -> str:
     """Delete, and check by every verb."""
     key = lab.key("checks", "gone")
     await lab.backend.put(key, b"soon gone")
@@ -330,7 +260,7 @@ async def _gone_at_once(lab: Lab) -> tuple[bool, str]:
             await find()
         except ObjectNotFoundError:
             continue
-        return False, f"{key}: {verb} still finds it"
-    if key in [stat.key for stat in (await lab.backend.list(lab.key("checks"))).objects]:
-        return False, f"{key}: still in a list"
-    return True, "by get, stat and list"
+        raise StorageError(f"{key}: {verb} still finds it")
+    listed = [stat.key for stat in (await lab.backend.list(lab.key("checks"))).objects]
+    _require(key not in listed, f"{key}: still in a list")
+    return "by get, stat and list"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -70,14 +71,14 @@ class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
     def point_count(self) -> int:
         """Number of points and other parts; each is announced."""
         small_operations = 2 * len(SMALL_SIZES) + 4
-        floors_and_checks = 2
         sweeps = 2 * len(self.sizes) + small_operations
-        return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
+        checks = 1
+        return sweeps * len(self.concurrency) + checks + (self.soak_s > 0)
 
     def announce(self) -> str:
         """Return the planned duration in words."""
         whole_s = self.point_count * self.seconds + self.soak_s
-        about = f"{whole_s / 60:.0f} min" if whole_s >= 90 else f"{whole_s:.0f} s"
+        about = f"{whole_s / 60:.0f} min" if whole_s >= 90 else f"{math.ceil(whole_s)} s"
         soak = f" and a soak of {self.soak_s:g} s" if self.soak_s else ""
         return (
             f"{self.point_count} points of {self.seconds:g} s{soak}: some {about}, longer where the place is slow; fewer"

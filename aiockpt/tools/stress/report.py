@@ -2,23 +2,8 @@
 
 ``schema`` is 1. A field is never renamed and never changes its unit or meaning under that number; new ones may be added.
 Units are in the names: ``_bytes``, ``_s`` and ``_ms`` (wall), ``cpu_s`` (processor seconds of this process, user and
-system, all threads, the verification's included), ``mb_per_s`` (10⁶ bytes). What was not measured is null or absent.
-
-    {
-      "schema": 1,
-      "url": "s3://bucket/run", "backend": "<Retrying …>", "prefix": "aiockpt-bench-…",
-      "scope": "shared", "durable": true, "plan": {…},
-      "points": [{"operation": "write", "size_bytes": 16777216, "concurrency": 4,
-                  "requests": 64, "bytes": 1073741824, "wall_s": 1.9, "cpu_s": 0.5,
-                  "mb_per_s": 565.1, "requests_per_s": 33.6, "cpu_s_per_gib": 0.5,
-                  "p50_ms": 110.2, "p95_ms": 140.7, "p99_ms": 151.0, "max_ms": 151.0,
-                  "errors": {"throttle": 1}, "retries": 3, "wrong": 0}, …],
-      "checks": [{"name": "one winner", "passed": true, "detail": "…"}, …],
-      "skipped": [{"what": "raw disk", "why": "…"}, …],
-      "floors": [{"name": "memory copy", "bytes_per_s": 1.9e10}, …],
-      "soak": null | {…},
-      "problems": ["…"]
-    }
+system, all threads, the verification's included), ``mb_per_s`` (10⁶ bytes). What was not measured is null or absent. The
+members are those of the structs below, from `StressReport` down.
 
 Operations of data files: ``create``, ``write`` (one block of at most 16 MiB: a part of a multipart upload), ``finish``,
 ``open``, ``read`` (one ranged read, the same blocks); ``size_bytes`` is that of the file. Of small objects: ``put``,
@@ -86,14 +71,7 @@ class Skipped(msgspec.Struct, frozen=True):
     why: str
 
 
-class Floor(msgspec.Struct, frozen=True):
-    """A figure of this machine alone, for context."""
-
-    name: str
-    bytes_per_s: float
-
-
-class Soak(msgspec.Struct, frozen=True, kw_only=True):
+class Soak(msgspec.Struct, kw_only=True):
     """A mixed workload with faults injected below the retries; every byte read was compared.
 
     Attributes:
@@ -108,19 +86,19 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     fraction: float
-    wall_s: float
-    calls: int
-    attempts: int
-    files: int
-    objects: int
-    bytes_written: int
-    bytes_read: int
-    injected: dict[str, int]
-    retried: int
-    recovered: int
-    reread: int
-    errors: dict[str, int]
-    wrong: list[str]
+    wall_s: float = 0.0
+    calls: int = 0
+    attempts: int = 0
+    files: int = 0
+    objects: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    injected: dict[str, int] = {}
+    retried: int = 0
+    recovered: int = 0
+    reread: int = 0
+    errors: dict[str, int] = {}
+    wrong: list[str] = []
 
 
 class StressReport(msgspec.Struct, kw_only=True):
@@ -136,6 +114,5 @@ class StressReport(msgspec.Struct, kw_only=True):
     points: list[Point] = []
     checks: list[StorageCheck] = []
     skipped: list[Skipped] = []
-    floors: list[Floor] = []
     soak: Soak | None = None
     problems: list[str] = []

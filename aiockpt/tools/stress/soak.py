@@ -15,10 +15,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
-import msgspec
 
 from aiockpt.errors import ObjectNotFoundError, StorageError
-from aiockpt.events import StorageRetried
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.storage.backend import Backend
@@ -26,7 +24,7 @@ from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.retry_calls import classify
 from aiockpt.storage.transfer import put_once
 from aiockpt.testing.faults import Action, Fault, FaultSchedule, FaultyBackend
-from aiockpt.tools.stress.lab import Lab, Stopwatch, new_buffer
+from aiockpt.tools.stress.lab import Lab, new_buffer
 from aiockpt.tools.stress.plan import BLOCK_BYTES, RECEIPT_BYTES
 from aiockpt.tools.stress.report import Soak
 
@@ -40,66 +38,37 @@ POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait
 """Short waits: most of these faults are injected."""
 
 
-class SoakTally(msgspec.Struct):
-    """Counts and findings of all workers."""
-
-    files: int = 0
-    objects: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    reread: int = 0
-    errors: Counter[str] = msgspec.field(default_factory=Counter)
-    wrong: list[str] = msgspec.field(default_factory=list)
-
-
 async def soak(lab: Lab) -> None:
     """Run the workload, and add the outcome to the report."""
     lab.watch(f"soak of {lab.plan.soak_s:g} s")
     faults = DrawnFaults(lab.plan.seed, lab.plan.faults)
     faulty = FaultyBackend(lab.backend.inner if isinstance(lab.backend, Retrying) else lab.backend)
     faulty.schedule = faults
-    retried: Counter[tuple[str, str]] = Counter()
-
-    def count_retry(event: StorageRetried) -> None:
-        retried[event.verb, event.key] += event.attempt == 2
-
-    backend = Retrying(faulty, POLICY, on_retry=count_retry)
-    tally = SoakTally()
-    stopwatch = Stopwatch(lab.clock)
+    attempts: list[int] = []
+    backend = Retrying(faulty, POLICY, on_retry=lambda event: attempts.append(event.attempt))
+    tally = Soak(seed=lab.plan.seed, fraction=lab.plan.faults)
+    passed_s = lab.stopwatch()
     workers = min(MOST_WORKERS, lab.plan.concurrency[-1])
     async with open_tasks() as tasks:
         for number in range(workers):
             worker = _Worker(lab, backend, number, tally, lab.plan.most_bytes // workers)
-            tasks.start_soon(worker.run, lambda: stopwatch.wall_s < lab.plan.soak_s)
-    seen = backend.statistics()
-    retried_count = sum(retried.values())
-    lab.report.soak = Soak(
-        seed=lab.plan.seed,
-        fraction=lab.plan.faults,
-        wall_s=stopwatch.wall_s,
-        calls=seen.calls,
-        attempts=seen.attempts,
-        files=tally.files,
-        objects=tally.objects,
-        bytes_written=tally.bytes_written,
-        bytes_read=tally.bytes_read,
-        injected=dict(faults.injected.most_common()),
-        retried=retried_count,
-        recovered=max(0, retried_count - sum(tally.errors.values())),
-        reread=tally.reread,
-        errors=dict(tally.errors),
-        wrong=tally.wrong,
-    )
+            tasks.start_soon(worker.run, lambda: passed_s() < lab.plan.soak_s)
+    seen, failed_count = backend.statistics(), sum(tally.errors.values())
+    tally.wall_s, tally.calls, tally.attempts = passed_s(), seen.calls, seen.attempts
+    tally.retried = attempts.count(2)
+    tally.recovered = max(0, tally.retried - failed_count)
+    tally.injected = dict(faults.injected.most_common())
+    lab.report.soak = tally
     lab.report.problems.extend(f"soak: {problem}" for problem in tally.wrong)
     if tally.errors:
-        counts = ", ".join(f"{number} × {name}" for name, number in tally.errors.most_common())
+        counts = ", ".join(f"{number} × {name}" for name, number in tally.errors.items())
         lab.report.problems.append(f"soak: calls failed after all retries: {counts}")
 
 
 class _Worker:
     """One worker that writes and reads, in a folder of its own."""
 
-    def __init__(self, lab: Lab, backend: Backend, number: int, tally: SoakTally, most_bytes: int) -> None:
+    def __init__(self, lab: Lab, backend: Backend, number: int, tally: Soak, most_bytes: int) -> None:
         self._lab = lab
         self._backend = backend
         self._number = number
@@ -137,12 +106,10 @@ class _Worker:
         try:
             await action()
         except ObjectNotFoundError as error:
-            self._wrong(f"an acknowledged object is missing: {error}")
+            self._tally.wrong.append(f"an acknowledged object is missing: {error}")
         except StorageError as error:
-            self._tally.errors[classify(error)] += 1
-
-    def _wrong(self, what: str) -> None:
-        self._tally.wrong.append(what)
+            kind = classify(error)
+            self._tally.errors[kind] = self._tally.errors.get(kind, 0) + 1
 
     def _key(self, kind: str) -> tuple[str, int]:
         self._next += 1
@@ -179,7 +146,7 @@ class _Worker:
         reader = await self._backend.open(key)
         try:
             if reader.size != size:
-                self._wrong(f"{key} has {reader.size} bytes, and {size} were written")
+                self._tally.wrong.append(f"{key} has {reader.size} bytes, and {size} were written")
                 return
             for start in range(0, size, BLOCK_BYTES):
                 found = self._buffer[: min(BLOCK_BYTES, size - start)]
@@ -199,7 +166,7 @@ class _Worker:
             if await read():
                 self._tally.reread += again > 0
                 return
-        self._wrong(f"{what}: not what was written, {READS_OF_DAMAGED} times")
+        self._tally.wrong.append(f"{what}: not what was written, {READS_OF_DAMAGED} times")
 
     async def _put(self) -> None:
         """Put an object, or replace one."""
@@ -234,13 +201,13 @@ class _Worker:
         if not created:
             await self._get(key)  # the read that identifies the owner may be damaged: wrong only if it is not ours
         if await put_once(self._backend, key, self._lab.content.document(number + 1, RECEIPT_BYTES)):
-            self._wrong(f"{key} was created twice")
+            self._tally.wrong.append(f"{key} was created twice")
 
     async def _list(self) -> None:
         known = set(self._objects)
         found = await self._backend.list(self._lab.key("soak", f"w{self._number}", "objects"))
         if missing := known - {stat.key for stat in found.objects}:
-            self._wrong(f"a list lacks {len(missing)} of {len(known)} objects, such as {min(missing)}")
+            self._tally.wrong.append(f"a list lacks {len(missing)} of {len(known)} objects, such as {min(missing)}")
 
     async def _delete_file(self) -> None:
         if not self._files:
@@ -252,7 +219,7 @@ class _Worker:
             await self._backend.stat(key)
         except ObjectNotFoundError:
             return
-        self._wrong(f"{key} was deleted and is there")
+        self._tally.wrong.append(f"{key} was deleted and is there")
 
 
 ERRNOS = (errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ESTALE)

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,40 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import aiockpt
+
+
+def replace(checkpoint: Any) -> None:
+    weights = checkpoint.pop("state_dict")
+    assert "state_dict" not in dict(checkpoint)
+    checkpoint["state_dict"] = {name: torch.full_like(one, 0.5) for name, one in weights.items()}
+
+
+def scale(checkpoint: Any) -> None:
+    assert "state_dict" in list(checkpoint)
+    for one in dict(checkpoint)["state_dict"].values():
+        one *= 1
+
+
+def change_current(checkpoint: Any) -> None:
+    checkpoint["current_model_state"]["net.0.weight"] += 1
+
+
+def forget(checkpoint: Any) -> None:
+    checkpoint["optimizer_states"] = checkpoint["lr_schedulers"] = []
+
+
+HOOKS = {"forgotten": forget, "replaced": replace, "scaled": scale, "current": change_current, "nothing": len}
+"""What the module's hook does with the checkpoint that is loaded."""
+
+STANDS = [
+    "raw optimizer",
+    "hook of a batch",
+    "no optimizer",
+    "moves in the second epoch",
+    "accumulates by hand",
+    "unseen in the data",
+]
+"""Ways to train by hand; ``trainer.global_step`` stays 0, or does so for a while."""
 
 
 def options(*given: str) -> Any:
@@ -42,11 +77,13 @@ def options(*given: str) -> Any:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--val-every", type=int, default=5)
     parser.add_argument("--norm", default="batch")
-    parser.add_argument("--metric", default="mean")
+    parser.add_argument("--means", action="store_true")
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--average", action="store_true")
-    parser.add_argument("--hook-of-load", action="store_true")
+    parser.add_argument("--hook-of-load", choices=[*HOOKS, "callback", "read"])
+    parser.add_argument("--stands-still", choices=STANDS)
+    parser.add_argument("--same-process", action="store_true")
     parser.add_argument("--datamodule", action="store_true")
     parser.add_argument("--counting-precision", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
@@ -61,7 +98,7 @@ def options(*given: str) -> Any:
     parser.add_argument("--one-cycle", action="store_true")
     parser.add_argument("--looks", choices=["setup", "setup-of-callback", "configure", "on-fit-start"])
     parser.add_argument("--finds", choices=["rate", "batch"])
-    parser.add_argument("--changes", choices=["finetuning", "averaging"])
+    parser.add_argument("--changes", choices=["finetuning", "averaging", "accumulation", "pruning", "pruning for good"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--last-sample", type=int, default=0)
@@ -182,23 +219,8 @@ def meet_fate(trainer: Any, arguments: Any) -> None:
         raise getattr(builtins, arguments.error)
 
 
-def running_error() -> Any:
-    """Return a metric that weighs by how often it was updated."""
-
-    class Running(import_module("torchmetrics").Metric):  # type: ignore[misc]
-        full_state_update = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("error", torch.tensor(0.0), dist_reduce_fx="mean")
-
-        def update(self, found: torch.Tensor, targets: torch.Tensor) -> None:
-            self.error = (found - targets).abs().mean().detach()
-
-        def compute(self) -> torch.Tensor:
-            return self.error
-
-    return Running()
+class Metric(Enum):
+    MEAN = 1
 
 
 def make_optimizers(module: Any, arguments: Any) -> Any:
@@ -213,21 +235,62 @@ def make_optimizers(module: Any, arguments: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def make_stander(module: type[Any], kind: str) -> type[Any]:
+    class Stander(module):  # type: ignore[misc]
+        """Trains by hand."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.own = torch.optim.SGD(self.net.parameters(), 0.01)
+
+        def step(self) -> None:
+            self.own.step()
+            self.own.zero_grad()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            loss.backward()
+            own = self.trainer.current_epoch == 0 if kind.startswith("moves") else kind == "raw optimizer"
+            if kind.startswith("unseen"):
+                self.net[0].weight.data.add_(self.net[0].weight.grad, alpha=-0.01)
+                self.own.zero_grad()
+            elif own:
+                self.step()
+            elif kind.startswith("moves") or (kind.startswith("accumulates") and batch_idx % 4 == 3):
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss.detach()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if kind == "hook of a batch":
+                self.step()
+
+        def configure_optimizers(self) -> Any:
+            moves = kind.startswith(("moves", "accumulates", "unseen"))
+            return torch.optim.SGD(self.net.parameters(), 0.01) if moves else None
+
+    return Stander
+
+
 def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods are many, and short
     class Module(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            metrics = import_module("torchmetrics")
-            plain = {"width": 32, "layers": [12, {"out": 1}]}
-            self.save_hyperparameters(
-                plain if arguments.plugin or arguments.finds else {**plain, "activation": nn.ReLU}
-            )
+            plain: dict[str, Any] = {"width": 32, "layers": [12, {"out": 1}]}
+            more = {
+                "scale": np.float32(0.5),
+                "activation": nn.ReLU,
+                "loss": nn.functional.mse_loss,
+                "metric": Metric.MEAN,
+            }
+            unpickles_plain = arguments.plugin == "theirs" or arguments.finds
+            self.save_hyperparameters(plain if unpickles_plain else {**plain, **more})
             # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
             norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
             self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
-            kinds = {"list": metrics.SpearmanCorrCoef, "mean": metrics.MeanAbsoluteError, "running": running_error}
-            self.error: Any = kinds[arguments.metric]() if arguments.metric in kinds else None
             self.hooks: list[str] = []
+            self.logged: dict[int, Any] = {}
             self.seen, self.rate, self.batch_size = 0.0, 0.01, arguments.batch
 
         def configure_model(self) -> None:
@@ -241,13 +304,13 @@ def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods
             inputs, targets = join(batch) if isinstance(batch, dict) else batch
             found = self.net(inputs)
             loss = nn.functional.mse_loss(found, targets)
-            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            self.log("train_loss", loss, on_step=True, on_epoch=arguments.means, sync_dist=True)
             if arguments.rolling:
                 self.log("slot", float(self.trainer.global_step // arguments.every_steps % 2))
-            if self.error is not None:
-                self.error(found.flatten(), targets.flatten())
-                self.log("train_error", self.error, on_epoch=True, on_step=False)
             return loss
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.logged.setdefault(self.trainer.global_step, dict(self.trainer.callback_metrics))
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             meet_fate(self.trainer, arguments)
@@ -263,10 +326,16 @@ def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods
         def on_load_checkpoint(self, checkpoint: Any) -> None:
             self.hooks.append("on_load_checkpoint")
             self.seen = checkpoint["seen"]
-            if arguments.hook_of_load:
-                checkpoint["state_dict"] = {
-                    name: torch.full_like(one, 0.5) for name, one in checkpoint["state_dict"].items()
-                }
+            if arguments.hook_of_load in HOOKS:
+                HOOKS[arguments.hook_of_load](checkpoint)
+            elif arguments.hook_of_load == "read":
+                assert checkpoint["lr_schedulers"]
+
+        def on_train_start(self) -> None:
+            self.begun = {name: one.clone() for name, one in self.state_dict().items()}
+            stepped = [len(one.state) for one in self.trainer.optimizers]
+            passed = [one.scheduler.last_epoch for one in self.trainer.lr_scheduler_configs]
+            self.begun["stepped"], self.begun["passed"] = torch.tensor(stepped), torch.tensor(passed)
 
         def look(self, where: str) -> None:
             if arguments.looks == where:
@@ -283,7 +352,7 @@ def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods
             self.look("configure")
             return make_optimizers(self, arguments)
 
-    return Module()
+    return (make_stander(Module, arguments.stands_still) if arguments.stands_still else Module)()
 
 
 def make_datamodule(package: Any, loaders: list[Any]) -> Any:
@@ -346,6 +415,28 @@ def make_finetuning(callbacks: Any) -> Any:
     return Finetuning()
 
 
+def make_loader_of_halves(callbacks: Any) -> Any:
+    class Halves(callbacks.Callback):  # type: ignore[misc]
+        """Begins with the half of each weight that is loaded."""
+
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            with torch.no_grad():
+                pl_module.net[0].weight /= 2
+
+    return Halves()
+
+
+def make_pruning(callbacks: Any, permanent: bool) -> Any:
+    return callbacks.ModelPruning(
+        "l1_unstructured",
+        amount=0.3,
+        parameter_names=["weight"],
+        make_pruning_permanent=permanent,
+        # Its first reset lends the weights the memory of their beginning: a resume is another run, with Lightning alone too.
+        use_lottery_ticket_hypothesis=False,
+    )
+
+
 def make_looker(callbacks: Any) -> Any:
     class Looker(callbacks.Callback):  # type: ignore[misc]
         """Has the loaders set up before any other callback is."""
@@ -358,7 +449,7 @@ def make_looker(callbacks: Any) -> Any:
 
 def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
     callbacks = import_module(f"{arguments.package}.callbacks")
-    stop = callbacks.EarlyStopping("train_loss_epoch", patience=50, check_on_train_epoch_end=True)
+    stop = callbacks.EarlyStopping("train_loss", patience=50, check_on_train_epoch_end=True)
     strategy = arguments.strategy
     if strategy == "fsdp2":
         strategy = import_module(f"{arguments.package}.strategies").ModelParallelStrategy(
@@ -377,13 +468,18 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
             plugins.append(import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(**slow))
     changing = {
         "averaging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2),
+        "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
         "finetuning": lambda: make_finetuning(callbacks),
+        "pruning": lambda: make_pruning(callbacks, False),
+        "pruning for good": lambda: make_pruning(callbacks, True),
         "rate": lambda: callbacks.LearningRateFinder(num_training_steps=5, attr_name="rate"),
         "batch": lambda: callbacks.BatchSizeFinder(max_trials=1, init_val=arguments.batch, steps_per_trial=1),
     }
     more = [changing[one]() for one in (arguments.changes, arguments.finds) if one is not None]
     if arguments.looks == "setup-of-callback":
         more.append(make_looker(callbacks))
+    if arguments.hook_of_load == "callback":
+        more.append(make_loader_of_halves(callbacks))
     average = [callbacks.EMAWeightAveraging(decay=0.9)] if arguments.average else []
     return package.Trainer(
         fast_dev_run=arguments.fast,
@@ -392,7 +488,7 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         strategy=strategy,
         max_epochs=arguments.epochs,
         max_steps=arguments.max_steps,
-        accumulate_grad_batches=arguments.accumulate,
+        accumulate_grad_batches=1 if arguments.changes == "accumulation" else arguments.accumulate,
         val_check_interval=arguments.val_every,
         limit_val_batches=0 if arguments.no_validation else None,
         log_every_n_steps=1,
@@ -417,6 +513,8 @@ def main(arguments: Any, **of_fit: Any) -> Any:
         import_module(arguments.imported_first)
     package = import_module(arguments.package)
     callback_of = import_module("aiockpt.integrations.lightning").AsyncCheckpoint
+    if not arguments.same_process:
+        import_module("aiockpt.integrations.lightning.callback")._finished.clear()
     package.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
     generator = torch.Generator().manual_seed(1)

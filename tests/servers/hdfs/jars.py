@@ -1,4 +1,4 @@
-"""Where does a Hadoop come from on a machine that has pip and apt, and no Apache mirror?
+"""A Hadoop for a machine that has pip and apt, and no Apache mirror.
 
 The sdist of pyspark 2.4.8 is the last that holds hadoop-hdfs 2.7.3 with its servers in it; what else they need for
 WebHDFS are Debian packages. Java 17 runs them (`server.py` has the flags).
@@ -7,8 +7,6 @@ The jars are kept in ``$AIOCKPT_HDFS_CACHE`` (by default ``~/.cache/aiockpt/hdfs
 of 220 MB, so that is done only when ``AIOCKPT_HDFS=1`` asks for it; ``AIOCKPT_HDFS=0`` runs none even where they are there.
 `UnavailableError` says what is missing, and what to do.
 """
-
-from __future__ import annotations
 
 import fnmatch
 import os

@@ -1,12 +1,10 @@
-"""How do tests get a real HDFS? One NameNode and one DataNode of Hadoop 2.7.3, on free ports of this host.
+"""A real HDFS for tests: one NameNode and one DataNode of Hadoop 2.7.3, on free ports of this host.
 
     with HdfsServer(find_jars(), folder) as server:
         HdfsBackend(f"{server.url}/some/folder")
 
 or, to look at it by hand, until Enter: ``AIOCKPT_HDFS=1 python -m tests.servers.hdfs.server``.
 """
-
-from __future__ import annotations
 
 import os
 import random

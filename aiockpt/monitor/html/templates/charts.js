@@ -42,7 +42,7 @@ function drawHistory() {
   kinds.push(marks("failed", "x", "bad", "failures", 12, failures.map((one) => [one.at_s,
     `step ${one.step} on rank ${one.rank}${one.ranks > 1 ? ` and ${one.ranks - 1} more` : ""}<br>${escapeText(one.error)}`])));
   kinds.push(marks("retry", "diamond", "warning", "retries", 9, report.retries.map(([at, rank, what]) => [at, `rank ${rank}<br>${escapeText(what)}`])));
-  kinds.push(marks("begun", "triangle-right", "accent", "starts", 11, report.starts.map((at, number) => [at,
+  kinds.push(marks("start", "triangle-right", "accent", "starts", 11, report.starts.map((at, number) => [at,
     number ? startText(restarts[number - 1]) : "the run began"])));
   const span = (from, to, tone) => ({ type: "rect", xref: "x", yref: "paper", x0: plotTime(from), x1: plotTime(to), y0: 0, y1: 1, fillcolor: colour(tone), line: { width: 0 }, layer: "below" });
   const shapes = restarts.flatMap((one) => [
@@ -61,9 +61,9 @@ const edge = () => 0.02 * (report.summary.ended_s - report.summary.begun_s) + 0.
 const escapeText = (text) => text.replaceAll("<", "&lt;");
 
 function startText(restart) {
-  if (!restart) return "begun anew";
-  const from = restart.resumed_from === null ? "from nothing" : `from step ${restart.resumed_from}`;
-  return `begun anew ${from}, on ${count(restart.world_size, "rank")}<br>${seconds(restart.lost_s)} of work lost, down for ${seconds(restart.down_s)}`;
+  if (!restart) return "started again";
+  const how = restart.resumed_from === null ? "started from nothing" : `resumed from step ${restart.resumed_from}`;
+  return `${how}, on ${count(restart.world_size, "rank")}<br>${seconds(restart.lost_s)} of work lost, down for ${seconds(restart.down_s)}`;
 }
 
 function marks(name, symbol, tone, row, dot, some) {
@@ -114,6 +114,30 @@ function drawBandwidth() {
     yaxis2: { ...plain(), overlaying: "y", side: "right", rangemode: "tozero", tickmode: "auto", nticks: 6, title: { text: `${size(unit).split(" ")[1]}/s` } },
   }), openSave);
 }
+
+// A row of lines for each metric: their scales have nothing in common.
+function drawMetrics() {
+  const names = [...new Set(report.saves.flatMap((one) => Object.keys(one.metrics)))].sort().slice(0, MOST_METRICS);
+  byId("metrics-card").hidden = !names.length;
+  if (!names.length) return;
+  const axis = (at) => (at ? String(at + 1) : "");
+  const traces = names.map((name, at) => ({
+    ...bySave(escapeText(name), report.saves.map((one) => one.metrics[name] ?? null),
+      (one) => `step ${one.step}: ${escapeText(name)} <b>${one.metrics[name] ?? "not finite, or none"}</b>`,
+      { line: { color: theme()("accent"), width: 2 } }),
+    yaxis: `y${axis(at)}`, connectgaps: false, showlegend: false,
+  }));
+  const rows = Object.fromEntries(names.map((_, at) => [`yaxis${axis(at)}`, { ...lined(), nticks: 5, domain: rowOf(at, names.length) }]));
+  const titles = names.map((name, at) => ({
+    text: escapeText(name), xref: "paper", yref: "paper", x: 0, y: rowOf(at, names.length)[1], xanchor: "left", yanchor: "bottom", showarrow: false,
+    font: { size: 12.5, color: theme()("soft") },
+  }));
+  draw("metrics", traces, base({
+    height: 60 + 140 * names.length, margin: { l: 64, r: 10, t: 22, b: 40 }, annotations: titles, xaxis: { ...stepTicks(), anchor: "free", position: 0 }, ...rows,
+  }), openSave);
+}
+const MOST_METRICS = 8;
+const rowOf = (at, rows) => [(rows - 1 - at) / rows, (rows - 1 - at) / rows + 0.78 / rows];
 
 function drawSizes() {
   const { sizes } = report;

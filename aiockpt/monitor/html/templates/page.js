@@ -148,7 +148,7 @@ function listen() {
 }
 
 function drawAll() {
-  const all = [drawHistory, ...(grids.length ? HEAT : []), drawTimeline, drawPause, drawBandwidth, drawSizes];
+  const all = [drawHistory, ...(grids.length ? HEAT : []), drawTimeline, drawMetrics, drawPause, drawBandwidth, drawSizes];
   for (const one of all) one();
 }
 

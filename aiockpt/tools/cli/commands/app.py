@@ -1,7 +1,6 @@
 """The application, its exit statuses, the parameters that several commands share, and help texts without Typer's notation.
 
-Typer writes a flag as ``--json <bool>`` and an argument as ``{root}``; here they are ``--json`` and ``ROOT``. The error for
-an unknown option names the likeliest one: a similar spelling, or the option that has this name in other tools.
+Typer writes a flag as ``--json <bool>`` and an argument as ``{root}``; here they are ``--json`` and ``ROOT``.
 
 The imports of a command happen when it runs, so that ``--help`` and a mistyped command respond at once.
 """
@@ -10,45 +9,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 from aiockpt.format.names import parse_step
 from aiockpt.tools.cli import show
 
 if TYPE_CHECKING:
     from aiockpt.futures import Future
+    from aiockpt.places.readers.hold import Hold
     from aiockpt.session.checkpointer import Checkpointer
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
-
-_SYNONYMS = {
-    "apply": "yes", "confirm": "yes", "delete": "yes", "force": "yes", "really": "yes",
-    "check": "dry-run", "dry": "dry-run", "no-act": "dry-run", "simulate": "dry-run", "what-if": "dry-run",
-    "count": "last", "keep": "last", "keep-last": "last", "max": "last", "newest": "last", "number": "last",
-    "interval": "every", "keep-every": "every",
-    "metric": "best",
-    "full": "all", "verbose": "all",
-    "format": "json", "output-format": "json",
-    "out": "report", "output": "report",
-    "duration": "seconds", "time": "seconds",
-    "limit": "bytes", "max-bytes": "bytes",
-    "parallel": "concurrency", "threads": "concurrency", "workers": "concurrency",
-    "directory": "dir", "folder": "dir", "path": "dir",
-    "overwrite": "force", "replace": "force",
-    "max-size": "max-shard-size", "shard-size": "max-shard-size",
-}  # fmt: skip
-"""Names of our options in other tools."""
 
 _ORDER = [
     "ls", "inspect", "verify", "diff", "cp", "convert", "prune", "rm", "gc", "commit", "top", "report", "watch", "prove",
@@ -60,30 +41,17 @@ _ORDER = [
 # ------------------------------------------------------------------ help and errors
 
 
-@runtime_checkable
-class _NoSuchOption(Protocol):
-    """Click's error for an unknown option, by its attributes: typer vendors its own click, so the class cannot be used."""
-
-    option_name: str
-    message: str
-    possibilities: Sequence[str] | None
-
-
 class _PlainNames:
-    """Parameters and errors of a command under the names that people type. (``Any``: typer's click shows no types.)"""
+    """Parameters of a command under the names that people type. (``Any``: typer's click shows no types.)"""
 
     def get_params(self, ctx: Any) -> Any:
         parameters = super().get_params(ctx)  # type: ignore[misc]
-        for one in parameters:
-            if isinstance(one, TyperArgument):
-                one.metavar = (one.metavar or one.name or "").upper()
-            elif isinstance(one, TyperOption) and one.is_flag:
-                one.metavar = ""
+        for parameter in parameters:
+            if isinstance(parameter, TyperArgument):
+                parameter.metavar = (parameter.metavar or parameter.name or "").upper()
+            elif isinstance(parameter, TyperOption) and parameter.is_flag:
+                parameter.metavar = ""
         return parameters
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        with _advice(self.get_params(ctx)):
-            return super().parse_args(ctx, args)  # type: ignore[misc]
 
 
 class Command(_PlainNames, TyperCommand):
@@ -106,38 +74,6 @@ class App(typer.Typer):
     def command(self, name: str | None = None, **settings: Any) -> Callable[[F], F]:
         """Register the decorated function as the command *name*."""
         return super().command(name, cls=Command, **settings)
-
-
-@contextmanager
-def _advice(parameters: Sequence[Any]) -> Iterator[None]:
-    """Add the likeliest option to the error of an unknown option."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, _NoSuchOption):
-            _add_advice(error, parameters)
-        raise
-
-
-def _add_advice(error: _NoSuchOption, parameters: Sequence[Any]) -> None:
-    name = error.option_name.lstrip("-").lower()
-    for one in parameters:
-        if isinstance(one, TyperArgument) and name in (one.name, (one.metavar or "").lower()):
-            error.message += f"; give {one.metavar} by its place, without an option"
-            error.possibilities = None
-            return
-    options = [option for one in parameters for option in one.opts if option.startswith("--")]
-    error.possibilities = suggest(error.option_name, options)
-
-
-def suggest(option: str, known: Collection[str]) -> list[str]:
-    """Return the *known* options that *option* may stand for, the likeliest first; all with their dashes."""
-    name = option.lstrip("-").replace("_", "-").lower()
-    meant = f"--{_SYNONYMS.get(name, '')}"
-    if meant in known:
-        return [meant]
-    # Without the dashes: two of six letters that are always equal make --keep a neighbour of --help.
-    return [f"--{close}" for close in get_close_matches(name, [each.lstrip("-") for each in known])]
 
 
 # ------------------------------------------------------------------ the application
@@ -206,7 +142,9 @@ def step_argument(text: str, name: str = "step") -> Any:
 
 
 Root = Annotated[str, argument("The checkpoints: a folder or a URL.")]
-Step = Annotated[int | None, step_argument("A step, such as 1000 or step-00001000; the newest by default.")]
+Step = Annotated[
+    str | None, argument("A step, such as 1000, step-00001000 or best:METRIC; the newest by default.", metavar="step")
+]
 Json = Annotated[bool, flag("Print JSON.", "--json")]
 Everything = Annotated[bool, flag("Show all rows, without folding or cutting.", "--all", "-a")]
 Yes = Annotated[bool, flag("Delete. Without it, only show what would be deleted.", "--yes", "-y")]
@@ -240,25 +178,45 @@ def open_checkpointer(root: str) -> Checkpointer:
     return Checkpointer(root)
 
 
-def chosen_steps(root: str, step: int | None, every: bool, *, valid: bool = False) -> list[int]:
-    """Return the steps of *root* for a command, the newest first: the given one, the newest, or all.
+def chosen_steps(root: str, step: str | None, every: bool, *, valid: bool = False) -> list[int]:
+    """Return the steps of *root* for a command, the newest first: the given one, the best, the newest, or all.
 
     Args:
         valid: whether the newest must have a valid manifest.
+
+    A step whose number is not known, since nothing of it can be read, is not among all.
 
     Raises:
         UsageError: both one and all are requested.
         StepNotFoundError: the step does not exist; with *every* the list is empty instead.
     """
-    from aiockpt.tools.cli.survey import find_committed, find_valid, open_place, survey
+    from aiockpt.tools.cli.survey import choose_best, find_committed, find_valid, open_place, survey
 
     if every and step is not None:
         raise UsageError("give a step, or --all, not both")
     backend = open_place(root)
     if every:
-        return [listed.step for listed in anyio.run(survey, backend).steps]
-    entry = anyio.run(find_valid, backend) if valid and step is None else anyio.run(find_committed, backend, step)
-    return [entry.step]
+        return [listed.step for listed in anyio.run(survey, backend).steps if listed.step >= 0]
+    if step is not None and step.startswith("best:"):
+        return [anyio.run(choose_best, backend, step.removeprefix("best:"))]
+    if valid and step is None:
+        return [anyio.run(find_valid, backend).step]
+    return [anyio.run(find_committed, backend, None if step is None else step_number(step)).step]
+
+
+def hold_steps(ckpt: Checkpointer, steps: Iterable[int]) -> dict[int, Hold]:
+    """Return a hold of each step, begun where the place can be written to; of one that is gone it has no effect."""
+    holds = {step: ckpt.hold(step) for step in steps}
+    for future in [hold.begin() for hold in holds.values()]:
+        with suppress(CheckpointError):  # what is damaged, or gone, shows when it is read
+            finish(future)
+    return holds
+
+
+def check_some_left(root: str, steps: Collection[object], done: Collection[object]) -> None:
+    """Raise StepNotFoundError when all of the listed *steps* were gone to be *done*."""
+    if steps and not done:
+        raise StepNotFoundError(f"{root}: all of its steps were deleted meanwhile; run the command again")
 
 
 def finish(future: Future[T]) -> T:

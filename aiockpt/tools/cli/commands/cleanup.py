@@ -35,7 +35,9 @@ def prune(
         int | None, option("Keep the optimizer state of the newest N steps only; older ones keep weights.", "N", min=1)
     ] = None,
     best_count: Annotated[int, option("How many of the best steps to keep.", "N", min=1)] = 1,
-    mode: Annotated[Literal["min", "max"], option("Whether low or high values of --best are good.")] = "min",
+    mode: Annotated[
+        Literal["min", "max"] | None, option("Whether low or high values of --best are good. Default: by its name.")
+    ] = None,
     grace_hours: Annotated[
         float, option("Age from which an uncommitted attempt counts as garbage.", "HOURS", min=0)
     ] = 24.0,
@@ -53,7 +55,8 @@ def prune(
     if last is None and newer_than is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N or --newer-than AGE too")
     backend = open_place(root)
-    listed = anyio.run(survey, backend).steps
+    there = anyio.run(survey, backend)
+    listed = there.steps
     if best:
         check_metric(best, listed)
     rule = Best(best, count=best_count, mode=mode) if best else None
@@ -66,7 +69,9 @@ def prune(
         sizes = {step.id: step.bytes for step in listed} | anyio.run(measure, backend, folders)
         if delete:
             found = ckpt.prune(rules).result()
-    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=bool(last or newer_than)))
+    gone = {(garbage.step_id, garbage.attempt) for garbage in found.garbage}
+    left = [attempt for attempt in there.unfinished if (attempt.id, attempt.attempt) not in gone]
+    show.json_or(as_json, found, lambda: show_pruned(root, found, sizes, left, delete, ruled=bool(last or newer_than)))
     if delete and found.failed:
         raise typer.Exit(STORAGE_FAILED)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import anyio
 import typer
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import StepNotFoundError, UsageError
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.commands.app import (
     DAMAGED,
@@ -17,9 +17,11 @@ from aiockpt.tools.cli.commands.app import (
     Root,
     Step,
     app,
+    check_some_left,
     chosen_steps,
     finish,
     flag,
+    hold_steps,
     open_checkpointer,
     option,
     step_argument,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 @app.command("ls")
 def list_steps(root: Root, as_json: Json = False) -> None:
     """List the steps, newest first, with their branches; damaged and unfinished ones too."""
-    from aiockpt.pipeline.discover import find_hints, refuse_step
+    from aiockpt.pipeline.wrong_places import find_hints, refuse_step
     from aiockpt.tools.cli.listing import show_survey
     from aiockpt.tools.cli.survey import open_place, survey
 
@@ -79,19 +81,38 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every block of a step and compare its checksum. Exit status 0: intact; 1: damaged."""
-    from aiockpt.tools.cli.results import show_check
-    from aiockpt.tools.cli.survey import open_place
+    from aiockpt.tools.cli.results import Check, show_check
+    from aiockpt.tools.cli.survey import open_place, survey
 
-    steps = chosen_steps(root, step, every) or chosen_steps(root, None, False)
-    results = []
+    results: list[Check] = []
+    backend = open_place(root)
+    # Listed with all imports done: what a running job deletes between the listing and the holds is not verified.
     with open_checkpointer(root) as ckpt:
-        for number in steps:
-            if repair_from is None:
-                results.append(_verify_one(ckpt, number, as_json))
-            else:
-                results.append(_repair_one(ckpt, number, open_place(repair_from), as_json))
+        steps = chosen_steps(root, step, every)
+        if every:
+            # A copy by hand, say, whose manifest is of another folder: no step that a program could load.
+            nameless = [info for info in anyio.run(survey, backend).steps if info.step < 0]
+            results += [Check(info.step, False, problem=info.problem, id=info.id) for info in nameless]
+        for result in [] if as_json else results:
+            show_check(result)
+        if not steps and not results:
+            chosen_steps(root, None, False)
+        for number, hold in hold_steps(ckpt, steps).items():
+            try:
+                if repair_from is None:
+                    results.append(_verify_one(ckpt, number, as_json))
+                else:
+                    results.append(_repair_one(ckpt, number, open_place(repair_from), as_json))
+            except StepNotFoundError:
+                if not every:
+                    raise
+                show.gone(number)
+                continue
+            finally:
+                hold.release()
             if not as_json:
                 show_check(results[-1])
+    check_some_left(root, steps, results)
     show.json_or(as_json, results, lambda: None)
     if not all(result.valid for result in results):
         raise typer.Exit(DAMAGED)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from aiockpt.errors import StorageAccessError, UsageError
+from aiockpt.errors import UsageError
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.commands.app import (
     STORAGE_FAILED,
@@ -27,30 +26,12 @@ SIZES = "4KiB, 16MiB, 1GiB, or bytes"
 
 
 @app.command("doctor")
-def doctor(
-    root: Annotated[str, argument("The folder to test.")],
-    size_mib: Annotated[int, option("MiB of each file of the speed test.", "N", "--size", min=8)] = 512,
-    as_json: Json = False,
-) -> None:
-    """Test a file system: O_DIRECT, hard links, flush latency, free space, raw write and read speed."""
-    from aiockpt.tools.cli.doctor import REPEATS, examine, show_diagnosis
+def doctor(root: Annotated[str, argument("The folder to test.")], as_json: Json = False) -> None:
+    """Test a file system: O_DIRECT, hard links, flush latency, free space, write and read speed."""
+    from aiockpt.tools.cli.doctor import run_doctor
     from aiockpt.tools.cli.survey import local_folder
 
-    folder = local_folder(root)
-    space = shutil.disk_usage(folder)
-    if not space.total:
-        raise UsageError(f"{folder}: a file system that has no size; checkpoints cannot be kept there")
-    free_mib = space.free >> 20
-    if size_mib >= free_mib:
-        raise UsageError(f"--size {size_mib}: {folder} has {free_mib} MiB free; give less")
-    try:
-        with show.bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
-            found = examine(folder, size_mib << 20, tick)
-    except PermissionError as error:
-        advice = "grant write access, or name another folder"
-        raise StorageAccessError(f"{folder}: cannot be written to ({error.strerror}); {advice}") from error
-    show.json_or(as_json, found, lambda: show_diagnosis(found))
-    if found.problems:
+    if run_doctor(local_folder(root), as_json):
         raise typer.Exit(STORAGE_FAILED)
 
 
@@ -64,16 +45,13 @@ def bench(
     soak: Annotated[float, option("Duration of a mixed workload with injected faults; 0: none.", "S")] = 0.0,
     faults: Annotated[float, option("Fraction of the soak's calls that fail on purpose.", "FRACTION")] = 0.05,
     seed: Annotated[int, option("Seed of the bytes and of the soak.", "N")] = 0,
-    report_to: Annotated[Path | None, option("Write the report as JSON to a file.", "FILE", "--report")] = None,
-    plot_to: Annotated[Path | None, option("Plot throughput and p99 to a .png or .svg.", "FILE", "--plot")] = None,
-    everything: Annotated[bool, flag("Show every point.", "--all", "-a")] = False,
     as_json: Json = False,
 ) -> None:
     """Stress-test a place: throughput, latency, errors; every byte read is compared.
 
     Works in a folder of its own that is removed at the end, also after control-C. Exit status 1: a check failed.
     """
-    from aiockpt.tools.cli.bench import Outputs, run_bench
+    from aiockpt.tools.cli.bench import run_bench
     from aiockpt.tools.stress.plan import StressPlan
 
     plan = StressPlan(
@@ -85,7 +63,7 @@ def bench(
         faults=faults,
         seed=seed,
     )
-    raise typer.Exit(run_bench(url, plan, Outputs(report_to, plot_to, as_json, everything)))
+    raise typer.Exit(run_bench(url, plan, as_json))
 
 
 def _parse_number(option: str, text: str) -> int:
@@ -105,19 +83,14 @@ def demo(
     keep: Annotated[int | None, option("Keep the last N checkpoints (default 3). Not with --elastic.", "N")] = None,
     asynchronous: Annotated[bool, flag("Use the async trainer. Not with --elastic.", "--async")] = False,
     elastic: Annotated[bool, flag("Resume on other numbers of ranks: 2, 2, 1 and 4 processes.", "--elastic")] = False,
-    plain: Annotated[bool, flag("Print plain lines instead of a live display.", "--plain")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT with checkpoints, kill it in the middle of a save, resume it, and show the cost."""
-    if elastic:
-        from aiockpt.tools.examples.elastic import run_elastic
-
-        if asynchronous or lazy or keep is not None:
-            refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
-            raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
-        raise typer.Exit(run_elastic(steps=steps, every=every, folder=folder, as_json=as_json, plain=plain))
     from aiockpt.tools.examples.demo import DemoOptions, run_demo
 
+    if elastic and (asynchronous or lazy or keep is not None):
+        refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
+        raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
     options = DemoOptions(
         steps=steps,
         every=every,
@@ -125,7 +98,7 @@ def demo(
         keep=3 if keep is None else keep,
         dir=folder,
         asynchronous=asynchronous,
-        plain=plain,
+        elastic=elastic,
         json=as_json,
     )
     raise typer.Exit(run_demo(options))
@@ -144,7 +117,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate how long saves of a run will take, and how often to save."""
-    from aiockpt.policies.cadence.run_plan import plan_run
+    from aiockpt.sizing.run_plan import plan_run
 
     if (root is None) == (parameters is None):
         raise UsageError("plan: name a run like it, or give --parameters 7B")

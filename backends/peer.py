@@ -1,0 +1,492 @@
+"""The backend for the memory of all hosts of a job: each rank writes to its own host's, and all read the union.
+
+Guarantees, besides those of the contract:
+
+- A data file lies in the memory of the host that wrote it, and wherever `aiockpt.places.peers` has copied it; it is read
+  from here where it is here, else from the next host that has it, also in the middle of a read.
+- Records (manifests, receipts, decisions, hints) have one *home*, the host of rank 0: so exactly one of any number of
+  callers creates a key, whatever host it is on. They are found in copies on other hosts, too, when the home was another.
+- What an earlier run left on these hosts is seen by the next one, whatever its ranks. `delete` removes it on all of them.
+- Nothing survives all copies' hosts: ``durable`` is False. On one host it lies where ``shm://peer/NAME`` does, and
+  survives every process.
+- A process without other ranks sees its own host alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from aiockpt import errors
+from aiockpt.backends.ranges import Buffers, RangeReader
+from aiockpt.backends.shm import ShmBackend
+from aiockpt.errors import (
+    CheckpointError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageTimeoutError,
+    StorageTransferError,
+)
+from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.runtime.peer_link import Network, RangeReply, on_this_thread
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import (
+    Backend,
+    Listing,
+    Reader,
+    Seen,
+    Space,
+    Stat,
+    Traits,
+    Upload,
+    check_key,
+    check_keys,
+    check_prefix,
+)
+
+T = TypeVar("T")
+PULLING = ".pulling"
+PIECE_BYTES = 1 << 20
+"""Received at once: the checksum finds it in the processor's cache."""
+
+
+class HostAt(msgspec.Struct, frozen=True, array_like=True):
+    """A host of the job: its id, its failure domain, its ranks, and where each of them serves its memory."""
+
+    id: str
+    domain: str
+    ranks: tuple[int, ...]
+    addresses: tuple[str, ...]
+
+
+class Hosts(msgspec.Struct, frozen=True, array_like=True):
+    """All hosts of the job, that of rank 0, the home of the records, first."""
+
+    all: tuple[HostAt, ...]
+
+
+class PeerBackend:
+    """Objects in the memory of the hosts of a job, kept for this user under *name*.
+
+    Args:
+        name: of the run; relative, parts joined by ``/``.
+        world: the seam to the operating system.
+        mount: where the host's shared memory is mounted.
+
+    Attributes:
+        own: the memory of this host.
+        pulling: a folder there for copies that are not whole.
+        received_bytes: of data files that came from other hosts.
+    """
+
+    def __init__(self, name: str, *, world: World | None = None, mount: str = "/dev/shm") -> None:
+        self._name = check_key(name.strip("/")) if name.strip("/") else "default"
+        self._memory = partial(ShmBackend, f"peer/{self._name}", world=world, mount=mount)
+        self.own = self._memory()
+        self.pulling = ShmBackend(f"peer/{self._name}/{PULLING}", world=world, mount=mount)
+        self.received_bytes = 0
+        self._moving = Limiter("copies that came", 1)
+        self._others: list[HostMemory] = []
+        self._memories: Sequence[Backend] = (self.own,)
+        self._find_hosts: Callable[[], Awaitable[object]] | None = None
+        self._network: Network | None = None
+
+    def connect(self, find_hosts: Callable[[], Awaitable[object]]) -> None:
+        """Be one of several hosts: *find_hosts*, which calls `join`, comes before all that is read or written."""
+        self._find_hosts = find_hosts
+
+    @contextmanager
+    def answering(self) -> Iterator[Callable[[bytes], RangeReply]]:
+        """Yield the function that answers the calls of another process, on this thread, with this host's memory."""
+        with on_this_thread() as run:
+            yield _Served(self._memory(), run).answer
+
+    def join(self, hosts: Hosts, own_id: str, rank: int, network: Network) -> None:
+        """Take *hosts* for those of the job, which *network* connects; this is *rank*, on *own_id*."""
+        self._network = network
+        memories = [None if host.id == own_id else HostMemory(self, network, host, rank) for host in hosts.all]
+        self._others = [memory for memory in memories if memory is not None]
+        # The same order on all hosts: of two runs that each saved a step on hosts of their own, all take the same one's.
+        self._memories = [memory or self.own for memory in memories]
+        self._find_hosts = None
+
+    @property
+    def url(self) -> str:
+        return f"peer://{self._name}"
+
+    @property
+    def traits(self) -> Traits:
+        return msgspec.structs.replace(self.own.traits, scope="hosts")
+
+    @property
+    def hosts(self) -> Sequence[HostMemory]:
+        """The memories of the other hosts; empty before the job's hosts are known."""
+        return self._others
+
+    @property
+    def _home(self) -> Backend:
+        return self._memories[0]
+
+    async def ready(self) -> None:
+        """Wait until the hosts of the job are known.
+
+        Raises:
+            RankTimeoutError: ranks have not said where they are.
+        """
+        if self._find_hosts is not None:
+            await self._find_hosts()
+
+    # ------------------------------------------------------------------ the contract
+
+    async def put(self, key: str, data: bytes) -> None:
+        check_key(key)
+        await self.ready()
+        await self._home.put(key, data)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        check_key(key)
+        await self.ready()
+        if await self._find(lambda memory: memory.stat(key), self._memories[1:]) is not None:
+            raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
+        await self._home.put_new(key, data)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        check_key(key)
+        await self.ready()
+        return await self._first(key, lambda memory: memory.get(key, max_bytes))
+
+    async def open(self, key: str) -> Reader:
+        check_key(key)
+        await self.ready()
+        with suppress(ObjectNotFoundError):
+            return await self.own.open(key)
+        asks = [partial(memory.stat, key) for memory in self._others]
+        answers = await _on_all(asks)
+        found = zip(self._others, answers, strict=True)
+        holders = [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]
+        if not holders:
+            raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
+        size = holders[0][1]
+        return _RemoteObject(key, size, deque(memory for memory, its_size in holders if its_size == size)).reader()
+
+    async def create(self, key: str, size: int) -> Upload:
+        check_key(key)
+        await self.ready()
+        if self._home is not self.own and await self._find(lambda memory: memory.stat(key), [self._home]) is not None:
+            raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
+        return await self.own.create(key, size)
+
+    async def stat(self, key: str) -> Stat:
+        check_key(key)
+        await self.ready()
+        return await self._first(key, lambda memory: memory.stat(key))
+
+    async def list(self, prefix: str) -> Listing:
+        check_prefix(prefix)
+        await self.ready()
+        listings = await _on_all([partial(memory.list, prefix) for memory in self._memories])
+        if isinstance(listings[0], StorageError):
+            raise listings[0]
+        objects: dict[str, Stat] = {}
+        folders: set[str] = set()
+        others: set[str] = set()
+        for listing in listings:
+            if isinstance(listing, Listing):  # a host that is lost has nothing
+                objects = {stat.key: stat for stat in listing.objects} | objects
+                folders |= set(listing.folders)
+                others |= set(listing.others)
+        return Listing(tuple(objects[key] for key in sorted(objects)), tuple(sorted(folders)), tuple(sorted(others)))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        keys = check_keys(keys)
+        await self.ready()
+        home, *_ = await _on_all([partial(memory.delete, keys) for memory in self._memories])
+        if isinstance(home, StorageError):
+            raise home
+
+    async def move_in(self, came: str, key: str) -> None:
+        """Make the object *came* of `pulling` the object *key* of this host, whole at once.
+
+        Raises:
+            ObjectExistsError: it has one.
+        """
+        here, there = self.pulling.path(came), self.own.path(key)
+
+        def move() -> None:
+            os.makedirs(os.path.dirname(there), 0o700, exist_ok=True)
+            os.link(here, there)
+            os.unlink(here)
+
+        try:
+            await run_blocking(self._moving, move)
+        except FileExistsError as error:
+            raise ObjectExistsError(f"moving {came!r}: {key!r} is there", key=key) from error
+        except OSError as error:
+            raise errors.from_os_error(error, "moving", key) from error
+
+    async def space(self) -> Space:
+        """Return the free space of this host's memory."""
+        return await self.own.space()
+
+    async def close(self) -> None:
+        """Serve no more; the objects stay."""
+        network, self._network = self._network, None
+        if network is not None:
+            await network.close()
+        await self.own.close()
+        await self.pulling.close()
+
+    # ------------------------------------------------------------------ the union
+
+    async def _first(self, key: str, ask: Callable[[Backend], Awaitable[T]]) -> T:
+        """Return the answer of the first memory that has the object; the home is asked alone.
+
+        Raises:
+            ObjectNotFoundError: no memory has it.
+            StorageError: no memory has it, and one did not answer.
+        """
+        failures: list[StorageError] = []
+        for memories in (self._memories[:1], self._memories[1:]):
+            for answer in await _on_all([partial(ask, memory) for memory in memories]):
+                if not isinstance(answer, StorageError):
+                    return answer
+                failures.append(answer)
+        raise self._why_not(key, failures)
+
+    def _why_not(self, key: str, failures: Iterable[StorageError]) -> StorageError:
+        """Return the error that no memory has an object: one that did not answer may have it."""
+        trouble = next((error for error in failures if not isinstance(error, ObjectNotFoundError)), None)
+        return trouble or ObjectNotFoundError(f"looking for {key!r}: no object of that key in {self.url}", key=key)
+
+    async def _find(self, ask: Callable[[Backend], Awaitable[T]], memories: Sequence[Backend]) -> T | None:
+        answers = await _on_all([partial(ask, memory) for memory in memories])
+        return next((answer for answer in answers if not isinstance(answer, StorageError)), None)
+
+    def __repr__(self) -> str:
+        return f"<PeerBackend {self.url!r}, {len(self._others)} other hosts>"
+
+
+class MemoryCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call of a verb of the contract in another process, with the arguments that it takes; "read" is of a `Reader`."""
+
+    verb: Literal["put", "put_new", "get", "stat", "list", "delete", "space", "read"]
+    key: str = ""
+    data: bytes = b""
+    keys: tuple[str, ...] = ()
+    offset: int = 0
+    size: int = 0
+
+
+class MemoryAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The outcome of a call.
+
+    Attributes:
+        error, message: the name of the class of `aiockpt.errors`, and what it says; empty where the call has succeeded.
+    """
+
+    data: bytes = b""
+    stat: Stat | None = None
+    listing: Listing | None = None
+    space: Space | None = None
+    error: str = ""
+    message: str = ""
+
+
+# Made here: a type that two threads describe to msgspec at once ends the process (`aiockpt.format.document.described`).
+_CALLS, _ANSWERS = msgspec.msgpack.Decoder(MemoryCall), msgspec.msgpack.Decoder(MemoryAnswer)
+
+
+class _Served:
+    """The memory of this host, as another process asks for it; on one thread."""
+
+    def __init__(self, own: ShmBackend, run: Callable[[Awaitable[MemoryAnswer]], MemoryAnswer]) -> None:
+        self._own, self._run = own, run
+
+    def answer(self, question: bytes) -> RangeReply:
+        """Answer one call."""
+        try:
+            call = _CALLS.decode(question)
+            if call.verb == "read":
+                return self._range(call)
+            answer = self._run(self._make(call))
+        except (CheckpointError, OSError, msgspec.DecodeError) as error:
+            kind = "ObjectNotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__
+            answer = MemoryAnswer(error=kind, message=str(error))
+        return RangeReply(msgspec.msgpack.encode(answer))
+
+    async def _make(self, call: MemoryCall) -> MemoryAnswer:
+        own = self._own
+        match call.verb:
+            case "put":
+                await own.put(call.key, call.data)
+            case "put_new":
+                await own.put_new(call.key, call.data)
+            case "get":
+                return MemoryAnswer(data=await own.get(call.key, call.size))
+            case "stat":
+                return MemoryAnswer(stat=await own.stat(call.key))
+            case "list":
+                return MemoryAnswer(listing=await own.list(call.key))
+            case "delete":
+                await own.delete(call.keys)
+            case "space":
+                return MemoryAnswer(space=await own.space())
+        return MemoryAnswer()
+
+    def _range(self, call: MemoryCall) -> RangeReply:
+        fd = os.open(self._own.path(check_key(call.key)), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if min(call.offset, call.size) < 0 or call.offset + call.size > os.fstat(fd).st_size:
+            os.close(fd)
+            raise StorageError(f"{call.key!r} ends before byte {call.offset + call.size}")
+        return RangeReply(msgspec.msgpack.encode(MemoryAnswer()), fd, call.offset, call.size)
+
+
+class _RemoteObject:
+    """An object that other hosts have: read from one of them until it is lost, then from the next."""
+
+    def __init__(self, key: str, size: int, holders: deque[HostMemory]) -> None:
+        self._key, self._size, self._holders = key, size, holders
+
+    def reader(self) -> RangeReader:
+        """Return a reader of it."""
+        return RangeReader(self._key, self._size, self._fill)
+
+    async def _fill(self, offset: int, into: Buffers, seen: Seen | None) -> None:
+        end, last = offset + into.left_bytes, self._holders[-1]
+        while True:
+            holder = self._holders[0]
+            try:
+                return await holder.read(self._key, end, into, seen)
+            except StorageError:
+                if holder is last:
+                    raise
+            if holder is self._holders[0]:
+                self._holders.rotate(-1)  # for the reads after this one, too
+
+
+class HostMemory:
+    """The memory of another host of the job, by calls of its processes; another of them where one is lost.
+
+    Data files are read only: what a host has of another's is what it has pulled.
+    """
+
+    def __init__(self, peers: PeerBackend, network: Network, host: HostAt, rank: int) -> None:
+        self._peers, self._network = peers, network
+        self.host = host
+        first = rank % len(host.addresses)  # so that the ranks of a host share what all others ask
+        self._addresses = (*host.addresses[first:], *host.addresses[:first])
+
+    @property
+    def url(self) -> str:
+        return f"{self._peers.url}@{self.host.id}"
+
+    @property
+    def traits(self) -> Traits:
+        return self._peers.traits
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._call(MemoryCall("put", key, data))
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self._call(MemoryCall("put_new", key, data))
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        return (await self._call(MemoryCall("get", key, size=max_bytes))).data
+
+    async def stat(self, key: str) -> Stat:
+        return _there((await self._call(MemoryCall("stat", key))).stat)
+
+    async def list(self, prefix: str) -> Listing:
+        return _there((await self._call(MemoryCall("list", prefix))).listing)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._call(MemoryCall("delete", keys=tuple(keys)))
+
+    async def space(self) -> Space:
+        return _there((await self._call(MemoryCall("space"))).space)
+
+    async def open(self, key: str) -> Reader:
+        return _RemoteObject(key, (await self.stat(key)).size, deque([self])).reader()
+
+    async def read(self, key: str, end: int, into: Buffers, seen: Seen | None) -> None:
+        """Fill the rest of *into* with the bytes of an object before *end*."""
+        await self._call(
+            lambda: MemoryCall("read", key, offset=end - into.left_bytes, size=into.left_bytes), into, seen
+        )
+
+    async def create(self, key: str, size: int) -> Upload:
+        raise StorageError(f"{key!r}: data files are written to the own host's memory, not to {self.url}", key=key)
+
+    async def close(self) -> None:
+        """Does nothing: the connections are those of the job."""
+
+    async def _call(
+        self, call: MemoryCall | Callable[[], MemoryCall], into: Buffers | None = None, seen: Seen | None = None
+    ) -> MemoryAnswer:
+        """Make *call* at the first process of the host that answers; what was filled before one was lost stays."""
+        lost: StorageError | None = None
+        for address in self._addresses:
+            question = call() if callable(call) else call
+            parts = () if into is None else self._parts(into, seen)
+            try:
+                data = await self._network.ask(address, msgspec.msgpack.encode(question), parts)
+                answer = _ANSWERS.decode(data)
+            except TimeoutError:
+                lost = StorageTimeoutError(f"the memory of {self.url} is silent: {question.verb} {question.key!r}")
+            except (OSError, msgspec.DecodeError) as error:
+                lost = StorageTransferError(f"the memory of {self.url} is lost: {error}")
+            else:
+                if answer.error:
+                    raise _error(answer, question.key)
+                return answer
+        assert lost is not None
+        raise lost
+
+    def _parts(self, into: Buffers, seen: Seen | None) -> Iterator[memoryview]:
+        """Yield the unfilled parts of *into*; each is filled when the next one is taken, or the iteration ends."""
+        while (room := into.room) is not None:
+            part = room[:PIECE_BYTES]
+            yield part
+            into.advance(part.nbytes)
+            self._peers.received_bytes += part.nbytes
+            if seen is not None:
+                seen(part)
+
+
+def _error(answer: MemoryAnswer, key: str) -> StorageError:
+    kind: Any = getattr(errors, answer.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, StorageError)):
+        kind = StorageError
+    return cast("StorageError", kind(answer.message, key=key))
+
+
+async def _on_all(asks: Sequence[Callable[[], Awaitable[T]]]) -> list[T | StorageError]:
+    """Return the outcome of each of *asks*, made at once."""
+    outcomes: list[T | StorageError | None] = [None] * len(asks)
+
+    async def make(number: int) -> None:
+        try:
+            outcomes[number] = await asks[number]()
+        except StorageError as error:
+            outcomes[number] = error
+
+    if len(asks) == 1:
+        await make(0)
+    else:
+        async with open_tasks() as tasks:
+            for number in range(len(asks)):
+                tasks.start_soon(make, number)
+    return cast("list[T | StorageError]", outcomes)
+
+
+def _there(found: T | None) -> T:
+    if found is None:
+        raise StorageError("a peer's answer has not what was asked for")
+    return found

@@ -1,0 +1,1 @@
+"""A made-up framework, and its integration."""

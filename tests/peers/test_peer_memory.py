@@ -1,0 +1,302 @@
+"""Memory of the job's hosts: what a run goes on from when processes, hosts, copies and networks are lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
+from aiockpt.events import Event, Replicated
+from aiockpt.places.peers import keeper
+from aiockpt.places.peers.hosts import FoundHosts
+from tests.peers.cluster import Cluster, PeerCrew
+from tests.ranks.test_save import equal, replicated
+from tests.watch import until
+
+WHOLE_BYTES = sum(value.nbytes for value in replicated(1).values() if isinstance(value, torch.Tensor))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def load(crew: PeerCrew, step: int) -> list[Any]:
+    """Load on all ranks; check that it is *step*, bit by bit, and return the results."""
+
+    def load_one(rank: int, ckpt: aiockpt.Checkpointer) -> Any:
+        state = replicated(0)
+        result = ckpt.load(state).result(100)
+        assert result is not None
+        assert (result.step, equal(state, replicated(step))) == (step, True)
+        return result
+
+    return crew.on_all(load_one)
+
+
+def files(cluster: Cluster, host: str, step: int) -> list[str]:
+    """Return which data files of a step a host has."""
+    return sorted(path.name for path in cluster.memory(host).glob(f"step-{step:08d}/a-*/d/*"))
+
+
+def count_copies(cluster: Cluster, hosts: str, step: int) -> list[int]:
+    """Return how many hosts have each data file of a step."""
+    held = [files(cluster, host, step) for host in hosts]
+    return [sum(name in those for those in held) for name in sorted({name for those in held for name in those})]
+
+
+def test_each_host_holds_its_own_files_and_its_partners(cluster: Cluster) -> None:
+    with cluster.start("aabbcc") as crew:
+        crew.save(1, replicated)
+    held = {host: {int(name[1:6]) for name in files(cluster, host, 1)} for host in "abc"}
+    assert {rank for ranks in held.values() for rank in ranks} == set(range(6))
+    assert all(len(ranks) == 4 for ranks in held.values())
+    assert all(sum(rank in ranks for ranks in held.values()) == 2 for rank in range(6))
+
+
+def test_processes_that_start_again_read_their_own_hosts_memory_alone(cluster: Cluster) -> None:
+    with cluster.start("aabb") as crew:
+        crew.save(1, replicated)
+        crew.save(2, replicated)
+    with cluster.start("aabb") as crew:
+        load(crew, 2)
+        assert crew.received_bytes() == [0] * 4
+
+
+@pytest.mark.parametrize("lost", "abc")
+def test_a_lost_host_costs_nothing_that_was_replicated(cluster: Cluster, lost: str) -> None:
+    with cluster.start("aabbcc") as crew:
+        for step in (1, 2, 3):
+            crew.save(step, replicated)
+    cluster.lose(lost)
+    with cluster.start("aabbcc") as crew:
+        load(crew, 3)
+        until(lambda: all(copies == 2 for copies in count_copies(cluster, "abc", 3)), "the copies are made again")
+    cluster.lose("abc"[("abc".index(lost) + 1) % 3])
+    with cluster.start("aabbcc") as crew:
+        load(crew, 3)
+
+
+def test_a_host_and_its_partner_cost_what_no_disk_has(cluster: Cluster, tmp_path: Path) -> None:
+    disk = [aiockpt.Tier(tmp_path / "disk", every=2)]
+    with cluster.start("abcd", more=disk) as crew:
+        for step in (2, 3):
+            crew.save(step, replicated)
+    cluster.lose("a", "c")
+    with cluster.start("abcd", more=disk) as crew:
+        results = load(crew, 2)
+    assert all("step-00000003" in dict(result.skipped) for result in results)
+
+
+def test_other_ranks_on_other_hosts_take_it_over(cluster: Cluster) -> None:
+    with cluster.start("aabb") as crew:
+        crew.save(1, replicated)
+    cluster.lose("a")
+    with cluster.start("cbb") as crew:
+        load(crew, 1)
+
+
+def test_a_flipped_bit_is_read_from_the_other_copy(cluster: Cluster) -> None:
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated)
+        crew.save(2, replicated)
+    _flip(cluster, "a", 2)
+    with cluster.start("ab") as crew:
+        load(crew, 2)
+
+
+def test_a_bit_flipped_in_all_copies_costs_the_step(cluster: Cluster) -> None:
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated)
+        crew.save(2, replicated)
+    _flip(cluster, "a", 2)
+    _flip(cluster, "b", 2)
+    with cluster.start("ab") as crew:
+        results = load(crew, 1)
+    assert all("step-00000002" in dict(result.skipped) for result in results)
+
+
+def _flip(cluster: Cluster, host: str, step: int) -> None:
+    path = next(cluster.memory(host).glob(f"step-{step:08d}/a-*/d/r00000-*"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_partner_that_is_away_is_told_and_costs_no_replicated_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest replicated step outlives the saves that retention counts, until a newer one is replicated."""
+    monkeypatch.setattr(keeper, "LAGGING_S", 0.2)
+    caplog.set_level(logging.WARNING)
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated)
+        away = _cut_off(monkeypatch)
+        for step in (2, 3, 4):
+            crew.save(step, replicated, replicated=False)
+        until(lambda: "is not in other hosts' memory" in caplog.text, "the lag is told")
+        first = crew.checkpointers[0]
+        until(lambda: [info.step for info in first.steps().result()] == [4, 3, 1], "retention has spared step 1 alone")
+        away.clear()
+    cluster.lose("b")
+    with cluster.start("ab") as crew:
+        load(crew, 1)
+
+
+def _cut_off(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let no copy of data be made any more, until the list is emptied."""
+    pull, away = keeper.Keeper._pull, [True]
+
+    async def pull_not(self: keeper.Keeper, manifest: Any, wanted: Any) -> None:
+        if away:
+            raise CheckpointError("the network is down")
+        await pull(self, manifest, wanted)
+
+    monkeypatch.setattr(keeper.Keeper, "_pull", pull_not)
+    return away
+
+
+def test_a_host_without_room_fails_the_save_on_all_and_older_steps_stay(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated)
+        with monkeypatch.context() as patch:
+            patch.setattr("aiockpt.backends.shm.available_bytes", lambda: 1000)
+            errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(100))
+        assert all(isinstance(error, CheckpointError) for error in errors), errors
+        crew.save(3, replicated)
+    with cluster.start("ab") as crew:
+        load(crew, 3)
+
+
+def test_copies_are_apart_by_the_racks_that_hosts_name(cluster: Cluster) -> None:
+    racks = dict(zip("abcd", ["left", "left", "right", "right"], strict=True))
+    with cluster.start("abcd", apart=lambda rank: lambda: racks["abcd"[rank]]) as crew:
+        crew.save(1, replicated)
+    cluster.lose("a", "b")  # all of a rack
+    with cluster.start("abcd") as crew:
+        load(crew, 1)
+
+
+def test_copies_in_one_rack_are_told(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    with cluster.start("ab", apart=lambda rank: lambda: "one rack") as crew:
+        crew.save(1, replicated)
+    assert "in the same failure domain" in caplog.text
+
+
+def test_ranks_on_one_host_are_told_that_nothing_is_copied(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    with cluster.start("aa") as crew:
+        crew.save(1, replicated)
+    assert "all ranks are on one host" in caplog.text
+
+
+def test_a_rank_that_never_comes_holds_up_no_end(cluster: Cluster) -> None:
+    crew = cluster.start("ab")
+    begun_s = time.monotonic()
+    crew.checkpointers[0].close()
+    assert time.monotonic() - begun_s < 30
+    crew.checkpointers[1].close()
+
+
+def test_an_environment_variable_that_is_missing_is_named(cluster: Cluster) -> None:
+    with pytest.raises(UsageError, match="NO_SUCH_RACK"):
+        cluster.start("ab", apart=lambda rank: "NO_SUCH_RACK")
+
+
+def test_without_copies_it_is_the_memory_of_each_host(cluster: Cluster) -> None:
+    with cluster.start("ab", copies=0) as crew:
+        crew.save(1, replicated)
+    assert [len(files(cluster, host, 1)) for host in "ab"] == [1, 1]
+    with cluster.start("ab", copies=0) as crew:
+        load(crew, 1)
+
+
+def test_two_copies_outlive_two_hosts(cluster: Cluster) -> None:
+    with cluster.start("abc", copies=2) as crew:
+        crew.save(1, replicated)
+    cluster.lose("a", "c")
+    with cluster.start("abc", copies=2) as crew:
+        load(crew, 1)
+
+
+def test_a_save_that_newer_ones_overtook_says_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LAGGING_S", 0.1)
+    with cluster.start("ab", keep=1) as crew:
+        away = _cut_off(monkeypatch)
+        first = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)))
+        for future in first:
+            future.result(100)
+        crew.save(2, replicated, replicated=False)
+        away.clear()
+        crew.save(3, replicated)
+        assert all(isinstance(future.replicated().exception(100), SaveSkippedError) for future in first)
+
+
+def test_each_rank_reports_when_a_step_is_replicated(cluster: Cluster) -> None:
+    seen: list[list[Event]] = [[], []]
+
+    class Seen:
+        def __init__(self, into: list[Event]) -> None:
+            self.into = into
+
+        def on_event(self, event: Event) -> None:
+            self.into.append(event)
+
+    with cluster.start("ab") as crew:
+        for rank, into in enumerate(seen):
+            crew.checkpointers[rank]._engine.add_observer(Seen(into))
+        crew.save(1, replicated)
+        until(lambda: all(any(isinstance(one, Replicated) for one in into) for into in seen), "both report it")
+    for into in seen:
+        (told,) = (one for one in into if isinstance(one, Replicated))
+        assert (told.step, told.url) == (1, "peer://run")
+        assert told.seconds > 0
+
+
+def test_a_replaced_run_is_never_mixed_with_the_new_one(cluster: Cluster) -> None:
+    with cluster.start("ab", on_error=lambda future: None) as old:
+        old.save(1, replicated)
+        with cluster.start("ab") as new:
+            load(new, 1)
+            new.save(2, lambda step: replicated(20))
+            old.errors(lambda rank, ckpt: ckpt.save(2, replicated(30)).result(100))
+            new.save(3, lambda step: replicated(40))
+    with cluster.start("ab") as crew:
+        state = replicated(0)
+        crew.on_all(lambda rank, ckpt: ckpt.load(state if rank else replicated(0)).result(100))
+    assert equal(state, replicated(40))
+
+
+def test_a_single_process_sees_its_own_host(cluster: Cluster) -> None:
+    with cluster.start("a") as crew:
+        crew.save(1, replicated)
+    with cluster.start("a") as crew:
+        load(crew, 1)
+
+
+def test_memory_is_waited_for_though_a_disk_answers_at_once(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that come late must not have the run go on from what the disk has."""
+    disk = [aiockpt.Tier(tmp_path / "disk", every=2)]
+    with cluster.start("ab", more=disk) as crew:
+        for step in (2, 3):
+            crew.save(step, replicated)
+    monkeypatch.setattr("aiockpt.places.tiers.tiers.LIST_PATIENCE_S", 0.05)
+    find = FoundHosts._find
+
+    async def find_late(self: FoundHosts) -> Any:
+        await anyio.sleep(1)
+        return await find(self)
+
+    monkeypatch.setattr(FoundHosts, "_find", find_late)
+    with cluster.start("ab", more=disk) as crew:
+        load(crew, 3)

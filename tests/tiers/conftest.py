@@ -1,0 +1,15 @@
+"""Two places for the tiers of a test."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
