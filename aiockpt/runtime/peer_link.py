@@ -143,6 +143,7 @@ class _Peer:
         host, port, token = address.split("|")
         self._address, self._token = (host, int(port)), bytes.fromhex(token)
         self._idle: deque[socket.socket] = deque()
+        self._is_closed = False
         self.limiter = Limiter(f"peer {host}", ASKED_AT_ONCE)
 
     def ask(self, question: bytes, parts: Iterator[memoryview]) -> bytes:
@@ -181,10 +182,13 @@ class _Peer:
             connection.close()  # in the middle of an answer
             raise
         self._idle.append(connection)
+        if self._is_closed:  # meanwhile, by another thread
+            self.close()
         return answer
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and each other one when its answer has come."""
+        self._is_closed = True
         while self._idle:
             with suppress(IndexError):
                 self._idle.pop().close()

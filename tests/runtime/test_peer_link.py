@@ -149,6 +149,32 @@ async def test_a_connection_that_ended_while_idle_is_replaced() -> None:
     await server.close()
 
 
+async def test_a_connection_whose_answer_comes_after_the_end_is_closed() -> None:
+    server, client = TcpNetwork(LOCAL), TcpNetwork(LOCAL)
+    asked, answers, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def answer(question: bytes) -> RangeReply:
+        asked.set()
+        assert answers.wait(20)
+        return RangeReply(question)
+
+    @contextmanager
+    def answering() -> Iterator[Callable[[bytes], RangeReply]]:
+        try:
+            yield answer
+        finally:
+            ended.set()
+
+    address = server.announce(answering)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.ask, address, b"late")
+        assert await anyio.to_thread.run_sync(asked.wait, 20)
+        await client.close()
+        answers.set()
+    assert await anyio.to_thread.run_sync(ended.wait, 20)
+    await server.close()
+
+
 async def test_an_answer_that_breaks_off_is_an_error_and_its_connection_is_gone() -> None:
     with socket.create_server((LOCAL, 0)) as listener:
 
