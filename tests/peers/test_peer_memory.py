@@ -144,10 +144,25 @@ def test_a_partner_that_is_away_is_told_and_costs_no_replicated_step(
         until(lambda: "is not in other hosts' memory" in caplog.text, "the lag is told")
         first = crew.checkpointers[0]
         until(lambda: [info.step for info in first.steps().result()] == [4, 3, 1], "retention has spared step 1 alone")
-        away.clear()
+    away.clear()
     cluster.lose("b")
     with cluster.start("ab") as crew:
         load(crew, 1)
+
+
+def test_a_copy_that_failed_is_made_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LAGGING_S", 0.1)
+    with cluster.start("ab") as crew:
+        away = _cut_off(monkeypatch)
+        futures = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)))
+        for future in futures:
+            future.result(100)
+            with pytest.raises(TimeoutError):
+                future.replicated().result(0.3)
+        away.clear()
+        for future in futures:
+            future.replicated().result(100)
+    assert count_copies(cluster, "ab", 1) == [2, 2]
 
 
 def _cut_off(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -235,6 +250,7 @@ def test_a_save_that_newer_ones_overtook_says_so(cluster: Cluster, monkeypatch: 
         for future in first:
             future.result(100)
         crew.save(2, replicated, replicated=False)
+        until(lambda: [info.step for info in crew.checkpointers[0].steps().result()] == [2], "step 1 is deleted")
         away.clear()
         crew.save(3, replicated)
         assert all(isinstance(future.replicated().exception(100), SaveSkippedError) for future in first)

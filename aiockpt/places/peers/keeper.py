@@ -103,9 +103,9 @@ class Keeper:
                 self._changed = anyio.Event()
                 while self._committed:
                     committed = self._committed.pop(max(self._committed))
-                    if leads:
-                        await self._pull_saved(committed.step, hosts, sources)
                     tasks.start_soon(self._follow_to_the_end, committed)
+                    if leads and (problem := await self._pull_saved(committed.step, hosts, sources)):
+                        tasks.start_soon(self._pull_again, committed, hosts, sources, problem)
 
     async def _find_hosts(self) -> Hosts:
         """Join the other ranks as soon as they come: rank 0 alone may read anything here in the first call of all."""
@@ -130,8 +130,16 @@ class Keeper:
 
     # ------------------------------------------------------------------ copies
 
-    async def _pull_saved(self, step: int, hosts: Hosts, sources: Sequence[str]) -> None:
-        """Copy what this host is to hold of a step that was just committed."""
+    async def _pull_again(self, committed: Committed, hosts: Hosts, sources: Sequence[str], problem: str) -> None:
+        """Copy a step after a *problem*, unless it goes meanwhile."""
+        step = committed.step
+        logger.warning("%s: step %d is not copied to this host yet: %s", self._backend.url, step, problem)
+        while problem and not await self._is_over(step_id(step), committed.generation):
+            await anyio.sleep(LAGGING_S)
+            problem = await self._pull_saved(step, hosts, sources)
+
+    async def _pull_saved(self, step: int, hosts: Hosts, sources: Sequence[str]) -> str:
+        """Copy what this host is to hold of a step that was committed; return why it could not be, or nothing."""
         ranks = {rank for host in hosts.all if host.id in sources for rank in host.ranks}
         try:
             entry = await list_step(self._backend, step_id(step))
@@ -139,9 +147,10 @@ class Keeper:
             await self._pull(manifest, [index for index, file in enumerate(manifest.files) if file.rank in ranks])
             await self._arrive(manifest, hosts)
         except StoreLostError:
-            return
+            return ""  # the job ends
         except CheckpointError as error:
-            logger.warning("%s: step %d is not copied to this host: %s", self._backend.url, step, error)
+            return str(error)
+        return ""
 
     async def _restore(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
         """Copy again what hosts that are gone had held of the newest steps."""
