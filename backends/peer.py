@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
 from aiockpt import errors
+from aiockpt.backends.local_tree import write_all
 from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.backends.shm import ShmBackend
 from aiockpt.errors import (
@@ -84,6 +85,7 @@ class PeerBackend:
         own: the memory of this host.
         pulling: a folder there for copies that are not whole.
         received_bytes: of data files that came from other hosts.
+        world: the seam to the operating system.
     """
 
     def __init__(self, name: str, *, world: World | None = None, mount: str = "/dev/shm") -> None:
@@ -92,7 +94,8 @@ class PeerBackend:
         self.own = self._memory()
         self.pulling = ShmBackend(f"peer/{self._name}/{PULLING}", world=world, mount=mount)
         self.received_bytes = 0
-        self._moving = Limiter("copies that came", 1)
+        self.world = world or World()
+        self._files = Limiter("files of copies", 1)
         self._others: list[HostMemory] = []
         self._memories: Sequence[Backend] = (self.own,)
         self._find_hosts: Callable[[], Awaitable[object]] | None = None
@@ -167,14 +170,22 @@ class PeerBackend:
         await self.ready()
         with suppress(ObjectNotFoundError):
             return await self.own.open(key)
-        asks = [partial(memory.stat, key) for memory in self._others]
-        answers = await _on_all(asks)
-        found = zip(self._others, answers, strict=True)
-        holders = [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]
-        if not holders:
-            raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
+        holders = await self.holders(key)
         size = holders[0][1]
         return _RemoteObject(key, size, deque(memory for memory, its_size in holders if its_size == size)).reader()
+
+    async def holders(self, key: str) -> list[tuple[HostMemory, int]]:
+        """Return which other hosts have an object, and its size there.
+
+        Raises:
+            ObjectNotFoundError: none has it.
+            StorageError: none has it, and one did not answer.
+        """
+        answers = await _on_all([partial(memory.stat, key) for memory in self._others])
+        found = zip(self._others, answers, strict=True)
+        if holders := [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]:
+            return holders
+        raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
 
     async def create(self, key: str, size: int) -> Upload:
         check_key(key)
@@ -211,25 +222,28 @@ class PeerBackend:
         if isinstance(home, StorageError):
             raise home
 
-    async def move_in(self, came: str, key: str) -> None:
-        """Make the object *came* of `pulling` the object *key* of this host, whole at once.
+    @asynccontextmanager
+    async def new_copy(self, key: str, size: int) -> AsyncIterator[int]:
+        """Yield a descriptor to fill; the file becomes the object *key* of this host at the end, whole at once.
 
         Raises:
             ObjectExistsError: it has one.
+            StorageFullError: *size* bytes do not fit.
         """
-        here, there = self.pulling.path(came), self.own.path(key)
-
-        def move() -> None:
-            os.makedirs(os.path.dirname(there), 0o700, exist_ok=True)
-            os.link(here, there)
-            os.unlink(here)
-
+        came, there = f"{key}.{self.world.token(8).hex()}", self.own.path(key)
+        upload, here = await self.pulling.create(came, size), self.pulling.path(came)
         try:
-            await run_blocking(self._moving, move)
-        except FileExistsError as error:
-            raise ObjectExistsError(f"moving {came!r}: {key!r} is there", key=key) from error
-        except OSError as error:
-            raise errors.from_os_error(error, "moving", key) from error
+            try:
+                fd = await run_blocking(self._files, os.open, here, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    yield fd
+                finally:
+                    os.close(fd)
+                await run_blocking(self._files, _link, here, there)
+            except OSError as error:
+                raise error if isinstance(error, StorageError) else errors.from_os_error(error, "copying", key)
+        finally:
+            await upload.abort()  # removes the name there; what was linked stays
 
     async def space(self) -> Space:
         """Return the free space of this host's memory."""
@@ -421,6 +435,20 @@ class HostMemory:
             lambda: MemoryCall("read", key, offset=end - into.left_bytes, size=into.left_bytes), into, seen
         )
 
+    async def copy(self, key: str, offset: int, size: int, fd: int, seen: Seen) -> None:
+        """Write a range of an object into a file, at the same place, and show what was written to *seen*.
+
+        A piece is compared and written while the processor's cache has it: no more memory is used.
+        """
+        end, piece = offset + size, memoryview(bytearray(min(PIECE_BYTES, size)))
+        into = Buffers([piece[: min(PIECE_BYTES, end - start)] for start in range(offset, end, PIECE_BYTES)])
+
+        def write(part: memoryview) -> None:
+            write_all(self._peers.world.files, fd, part, end - into.left_bytes - part.nbytes)
+            seen(part)
+
+        await self.read(key, end, into, write)
+
     async def create(self, key: str, size: int) -> Upload:
         raise StorageError(f"{key!r}: data files are written to the own host's memory, not to {self.url}", key=key)
 
@@ -458,6 +486,11 @@ class HostMemory:
             self._peers.received_bytes += part.nbytes
             if seen is not None:
                 seen(part)
+
+
+def _link(here: str, there: str) -> None:
+    os.makedirs(os.path.dirname(there), 0o700, exist_ok=True)
+    os.link(here, there)
 
 
 def _error(answer: MemoryAnswer, key: str) -> StorageError:

@@ -165,6 +165,35 @@ def test_a_copy_that_failed_is_made_again(cluster: Cluster, monkeypatch: pytest.
     assert count_copies(cluster, "ab", 1) == [2, 2]
 
 
+def test_a_damaged_file_is_not_copied(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LAGGING_S", 0.1)
+    with cluster.start("ab") as crew:
+        away = _cut_off(monkeypatch)
+        (future, _) = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)))
+        future.result(100)
+        _flip(cluster, "a", 1)
+        away.clear()
+        until(lambda: crew.received_bytes()[1] > WHOLE_BYTES, "it came and was refused")
+        until(lambda: len(files(cluster, "a", 1)) == 2, "the other way a copy is made")
+        with pytest.raises(TimeoutError):
+            future.replicated().result(0.3)
+    assert [name[:6] for name in files(cluster, "b", 1)] == ["r00001"]
+
+
+def test_a_copy_is_made_of_the_copy_that_is_not_damaged(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "RANGE_BYTES", 8192)
+    with cluster.start("abc", copies=2) as crew:
+        crew.save(1, replicated)
+    cluster.lose("c")
+    _flip(cluster, "a", 1)
+    with cluster.start("abc", copies=2):
+        until(lambda: len(files(cluster, "c", 1)) == 3, "the copies are made again")
+    name = files(cluster, "c", 1)[0]
+    made, good = (next(cluster.memory(host).glob(f"step-*/a-*/d/{name}")).read_bytes() for host in "cb")
+    assert made == good
+    assert not list(cluster.memory("c").glob(".pulling/**/*.safetensors*"))
+
+
 def _cut_off(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Let no copy of data be made any more, until the list is emptied."""
     pull, away = keeper.Keeper._pull, [True]

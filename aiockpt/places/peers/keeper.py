@@ -22,18 +22,25 @@ import anyio
 
 from aiockpt.backends.peer import HostMemory, Hosts, PeerBackend
 from aiockpt.engine.context import Place
-from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, RankError, SaveSkippedError
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RankError,
+    SaveSkippedError,
+)
 from aiockpt.events import Committed, Event, Replicated
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.options import MIB, Tier
-from aiockpt.pipeline.copy import CopySource, Windows, open_copy_source, rewrite_files
 from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest, scan
+from aiockpt.pipeline.fetch import BlockCheck
 from aiockpt.places.peers.hosts import FoundHosts
 from aiockpt.planning.copy_placement import exposed, place_copies, sources_of
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.incarnation import Incarnation
-from aiockpt.runtime.limits import Pace, open_tasks
+from aiockpt.runtime.limits import Limiter, open_tasks
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
 from aiockpt.runtime.peer_link import find_address
 from aiockpt.runtime.promise import SavePromise
@@ -45,7 +52,8 @@ logger = logging.getLogger("aiockpt")
 LAGGING_S = 10.0
 RESTORED = 2
 """Steps that are copied again after a restart, the newest."""
-WINDOWS, WINDOW_BYTES = 6, 8 * MIB
+STREAMS, RANGE_BYTES = 4, 64 * MIB
+"""Ranges that come at once, each with a thread and a connection; blocks are powers of two, as a range is."""
 KEPT_NOTES = 4
 
 
@@ -60,8 +68,7 @@ class Keeper:
     def __init__(self, place: Place, backend: PeerBackend, found: FoundHosts, board: NoteBoard, copies: int) -> None:
         self._place, self._backend, self._found, self._board = place, backend, found, board
         self._copies = copies
-        self._windows = Windows(WINDOWS, WINDOW_BYTES)
-        self._unlimited = Pace(None, place.engine.world.clock)
+        self._streams = Limiter("copies from other hosts", STREAMS)
         self._saves: dict[int, SavePromise] = {}
         self._committed: dict[int, Committed] = {}
         self._changed = anyio.Event()
@@ -121,7 +128,6 @@ class Keeper:
         """End it; what is not copied is left."""
         if self._scope is not None:
             self._scope.cancel()
-        self._windows.close()
         await self._found.close()
 
     async def other_copies(self, manifest: Manifest) -> Sequence[StepCopy]:
@@ -196,26 +202,39 @@ class Keeper:
                 await self._backend.own.stat(f"{manifest.id}/{manifest.files[index].p}")
             except ObjectNotFoundError:
                 indexes.append(index)
-        if indexes:
-            source = await self._source(manifest)
-            engine = self._place.engine
-            pulled = await rewrite_files(
-                source, indexes, self._backend.pulling, engine.world, windows=self._windows, pace=self._unlimited
-            )
-            for index, file in pulled.items():
-                came, key = f"{manifest.id}/{file.p}", f"{manifest.id}/{manifest.files[index].p}"
-                try:
-                    await self._backend.move_in(came, key)
-                except ObjectExistsError:
-                    await self._backend.pulling.delete([came])
+        async with open_tasks() as tasks:
+            for index in indexes:
+                tasks.start_soon(self._pull_file, manifest.id, manifest.files[index])
         async for stat in walk(self._backend, f"{attempt_folder(manifest.id, manifest.attempt)}/p"):
             await self._copy_record(stat.key)
         await self._copy_record(manifest_key(manifest.id, manifest.generation))
 
-    async def _source(self, manifest: Manifest) -> CopySource:
-        copies = [StepCopy(self._backend, manifest), *(StepCopy(memory, manifest) for memory in self._backend.hosts)]
-        file_bytes = self._place.engine.options.io.file_bytes
-        return await open_copy_source(copies, "full", window_bytes=WINDOW_BYTES, file_bytes=file_bytes)
+    async def _pull_file(self, id: str, file: FileEntry) -> None:
+        """Copy a data file here from the first host that has it whole."""
+        key, trouble = f"{id}/{file.p}", None
+        for memory, _ in await self._backend.holders(key):
+            try:
+                async with self._backend.new_copy(key, file.size) as fd, open_tasks() as tasks:
+                    for offset in range(0, file.size, max(RANGE_BYTES, file.block)):
+                        await self._streams.__aenter__()  # a file of any size has no more tasks than there are streams
+                        tasks.start_soon(self._pull_range, memory, key, file, offset, fd)
+            except ObjectExistsError:
+                return
+            except CheckpointError as error:
+                trouble = trouble or error
+            else:
+                return
+        assert trouble is not None
+        raise trouble
+
+    async def _pull_range(self, memory: HostMemory, key: str, file: FileEntry, offset: int, fd: int) -> None:
+        try:
+            size, check = min(max(RANGE_BYTES, file.block), file.size - offset), BlockCheck(file, offset)
+            await memory.copy(key, offset, size, fd, check)
+            if check.bad_blocks or check.seen_bytes != size:
+                raise CorruptionError(f"{key} in {memory.url} is damaged", key=key)
+        finally:
+            await self._streams.__aexit__()
 
     async def _copy_record(self, key: str) -> None:
         with suppress(ObjectNotFoundError):
