@@ -36,7 +36,7 @@ from aiockpt.errors import (
     StorageTransferError,
 )
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
-from aiockpt.runtime.peer_link import Network, RangeReply, on_this_thread
+from aiockpt.runtime.peer_link import MakeNetwork, Network, RangeReply, TcpNetwork, on_this_thread
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import (
     Backend,
@@ -80,6 +80,7 @@ class PeerBackend:
         name: of the run; relative, parts joined by ``/``.
         world: the seam to the operating system.
         mount: where the host's shared memory is mounted.
+        make_network: how its hosts reach each other.
 
     Attributes:
         own: the memory of this host.
@@ -88,13 +89,20 @@ class PeerBackend:
         world: the seam to the operating system.
     """
 
-    def __init__(self, name: str, *, world: World | None = None, mount: str = "/dev/shm") -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        world: World | None = None,
+        mount: str = "/dev/shm",
+        make_network: MakeNetwork = TcpNetwork,
+    ) -> None:
         self._name = check_key(name.strip("/")) if name.strip("/") else "default"
         self._memory = partial(ShmBackend, f"peer/{self._name}", world=world, mount=mount)
         self.own = self._memory()
         self.pulling = ShmBackend(f"peer/{self._name}/{PULLING}", world=world, mount=mount)
         self.received_bytes = 0
-        self.world = world or World()
+        self.world, self.make_network = world or World(), make_network
         self._files = Limiter("files of copies", 1)
         self._others: list[HostMemory] = []
         self._memories: Sequence[Backend] = (self.own,)
@@ -234,12 +242,14 @@ class PeerBackend:
         upload, here = await self.pulling.create(came, size), self.pulling.path(came)
         try:
             try:
-                fd = await run_blocking(self._files, os.open, here, os.O_WRONLY | os.O_CLOEXEC)
+                files = self.world.files
+                fd = await run_blocking(self._files, files.open, here, os.O_WRONLY)
                 try:
                     yield fd
                 finally:
-                    os.close(fd)
-                await run_blocking(self._files, _link, here, there)
+                    files.close(fd)
+                await run_blocking(self._files, os.makedirs, os.path.dirname(there), 0o700, True)
+                await run_blocking(self._files, files.link, here, there)
             except OSError as error:
                 raise error if isinstance(error, StorageError) else errors.from_os_error(error, "copying", key)
         finally:
@@ -486,11 +496,6 @@ class HostMemory:
             self._peers.received_bytes += part.nbytes
             if seen is not None:
                 seen(part)
-
-
-def _link(here: str, there: str) -> None:
-    os.makedirs(os.path.dirname(there), 0o700, exist_ok=True)
-    os.link(here, there)
 
 
 def _error(answer: MemoryAnswer, key: str) -> StorageError:

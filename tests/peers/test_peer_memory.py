@@ -103,6 +103,29 @@ def test_other_ranks_on_other_hosts_take_it_over(cluster: Cluster) -> None:
         load(crew, 1)
 
 
+@pytest.mark.parametrize("hosts", ["acb", "bac"])
+def test_what_a_host_brings_that_was_away_is_older_than_what_was_saved_meanwhile(
+    cluster: Cluster, tmp_path: Path, hosts: str
+) -> None:
+    disk = [aiockpt.Tier(tmp_path / "disk", every=2)]
+    with cluster.start("ab", more=disk, keep=4) as crew:
+        for step in (2, 3, 5):
+            crew.save(step, replicated)
+    cluster.lose("a")
+    with cluster.start("ac", more=disk, keep=4) as crew:
+        load(crew, 2)
+        crew.save(3, lambda step: replicated(13))
+    with cluster.start(hosts, more=disk) as crew:
+
+        def load_one(rank: int, ckpt: aiockpt.Checkpointer) -> tuple[int, bool]:
+            state = replicated(0)
+            result = ckpt.load(state).result(100)
+            assert result is not None
+            return result.step, equal(state, replicated(13))
+
+        assert crew.on_all(load_one) == [(3, True)] * 3
+
+
 def test_a_flipped_bit_is_read_from_the_other_copy(cluster: Cluster) -> None:
     with cluster.start("ab") as crew:
         crew.save(1, replicated)

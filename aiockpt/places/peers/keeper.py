@@ -319,6 +319,7 @@ def keep_copies(place: Place, tier: Tier, incarnation: Incarnation) -> Callable[
     backend.connect(found.find)
     keeper = Keeper(place, backend, found, board, tier.copies)
     place.ready = found.find
+    engine.lineage.leaves_room = True
     place.follow = keeper.follow
     place.other_copies = keeper.other_copies
     engine.add_observer(keeper)
