@@ -146,7 +146,8 @@ class FoundHosts:
             ]
             if keys:
                 logger.warning(
-                    "%s: of host %s %d step(s) were replaced by newer saves", self._backend.url, host, len(keys)
+                    "%s: host %s was away while steps were saved again; what it has of %s is not used",
+                    *(self._backend.url, host, ", ".join(sorted({key.partition("/")[0] for key in keys}))),
                 )
                 with suppress(StorageError):
                     await (memories.get(host) or self._backend.own).delete(keys)
