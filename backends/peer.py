@@ -238,7 +238,7 @@ class PeerBackend:
             ObjectExistsError: it has one.
             StorageFullError: *size* bytes do not fit.
         """
-        came, there = f"{key}.{self.world.token(8).hex()}", self.own.path(key)
+        came, there = self.world.token(8).hex(), self.own.path(key)
         upload, here = await self.pulling.create(came, size), self.pulling.path(came)
         try:
             try:

@@ -21,9 +21,10 @@ class Cluster:
 
     def memory(self, host: str) -> Path:
         """Return where the objects of a host lie."""
-        return next(iter(self._mount(host).glob("aiockpt-*/peer/run")), self._mount(host) / "nothing")
+        return next(iter(self.mount(host).glob("aiockpt-*/peer/run")), self.mount(host) / "nothing")
 
-    def _mount(self, host: str) -> Path:
+    def mount(self, host: str) -> Path:
+        """Return what stands for the mounted memory of a host."""
         mount = self._folder / f"host-{host}"
         mount.mkdir(mode=0o700, exist_ok=True)
         return mount
@@ -31,7 +32,7 @@ class Cluster:
     def lose(self, *hosts: str) -> None:
         """Forget all that these hosts held, as new ones of their names would."""
         for host in hosts:
-            shutil.rmtree(self._mount(host))
+            shutil.rmtree(self.mount(host))
 
     def start(
         self,
@@ -51,7 +52,7 @@ class Cluster:
             apart: for each rank; None for the names of hosts, which then decide who holds whose copies.
             wrap: what a rank gets in place of its backend.
         """
-        backends = [PeerBackend("run", mount=str(self._mount(host))) for host in hosts]
+        backends = [PeerBackend("run", mount=str(self.mount(host))) for host in hosts]
 
         def tiers(rank: int) -> list[Any]:
             near = wrap(rank, backends[rank])
