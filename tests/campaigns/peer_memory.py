@@ -108,6 +108,7 @@ class Case:
         self.story.append(f"{hosts}: {count} saves{', each replicated' * waits}, expects {expected}")
         has_ended = self.run_job(self, hosts, count, waits)
         self.promised = None
+        loaded: set[int] = set()
         for line in self.notes.read_text().splitlines():
             what, _, text = line.partition(" ")
             if what == "invalid":
@@ -115,18 +116,16 @@ class Case:
                 self.outcomes["nothing whole was left"] += 1
                 return False
             if what == "loaded":
-                self.judge_loaded(int(text), expected)
+                loaded.add(int(text))
             elif what == "replicated":
                 self.promised = max(self.promised or 0, int(text))
+        assert len(loaded) < 2, f"ranks have loaded {loaded}"
+        for value in loaded:
+            assert expected is None or value >= expected.value, f"loaded value {value}, and {expected} is whole"
         self.value += 100
-        self.outcomes["ended" if has_ended else "killed"] += 1
+        what = "has not loaded" if not loaded else "loaded nothing" if loaded == {-1} else "loaded a step"
+        self.outcomes[f"{what}, {'ended' if has_ended else 'was killed'}"] += 1
         return True
-
-    def judge_loaded(self, value: int, expected: Kept | None) -> None:
-        self.outcomes["loaded nothing" if value < 0 else "loaded"] += 1
-        if expected is None:
-            return
-        assert value >= expected.value, f"loaded value {value}, and {expected} is whole"
 
     def harm(self, hosts: str) -> None:
         """Lose hosts, and flip bits."""

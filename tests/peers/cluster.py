@@ -9,6 +9,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.backends.peer import PeerBackend
+from aiockpt.runtime.peer_link import MakeNetwork, TcpNetwork
 from aiockpt.storage.backend import Backend
 from tests.ranks.crew import Crew
 
@@ -43,6 +44,7 @@ class Cluster:
         more: Sequence[Any] = (),
         wrap: Callable[[int, PeerBackend], Backend] = lambda rank, backend: backend,
         apart: Any = None,
+        make_network: MakeNetwork = TcpNetwork,
         **options: Any,
     ) -> PeerCrew:
         """Return a crew with a rank for each letter of *hosts*, on the host of that name.
@@ -51,8 +53,9 @@ class Cluster:
             more: farther tiers.
             apart: for each rank; None for the names of hosts, which then decide who holds whose copies.
             wrap: what a rank gets in place of its backend.
+            make_network: how its hosts reach each other.
         """
-        backends = [PeerBackend("run", mount=str(self.mount(host))) for host in hosts]
+        backends = [PeerBackend("run", mount=str(self.mount(host)), make_network=make_network) for host in hosts]
 
         def tiers(rank: int) -> list[Any]:
             near = wrap(rank, backends[rank])
