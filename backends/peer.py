@@ -33,7 +33,6 @@ from aiockpt.errors import (
     ObjectNotFoundError,
     StorageError,
     StorageTimeoutError,
-    StorageTransferError,
 )
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.peer_link import MakeNetwork, Network, RangeReply, TcpNetwork, on_this_thread
@@ -56,6 +55,8 @@ T = TypeVar("T")
 PULLING = ".pulling"
 PIECE_BYTES = 1 << 20
 """Received at once: the checksum finds it in the processor's cache."""
+SPARED_S = 20.0
+"""A process that was silent is not asked again before: else each block of a load would wait for it."""
 
 
 class HostAt(msgspec.Struct, frozen=True, array_like=True):
@@ -250,8 +251,10 @@ class PeerBackend:
                     files.close(fd)
                 await run_blocking(self._files, os.makedirs, os.path.dirname(there), 0o700, True)
                 await run_blocking(self._files, files.link, here, there)
+            except StorageError:
+                raise
             except OSError as error:
-                raise error if isinstance(error, StorageError) else errors.from_os_error(error, "copying", key)
+                raise errors.from_os_error(error, "copying", key) from error
         finally:
             await upload.abort()  # removes the name there; what was linked stays
 
@@ -406,6 +409,7 @@ class HostMemory:
         self.host = host
         first = rank % len(host.addresses)  # so that the ranks of a host share what all others ask
         self._addresses = (*host.addresses[first:], *host.addresses[:first])
+        self._silent_until_ns = dict.fromkeys(host.addresses, 0)
 
     @property
     def url(self) -> str:
@@ -470,16 +474,21 @@ class HostMemory:
     ) -> MemoryAnswer:
         """Make *call* at the first process of the host that answers; what was filled before one was lost stays."""
         lost: StorageError | None = None
+        clock = self._peers.world.clock
         for address in self._addresses:
             question = call() if callable(call) else call
+            if clock.monotonic_ns() < self._silent_until_ns[address]:
+                lost = StorageTimeoutError(f"the memory of {self.url} was silent a moment ago", key=question.key)
+                continue
             parts = () if into is None else self._parts(into, seen)
             try:
                 data = await self._network.ask(address, msgspec.msgpack.encode(question), parts)
                 answer = _ANSWERS.decode(data)
             except TimeoutError:
                 lost = StorageTimeoutError(f"the memory of {self.url} is silent: {question.verb} {question.key!r}")
+                self._silent_until_ns[address] = clock.monotonic_ns() + int(SPARED_S * 1e9)
             except (OSError, msgspec.DecodeError) as error:
-                lost = StorageTransferError(f"the memory of {self.url} is lost: {error}")
+                lost = StorageError(f"the memory of {self.url} is lost: {error}", key=question.key, retryable=True)
             else:
                 if answer.error:
                     raise _error(answer, question.key)

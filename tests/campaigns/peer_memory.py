@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 import aiockpt
-from aiockpt.errors import NoValidCheckpointError
+from aiockpt.errors import NoValidCheckpointError, RankFailedError
 from tests.campaigns.campaign import Campaign, Outcomes, in_folders, noted
 from tests.campaigns.sigkill import fork
 from tests.peers.cluster import Cluster
@@ -200,7 +200,9 @@ async def be_rank(
     state = made(0)
     try:
         result = await ckpt.load(state)
-    except NoValidCheckpointError as error:
+    except (NoValidCheckpointError, RankFailedError) as error:
+        if isinstance(error, RankFailedError) and "found no step to load" not in str(error):
+            raise
         note(f"invalid {str(error)[:500]!r}")
         return
     value = int(state["value"]) if result else -1
