@@ -14,6 +14,7 @@ import torch
 import aiockpt
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import Event, Replicated
+from aiockpt.monitor import Metrics
 from aiockpt.places.peers import keeper
 from aiockpt.places.peers.hosts import FoundHosts
 from tests.peers.cluster import Cluster, PeerCrew
@@ -368,3 +369,30 @@ def test_memory_is_waited_for_though_a_disk_answers_at_once(
     monkeypatch.setattr(FoundHosts, "_find", find_late)
     with cluster.start("ab", more=disk) as crew:
         load(crew, 3)
+
+
+def test_an_estimate_counts_what_this_host_holds(cluster: Cluster) -> None:
+    with cluster.start("aabbccdd", keep=2) as crew:
+        estimates = crew.on_all(lambda rank, ckpt: ckpt.estimate(replicated(1)).result(100))
+    for estimate in estimates:
+        (place,) = estimate.places
+        assert place.step_bytes == round(estimate.disk_bytes / 2)  # of four hosts each holds two's
+        assert place.kept_steps == 2 + 4  # being saved, being removed, being saved next; and the newest replicated one
+        assert place.kept_bytes == place.kept_steps * place.step_bytes
+
+
+def test_metrics_say_what_is_replicated_and_how_far_it_lags(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    with cluster.start("ab", observers=[Metrics(registry)]) as crew:
+
+        def read(name: str, **more: str) -> float | None:
+            value: float | None = registry.get_sample_value(f"aiockpt_{name}", {"url": "peer://run", **more})
+            return value
+
+        away = _cut_off(monkeypatch)
+        crew.save(1, replicated, replicated=False)
+        until(lambda: read("copies_waiting") == 1, "it waits")
+        away.clear()
+        crew.save(2, replicated)
+        until(lambda: read("copies_waiting") == 0, "the newer one has ended its wait")

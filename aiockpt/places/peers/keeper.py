@@ -30,7 +30,7 @@ from aiockpt.errors import (
     RankError,
     SaveSkippedError,
 )
-from aiockpt.events import Committed, Event, Replicated
+from aiockpt.events import Committed, Event, PromotionQueued, Replicated
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.options import MIB, Tier
@@ -81,6 +81,11 @@ class Keeper:
         promise.is_copied = True
         self._saves[promise.step] = promise
 
+    def fraction_here(self) -> float:
+        """Return the part of a step that this host holds: its own, and what it has copies of; all until hosts are known."""
+        hosts = 1 if self._found.hosts is None else len(self._found.hosts.all)
+        return min((self._copies + 1) / hosts, 1.0)
+
     def on_event(self, event: Event) -> None:
         """Note a commit: its files are to be copied."""
         if isinstance(event, Committed):
@@ -110,6 +115,8 @@ class Keeper:
                 self._changed = anyio.Event()
                 while self._committed:
                     committed = self._committed.pop(max(self._committed))
+                    engine = self._place.engine
+                    engine.emit(PromotionQueued(at_ns=engine.now_ns(), step=committed.step, url=self._backend.url))
                     tasks.start_soon(self._follow_to_the_end, committed)
                     if leads and (problem := await self._pull_saved(committed.step, hosts, sources)):
                         tasks.start_soon(self._pull_again, committed, hosts, sources, problem)
@@ -321,6 +328,7 @@ def keep_copies(place: Place, tier: Tier, incarnation: Incarnation) -> Callable[
     place.ready = found.find
     engine.lineage.leaves_room = True
     place.follow = keeper.follow
+    place.fraction_here = keeper.fraction_here
     place.other_copies = keeper.other_copies
     engine.add_observer(keeper)
     return run_background(engine.loop, keeper, engine.emit, engine.drop)
