@@ -108,11 +108,17 @@ class PeerBackend:
         self._others: list[HostMemory] = []
         self._memories: Sequence[Backend] = (self.own,)
         self._find_hosts: Callable[[], Awaitable[object]] | None = None
+        self._settle: Callable[[], Awaitable[object]] | None = None
         self._network: Network | None = None
 
-    def connect(self, find_hosts: Callable[[], Awaitable[object]]) -> None:
-        """Be one of several hosts: *find_hosts*, which calls `join`, comes before all that is read or written."""
-        self._find_hosts = find_hosts
+    def connect(self, find_hosts: Callable[[], Awaitable[object]], settle: Callable[[], Awaitable[object]]) -> None:
+        """Be one of several hosts.
+
+        Args:
+            find_hosts: calls `join`; it comes before all that is read or written.
+            settle: comes before this host serves no more.
+        """
+        self._find_hosts, self._settle = find_hosts, settle
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[bytes], RangeReply]]:
@@ -266,6 +272,8 @@ class PeerBackend:
         """Serve no more; the objects stay."""
         network, self._network = self._network, None
         if network is not None:
+            if self._settle is not None:
+                await self._settle()
             await network.close()
         await self.own.close()
         await self.pulling.close()
@@ -413,7 +421,7 @@ class HostMemory:
 
     @property
     def url(self) -> str:
-        return f"{self._peers.url}@{self.host.id}"
+        return f"{self._peers.url} (host of rank {self.host.ranks[0]})"
 
     @property
     def traits(self) -> Traits:

@@ -201,7 +201,7 @@ async def be_rank(
     try:
         result = await ckpt.load(state)
     except (NoValidCheckpointError, RankFailedError) as error:
-        if isinstance(error, RankFailedError) and "found no step to load" not in str(error):
+        if isinstance(error, RankFailedError) and "none is valid" not in str(error):
             raise
         note(f"invalid {str(error)[:500]!r}")
         return

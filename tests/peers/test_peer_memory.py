@@ -17,6 +17,7 @@ from aiockpt.events import Event, Replicated
 from aiockpt.monitor import Metrics
 from aiockpt.places.peers import keeper
 from aiockpt.places.peers.hosts import FoundHosts
+from aiockpt.runtime.notes import NoteBoard
 from tests.peers.cluster import Cluster, PeerCrew
 from tests.ranks.test_save import equal, replicated
 from tests.watch import until
@@ -79,7 +80,10 @@ def test_a_lost_host_costs_nothing_that_was_replicated(cluster: Cluster, lost: s
     cluster.lose(lost)
     with cluster.start("aabbcc") as crew:
         load(crew, 3)
-        until(lambda: all(copies == 2 for copies in count_copies(cluster, "abc", 3)), "the copies are made again")
+        until(
+            lambda: all(set(count_copies(cluster, "abc", step)) == {2} for step in (2, 3)),
+            "the copies of the newest two are made again",
+        )
     cluster.lose("abc"[("abc".index(lost) + 1) % 3])
     with cluster.start("aabbcc") as crew:
         load(crew, 3)
@@ -216,6 +220,46 @@ def test_a_copy_is_made_of_the_copy_that_is_not_damaged(cluster: Cluster, monkey
     made, good = (next(cluster.memory(host).glob(f"step-*/a-*/d/{name}")).read_bytes() for host in "cb")
     assert made == good
     assert not list(cluster.memory("c").glob(".pulling/*"))
+
+
+def test_the_end_of_a_run_waits_for_the_copies_of_its_last_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = keeper.Keeper._pull
+
+    async def pull_late(self: keeper.Keeper, manifest: Any, wanted: Any) -> None:
+        await anyio.sleep(0.5)
+        await pull(self, manifest, wanted)
+
+    monkeypatch.setattr(keeper.Keeper, "_pull", pull_late)
+    monkeypatch.setattr(keeper, "SETTLE_S", 100)
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated, replicated=False)
+    assert count_copies(cluster, "ab", 1) == [2, 2]
+
+
+def test_a_step_that_is_saved_again_before_its_copy_is_counted_once_by_each_host(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[str] = []
+    arrive, list_step = NoteBoard.arrive, keeper.list_step
+
+    async def list_late(*arguments: Any) -> Any:
+        await anyio.sleep(1)
+        return await list_step(*arguments)
+
+    async def arrive_noted(self: NoteBoard, key: str) -> int:
+        if key.startswith("replicated/"):
+            arrived.append(f"{key} of {self.rank}")
+        return await arrive(self, key)
+
+    monkeypatch.setattr(NoteBoard, "arrive", arrive_noted)
+    monkeypatch.setattr(keeper, "list_step", list_late)
+    with cluster.start("ab", on_exists="new_generation") as crew:
+        crew.save(1, replicated, replicated=False)
+        crew.save(1, replicated)
+        crew.save(2, replicated)  # its copies come after those
+    assert len(arrived) == len(set(arrived)), arrived
 
 
 def _cut_off(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
