@@ -218,8 +218,9 @@ class PeerBackend:
         check_prefix(prefix)
         await self.ready()
         listings = await _on_all([partial(memory.list, prefix) for memory in self._memories])
-        if isinstance(listings[0], StorageError):
-            raise listings[0]
+        for answer in listings:
+            if isinstance(answer, StorageError):  # a load that saw less would go on from an older step, or from none
+                raise answer
         objects: dict[str, Stat] = {}
         folders: set[str] = set()
         others: set[str] = set()

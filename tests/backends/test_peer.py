@@ -86,7 +86,27 @@ async def test_a_host_that_was_silent_is_not_asked_again_for_a_while(tmp_path: P
             await backend.hosts[0].stat("key")
         assert told.value.retryable
     assert network.asked == 1
+    with pytest.raises(StorageTimeoutError):  # it is not empty for that: a load would go on from less
+        await backend.list("")
     world.clock.advance(SPARED_S)
     with pytest.raises(StorageTimeoutError):
         await backend.hosts[0].stat("key")
     assert network.asked == 2
+
+
+@pytest.mark.anyio
+async def test_records_lie_on_the_host_of_rank_0_whoever_creates_them(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 3) as (home, away, other):
+        await away.put_new("a/new", b"1")
+        await other.put("a/put", b"2")
+        assert [stat.key for stat in (await home.own.list("a")).objects] == ["a/new", "a/put"]
+        assert not (await away.own.list("a")).objects
+
+
+@pytest.mark.anyio
+async def test_of_two_objects_with_one_key_all_hosts_see_the_same(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 3) as hosts:
+        for number, host in enumerate(hosts[1:]):
+            await host.own.put("a/record", bytes(number + 1))
+        assert {await host.get("a/record", 10) for host in hosts} == {b"\0"}
+        assert {(await host.list("a")).objects[0].size for host in hosts} == {1}

@@ -27,6 +27,7 @@ from aiockpt.backends.peer import PeerBackend
 from aiockpt.errors import CheckpointError
 from aiockpt.runtime.peer_link import Answering, RangeReply
 from aiockpt.runtime.world import World
+from aiockpt.storage.retry import Retrying
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from tests.campaigns.campaign import Campaign, in_folders
 from tests.campaigns.peer_memory import KEEP, Case, be_rank, look
@@ -289,7 +290,11 @@ class Job:
         mount = str(self.case.cluster.mount(process.host))
         backend = PeerBackend("run", mount=mount, world=process.world, make_network=lambda *_: _Network(process))
         ckpt = aiockpt.Checkpointer(
-            [aiockpt.Tier(backend, keep=KEEP, apart=lambda: process.host, network="127.0.0.1")],
+            [
+                aiockpt.Tier(
+                    Retrying(backend, world=process.world), keep=KEEP, apart=lambda: process.host, network="127.0.0.1"
+                )
+            ],
             ranks=aiockpt.Ranks(process.rank, len(self.hosts), _Store(self, process)),
             world=process.world,
             limits=aiockpt.Limits(io=SMALL, deadlines=DEADLINES),
@@ -336,5 +341,5 @@ CAMPAIGN = Campaign(
     name="peer-schedules",
     counts="runs",
     prepare=lambda: in_folders(partial(look, run_job=run_virtual_job)),
-    smoke_count=40,
+    smoke_count=12,
 )

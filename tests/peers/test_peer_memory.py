@@ -15,6 +15,7 @@ import aiockpt
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import Event, Replicated
 from aiockpt.monitor import Metrics
+from aiockpt.pipeline.discover import list_step
 from aiockpt.places.peers import keeper
 from aiockpt.places.peers.hosts import FoundHosts
 from aiockpt.runtime.notes import NoteBoard
@@ -242,7 +243,7 @@ def test_a_step_that_is_saved_again_before_its_copy_is_counted_once_by_each_host
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived: list[str] = []
-    arrive, list_step = NoteBoard.arrive, keeper.list_step
+    arrive = NoteBoard.arrive
 
     async def list_late(*arguments: Any) -> Any:
         await anyio.sleep(1)
