@@ -423,7 +423,7 @@ def test_an_estimate_counts_what_this_host_holds(cluster: Cluster) -> None:
         (place,) = estimate.places
         assert place.step_bytes == round(estimate.disk_bytes / 2)  # of four hosts each holds two's
         assert place.kept_steps == 2 + 4  # being saved, being removed, being saved next; and the newest replicated one
-        assert place.kept_bytes == place.kept_steps * place.step_bytes
+        assert place.kept_bytes == (place.kept_steps or 0) * place.step_bytes
 
 
 def test_metrics_say_what_is_replicated_and_how_far_it_lags(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ HOST_KEY = ".host"
 """The object whose content names a host's memory: all processes that see it are on one host."""
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
+class _HeldStep(msgspec.Struct, frozen=True, array_like=True):
     """A step in a host's memory: its id, the logical clock and the attempt of its newest save, and its manifests."""
 
     id: str
@@ -42,7 +42,7 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
     host: str
     domain: str
     address: str
-    steps: tuple[_Held, ...] = ()
+    steps: tuple[_HeldStep, ...] = ()
 
 
 class FoundHosts:
@@ -106,7 +106,7 @@ class FoundHosts:
             self._network = self._backend.make_network(self._address, self._token)
             address = self._network.announce(self._backend.answering)
             steps = [
-                _Held(entry.id, entry.head.sequence, entry.head.attempt, entry.generations)
+                _HeldStep(entry.id, entry.head.sequence, entry.head.attempt, entry.generations)
                 for entry in await scan(self._backend.own)
                 if entry.head is not None
             ]
@@ -127,12 +127,12 @@ class FoundHosts:
         self._backend.join(hosts, self.host_id, self._board.rank, self._network)
         return hosts
 
-    async def _remove_replaced(self, steps: Mapping[str, Sequence[_Held]]) -> None:
+    async def _remove_replaced(self, steps: Mapping[str, Sequence[_HeldStep]]) -> None:
         """Remove the manifests of saves that another host's save of the same step has replaced, while they were apart.
 
         Of two manifests with one name only one is seen, and it must be the newer one's.
         """
-        newest: dict[str, _Held] = {}
+        newest: dict[str, _HeldStep] = {}
         for held in (held for some in steps.values() for held in some):
             if held.id not in newest or held.sequence > newest[held.id].sequence:
                 newest[held.id] = held

@@ -92,7 +92,7 @@ class Keeper:
             with anyio.move_on_after(SETTLE_S) as self._settling:
                 await self._newest.replicated.settled()
 
-    def _give_up_settling(self) -> None:
+    def _end_settling(self) -> None:
         self._newest = None
         if self._settling is not None:
             self._settling.cancel()
@@ -108,7 +108,7 @@ class Keeper:
             self._committed[event.step] = event
             self._changed.set()
         elif isinstance(event, SaveFailed):
-            self._give_up_settling()
+            self._end_settling()
 
     async def run(self) -> None:
         """Copy what is saved until the end."""
@@ -164,7 +164,7 @@ class Keeper:
     async def _pull_again(self, committed: Committed, hosts: Hosts, sources: Sequence[str], problem: str) -> None:
         """Copy a step after a *problem*, unless it goes meanwhile."""
         step = committed.step
-        self._give_up_settling()
+        self._end_settling()
         logger.warning("%s: step %d is not copied to this host yet: %s", self._backend.url, step, problem)
         for pause_s in growing_pauses(RETRY_S, LAGGING_S):
             await anyio.sleep(pause_s)
