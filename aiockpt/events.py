@@ -227,7 +227,10 @@ class StepDamaged(Event, frozen=True, tag=True):
 
 
 class PromotionQueued(Event, frozen=True, tag=True):
-    """The step waits to be copied to the tier *url*; `Promoted` ends that, or a final `PromotionFailed`."""
+    """The step waits to be copied to the tier *url*; `Promoted` ends that, or a final `PromotionFailed`.
+
+    Where *url* is the memory of hosts, it waits to be copied to other hosts; `Replicated`, also of a newer step, ends that.
+    """
 
     url: str
 

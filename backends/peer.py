@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
 from aiockpt import errors
+from aiockpt.backends.local_tree import write_all
 from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.backends.shm import ShmBackend
 from aiockpt.errors import (
@@ -32,10 +33,9 @@ from aiockpt.errors import (
     ObjectNotFoundError,
     StorageError,
     StorageTimeoutError,
-    StorageTransferError,
 )
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
-from aiockpt.runtime.peer_link import Network, RangeReply, on_this_thread
+from aiockpt.runtime.peer_link import MakeNetwork, Network, RangeReply, TcpNetwork, on_this_thread
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import (
     Backend,
@@ -55,6 +55,8 @@ T = TypeVar("T")
 PULLING = ".pulling"
 PIECE_BYTES = 1 << 20
 """Received at once: the checksum finds it in the processor's cache."""
+SPARED_S = 20.0
+"""A process that was silent is not asked again before: else each block of a load would wait for it."""
 
 
 class HostAt(msgspec.Struct, frozen=True, array_like=True):
@@ -79,28 +81,44 @@ class PeerBackend:
         name: of the run; relative, parts joined by ``/``.
         world: the seam to the operating system.
         mount: where the host's shared memory is mounted.
+        make_network: how its hosts reach each other.
 
     Attributes:
         own: the memory of this host.
         pulling: a folder there for copies that are not whole.
         received_bytes: of data files that came from other hosts.
+        world: the seam to the operating system.
     """
 
-    def __init__(self, name: str, *, world: World | None = None, mount: str = "/dev/shm") -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        world: World | None = None,
+        mount: str = "/dev/shm",
+        make_network: MakeNetwork = TcpNetwork,
+    ) -> None:
         self._name = check_key(name.strip("/")) if name.strip("/") else "default"
         self._memory = partial(ShmBackend, f"peer/{self._name}", world=world, mount=mount)
         self.own = self._memory()
         self.pulling = ShmBackend(f"peer/{self._name}/{PULLING}", world=world, mount=mount)
         self.received_bytes = 0
-        self._moving = Limiter("copies that came", 1)
+        self.world, self.make_network = world or World(), make_network
+        self._files = Limiter("files of copies", 1)
         self._others: list[HostMemory] = []
         self._memories: Sequence[Backend] = (self.own,)
         self._find_hosts: Callable[[], Awaitable[object]] | None = None
+        self._settle: Callable[[], Awaitable[object]] | None = None
         self._network: Network | None = None
 
-    def connect(self, find_hosts: Callable[[], Awaitable[object]]) -> None:
-        """Be one of several hosts: *find_hosts*, which calls `join`, comes before all that is read or written."""
-        self._find_hosts = find_hosts
+    def connect(self, find_hosts: Callable[[], Awaitable[object]], settle: Callable[[], Awaitable[object]]) -> None:
+        """Be one of several hosts.
+
+        Args:
+            find_hosts: calls `join`; it comes before all that is read or written.
+            settle: comes before this host serves no more.
+        """
+        self._find_hosts, self._settle = find_hosts, settle
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[bytes], RangeReply]]:
@@ -167,14 +185,22 @@ class PeerBackend:
         await self.ready()
         with suppress(ObjectNotFoundError):
             return await self.own.open(key)
-        asks = [partial(memory.stat, key) for memory in self._others]
-        answers = await _on_all(asks)
-        found = zip(self._others, answers, strict=True)
-        holders = [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]
-        if not holders:
-            raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
+        holders = await self.holders(key)
         size = holders[0][1]
         return _RemoteObject(key, size, deque(memory for memory, its_size in holders if its_size == size)).reader()
+
+    async def holders(self, key: str) -> list[tuple[HostMemory, int]]:
+        """Return which other hosts have an object, and its size there.
+
+        Raises:
+            ObjectNotFoundError: none has it.
+            StorageError: none has it, and one did not answer.
+        """
+        answers = await _on_all([partial(memory.stat, key) for memory in self._others])
+        found = zip(self._others, answers, strict=True)
+        if holders := [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]:
+            return holders
+        raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
 
     async def create(self, key: str, size: int) -> Upload:
         check_key(key)
@@ -192,8 +218,9 @@ class PeerBackend:
         check_prefix(prefix)
         await self.ready()
         listings = await _on_all([partial(memory.list, prefix) for memory in self._memories])
-        if isinstance(listings[0], StorageError):
-            raise listings[0]
+        for answer in listings:
+            if isinstance(answer, StorageError):  # a load that saw less would go on from an older step, or from none
+                raise answer
         objects: dict[str, Stat] = {}
         folders: set[str] = set()
         others: set[str] = set()
@@ -211,25 +238,32 @@ class PeerBackend:
         if isinstance(home, StorageError):
             raise home
 
-    async def move_in(self, came: str, key: str) -> None:
-        """Make the object *came* of `pulling` the object *key* of this host, whole at once.
+    @asynccontextmanager
+    async def new_copy(self, key: str, size: int) -> AsyncIterator[int]:
+        """Yield a descriptor to fill; the file becomes the object *key* of this host at the end, whole at once.
 
         Raises:
             ObjectExistsError: it has one.
+            StorageFullError: *size* bytes do not fit.
         """
-        here, there = self.pulling.path(came), self.own.path(key)
-
-        def move() -> None:
-            os.makedirs(os.path.dirname(there), 0o700, exist_ok=True)
-            os.link(here, there)
-            os.unlink(here)
-
+        came, there = self.world.token(8).hex(), self.own.path(key)
+        upload, here = await self.pulling.create(came, size), self.pulling.path(came)
         try:
-            await run_blocking(self._moving, move)
-        except FileExistsError as error:
-            raise ObjectExistsError(f"moving {came!r}: {key!r} is there", key=key) from error
-        except OSError as error:
-            raise errors.from_os_error(error, "moving", key) from error
+            try:
+                files = self.world.files
+                fd = await run_blocking(self._files, files.open, here, os.O_WRONLY)
+                try:
+                    yield fd
+                finally:
+                    files.close(fd)
+                await run_blocking(self._files, os.makedirs, os.path.dirname(there), 0o700, True)
+                await run_blocking(self._files, files.link, here, there)
+            except StorageError:
+                raise
+            except OSError as error:
+                raise errors.from_os_error(error, "copying", key) from error
+        finally:
+            await upload.abort()  # removes the name there; what was linked stays
 
     async def space(self) -> Space:
         """Return the free space of this host's memory."""
@@ -239,6 +273,8 @@ class PeerBackend:
         """Serve no more; the objects stay."""
         network, self._network = self._network, None
         if network is not None:
+            if self._settle is not None:
+                await self._settle()
             await network.close()
         await self.own.close()
         await self.pulling.close()
@@ -382,10 +418,11 @@ class HostMemory:
         self.host = host
         first = rank % len(host.addresses)  # so that the ranks of a host share what all others ask
         self._addresses = (*host.addresses[first:], *host.addresses[:first])
+        self._silent_until_ns = dict.fromkeys(host.addresses, 0)
 
     @property
     def url(self) -> str:
-        return f"{self._peers.url}@{self.host.id}"
+        return f"{self._peers.url} (host of rank {self.host.ranks[0]})"
 
     @property
     def traits(self) -> Traits:
@@ -421,6 +458,20 @@ class HostMemory:
             lambda: MemoryCall("read", key, offset=end - into.left_bytes, size=into.left_bytes), into, seen
         )
 
+    async def copy(self, key: str, offset: int, size: int, fd: int, seen: Seen) -> None:
+        """Write a range of an object into a file, at the same place, and show what was written to *seen*.
+
+        A piece is compared and written while the processor's cache has it: no more memory is used.
+        """
+        end, piece = offset + size, memoryview(bytearray(min(PIECE_BYTES, size)))
+        into = Buffers([piece[: min(PIECE_BYTES, end - start)] for start in range(offset, end, PIECE_BYTES)])
+
+        def write(part: memoryview) -> None:
+            write_all(self._peers.world.files, fd, part, end - into.left_bytes - part.nbytes)
+            seen(part)
+
+        await self.read(key, end, into, write)
+
     async def create(self, key: str, size: int) -> Upload:
         raise StorageError(f"{key!r}: data files are written to the own host's memory, not to {self.url}", key=key)
 
@@ -432,16 +483,21 @@ class HostMemory:
     ) -> MemoryAnswer:
         """Make *call* at the first process of the host that answers; what was filled before one was lost stays."""
         lost: StorageError | None = None
+        clock = self._peers.world.clock
         for address in self._addresses:
             question = call() if callable(call) else call
+            if clock.monotonic_ns() < self._silent_until_ns[address]:
+                lost = StorageTimeoutError(f"the memory of {self.url} was silent a moment ago", key=question.key)
+                continue
             parts = () if into is None else self._parts(into, seen)
             try:
                 data = await self._network.ask(address, msgspec.msgpack.encode(question), parts)
                 answer = _ANSWERS.decode(data)
             except TimeoutError:
                 lost = StorageTimeoutError(f"the memory of {self.url} is silent: {question.verb} {question.key!r}")
+                self._silent_until_ns[address] = clock.monotonic_ns() + int(SPARED_S * 1e9)
             except (OSError, msgspec.DecodeError) as error:
-                lost = StorageTransferError(f"the memory of {self.url} is lost: {error}")
+                lost = StorageError(f"the memory of {self.url} is lost: {error}", key=question.key, retryable=True)
             else:
                 if answer.error:
                     raise _error(answer, question.key)

@@ -394,6 +394,7 @@ class Place:
         self.other_copies: Callable[[Manifest], Awaitable[Sequence[StepCopy]]] = no_other_copies
         self.ready: Callable[[], Awaitable[object]] = _is_ready
         self.follow: Callable[[SavePromise], object] = lambda promise: None
+        self.fraction_here: Callable[[], float] = lambda: 1.0
         self._listed_uploads_ns: int | None = None
         self._read_hint_ns: int | None = None
         self._reading: dict[str, int] = {}

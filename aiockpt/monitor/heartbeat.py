@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, UsageError
-from aiockpt.events import BytesWritten, Event, LoadFailed, Opened, Promoted, SaveFailed, StorageRetried
+from aiockpt.events import BytesWritten, Event, LoadFailed, Opened, Promoted, Replicated, SaveFailed, StorageRetried
 from aiockpt.monitor.stragglers import PeerTimes, Straggler, found_event
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
@@ -44,7 +44,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         pending: the oldest first.
         durable_step, durable_s: the last step that is durable, and the seconds of work since its save was called, or it
             was loaded: what a crash would lose. None before the first.
-        places: url → the last step that was copied there.
+        places: url → the last step that was copied there; for the memory of hosts, between them.
         bytes_per_s: written since the beat before.
         last_error: of the last save or load that failed.
         slow: ranks that are slower than their peers, as rank 0 reports them.
@@ -120,7 +120,7 @@ class Heartbeat:
                 self._last_error = f"step {event.step}: {event.error}"
             case LoadFailed():
                 self._last_error = f"load of {event.which}: {event.error}"
-            case Promoted():
+            case Promoted() | Replicated():
                 self._places[event.url] = event.step
             case StorageRetried():
                 self._retried += 1

@@ -31,6 +31,7 @@ from aiockpt.events import (
     Promoted,
     PromotionFailed,
     PromotionQueued,
+    Replicated,
     SaveFailed,
     SaveSkipped,
     SaveStarted,
@@ -234,7 +235,8 @@ class Metrics:
             StepRepaired: lambda repaired: metrics["repairs"].labels("repaired").inc(),
             StepDamaged: lambda damaged: metrics["repairs"].labels("left").inc(),
             StorageRetried: lambda retried: metrics["storage_retries"].labels(retried.verb).inc(),
-            Promoted: self._on_promoted,
+            Promoted: self._on_copied,
+            Replicated: self._on_copied,
             PromotionQueued: self._on_queued,
             PromotionFailed: self._on_not_promoted,
         }
@@ -252,10 +254,13 @@ class Metrics:
         if event.bytes:
             self._metrics["load_read_ratio"].set(event.read_bytes / event.bytes)
 
-    def _on_promoted(self, event: Promoted) -> None:
+    def _on_copied(self, event: Promoted | Replicated) -> None:
         self._metrics["copies"].labels(event.url, "committed").inc()
         self._metrics["copy_lag_seconds"].labels(event.url).set(event.seconds)
-        self._queues[event.url].pop(event.step, None)
+        queue = self._queues[event.url]
+        overtaken = [step for step in queue if step < event.step] if isinstance(event, Replicated) else []
+        for step in (event.step, *overtaken):
+            queue.pop(step, None)
 
     def _on_queued(self, event: PromotionQueued) -> None:
         queue = self._queues[event.url]
@@ -342,7 +347,7 @@ def _numbers(event: Event) -> dict[str, float]:
             return {"failed": 1.0}
         case Loaded():
             return {"load_s": event.seconds, "read_bytes": event.read_bytes}
-        case Promoted():
+        case Promoted() | Replicated():
             return {"copy_lag_s": event.seconds}
         case _:
             return {}

@@ -20,6 +20,7 @@ from aiockpt.events import (
     Promoted,
     PromotionFailed,
     PromotionQueued,
+    Replicated,
     SaveFailed,
     SaveSkipped,
     SaveStarted,
@@ -91,6 +92,10 @@ class OpenTelemetry:
                 self._end(("load", event.step, ""), event, more=more)
             case Promoted():
                 self._end(("copy", event.step, event.url), event, more={"aiockpt.bytes": event.bytes})
+            case Replicated():
+                for which in [which for which in self._whole if which[::2] == ("copy", event.url)]:
+                    if which[1] <= event.step:  # older ones were overtaken
+                        self._end(which, event)
             case PromotionFailed(final=True):
                 self._end(("copy", event.step, event.url), event, event.error)
             case Closed():

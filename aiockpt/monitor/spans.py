@@ -17,6 +17,7 @@ from aiockpt.events import (
     Opened,
     Operation,
     Promoted,
+    Replicated,
     SaveFailed,
     SnapshotTaken,
     StageEnded,
@@ -118,6 +119,8 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
             return (("load", WHOLE, event.seconds, at_s, "", event.read_bytes, 0.0, False),)
         case Promoted():
             return (("copy", WHOLE, event.seconds, at_s, event.url, event.bytes, 0.0, False),)
+        case Replicated():
+            return (("copy", WHOLE, event.seconds, at_s, event.url, 0, 0.0, False),)
         case _:
             return ()
 

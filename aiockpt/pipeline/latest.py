@@ -109,7 +109,8 @@ async def _find_hinted(
     try:
         await backend.stat(manifest_key(latest.id, latest.generation))
     except ObjectNotFoundError:
-        if is_news(backend, f"{latest} is missing"):
+        # Of hosts that are away the hint may know more than is there: that is no trouble of a listing.
+        if backend.traits.scope != "hosts" and is_news(backend, f"{latest} is missing"):
             logger.warning(
                 "%s in %s names %s, generation %d, which is not there. If you deleted it, all is well. If not, what this"
                 " machine sees is older than the last save: wait until its cache has expired, and load again",

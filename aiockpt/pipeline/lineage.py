@@ -68,6 +68,8 @@ class Lineage:
     Attributes:
         places: those that may hold earlier steps; the first one must answer.
         runs: of this process: the present one, and those before each load.
+        leaves_room: whether steps may exist that cannot be seen now, as of a host that is away: then `ROOM` is left for
+            their clocks, so that what is saved from now on is newer than they are, should they come back.
     """
 
     def __init__(self, rank: int, world_size: int, make_run: Callable[[], str]) -> None:
@@ -78,6 +80,7 @@ class Lineage:
         self.runs = {self._run}
         self._parent: Parent | None = None
         self._seen = 0
+        self.leaves_room = False
         self._listed: set[str] = set()
         self._passed_by: set[str] = set()
         self._logged_others = False
@@ -172,7 +175,7 @@ class Lineage:
                 "%s: its head cannot be read now; the save goes on without it: %s", entry.id, entry.unread_reason
             )
         self._older = _older(present)
-        return max(clocks) + (ROOM if silent else 0)
+        return max(clocks) + (ROOM if silent or self.leaves_room else 0)
 
     def _log_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
         """Warn of newer steps of another run that this one has not loaded; the save goes on without them."""

@@ -93,6 +93,10 @@ class Network(Protocol):
         """Answer no more, and close all connections. Idempotent."""
 
 
+MakeNetwork = Callable[[str, Callable[[int], bytes]], Network]
+"""Called with the address of this host, and what draws random bytes."""
+
+
 class TcpNetwork:
     """Plain TCP.
 

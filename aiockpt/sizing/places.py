@@ -24,7 +24,8 @@ class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         every: it accepts the multiples of this step number; None for every step.
-        step_bytes: of one step there; sent to it once for each step that it accepts, by all ranks together.
+        step_bytes: of one step there; sent to it once for each step that it accepts, by all ranks together. For the memory
+            of hosts: what this host holds of it, copies of other hosts' parts among it.
         read_bytes: read there for copies to farther places, on the average of all saves.
         kept_steps: that lie there at once, at most, beside the multiples that are kept for ever; None if all are kept.
         kept_bytes: of these; of one step if all are kept.
@@ -86,12 +87,16 @@ async def estimate_places(
     passed_on_bytes = [size // (tier.every or 1) for size, tier in zip(each_bytes, tiers, strict=True)]
     found = []
     for number, (place, tier) in enumerate(zip(places, tiers, strict=True)):
-        kept_steps, kept_bytes, grows_bytes, grows_every = _find_kept(place, each_bytes[number], weight_bytes)
+        await place.ready()
+        here = place.fraction_here()
+        kept_steps, kept_bytes, grows_bytes, grows_every = _find_kept(
+            place, round(here * each_bytes[number]), round(here * weight_bytes)
+        )
         found.append(
             PlaceEstimate(
                 url=place.backend.url,
                 every=tier.every,
-                step_bytes=each_bytes[number],
+                step_bytes=round(here * each_bytes[number]),
                 read_bytes=sum(passed_on_bytes[first + 1 :]) if number == first else 0,
                 kept_steps=kept_steps,
                 kept_bytes=kept_bytes,
@@ -115,7 +120,8 @@ def _find_kept(place: Place, step_bytes: int, weight_bytes: int) -> tuple[int | 
     older_bytes = step_bytes if rules.optimizer is None else weight_bytes
     if rules.last is None or rules.newer_than is not None:
         return None, step_bytes, older_bytes, None
-    beside = 1 + place.engine.options.max_in_flight
+    # The newest replicated step is spared beside them (`aiockpt.places.peers.keeper`).
+    beside = 1 + place.engine.options.max_in_flight + (place.backend.traits.scope == "hosts")
     named = rules.last + (rules.best.count if rules.best else 0)
     full = named if rules.optimizer is None else min(rules.optimizer, named)
     kept_bytes = (full + beside) * step_bytes + (named - full) * weight_bytes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from aiockpt.backends.peer import HostAt, Hosts, PeerBackend
+from aiockpt.backends.peer import SPARED_S, HostAt, Hosts, PeerBackend
+from aiockpt.errors import StorageTimeoutError
 from aiockpt.runtime.peer_link import TcpNetwork
+from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.backend_suite import BackendSuite
+from tests.simulated.simulation import simulated_world
 
 
 @asynccontextmanager
@@ -50,3 +53,60 @@ class TestPeerAwayFromHome(BackendSuite):
     async def backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
         async with hosts_of(tmp_path, 3) as (_, away, _):
             yield away
+
+
+class Silent:
+    """A network on which nobody answers in time; see `aiockpt.runtime.peer_link.Network`."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def announce(self, answering: object) -> str:
+        return "here"
+
+    async def ask(self, address: str, question: bytes, parts: Iterable[memoryview] = ()) -> bytes:
+        self.asked += 1
+        raise TimeoutError
+
+    async def watch(self, address: str, question: bytes) -> None:
+        """Return at once."""
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.anyio
+async def test_a_host_that_was_silent_is_not_asked_again_for_a_while(tmp_path: Path) -> None:
+    network, world = Silent(), simulated_world()
+    backend = PeerBackend("run", mount=str(tmp_path), world=World(clock=world.clock))
+    hosts = Hosts((HostAt("a", "a", (0,), ("here",)), HostAt("b", "b", (1,), ("there",))))
+    backend.join(hosts, "a", 0, network)
+    for _ in range(3):
+        with pytest.raises(StorageTimeoutError) as told:
+            await backend.hosts[0].stat("key")
+        assert told.value.retryable
+    assert network.asked == 1
+    with pytest.raises(StorageTimeoutError):  # it is not empty for that: a load would go on from less
+        await backend.list("")
+    world.clock.advance(SPARED_S)
+    with pytest.raises(StorageTimeoutError):
+        await backend.hosts[0].stat("key")
+    assert network.asked == 2
+
+
+@pytest.mark.anyio
+async def test_records_lie_on_the_host_of_rank_0_whoever_creates_them(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 3) as (home, away, other):
+        await away.put_new("a/new", b"1")
+        await other.put("a/put", b"2")
+        assert [stat.key for stat in (await home.own.list("a")).objects] == ["a/new", "a/put"]
+        assert not (await away.own.list("a")).objects
+
+
+@pytest.mark.anyio
+async def test_of_two_objects_with_one_key_all_hosts_see_the_same(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 3) as hosts:
+        for number, host in enumerate(hosts[1:]):
+            await host.own.put("a/record", bytes(number + 1))
+        assert {await host.get("a/record", 10) for host in hosts} == {b"\0"}
+        assert {(await host.list("a")).objects[0].size for host in hosts} == {1}

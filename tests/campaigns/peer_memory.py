@@ -8,6 +8,7 @@ hosts still have, by this module's own eyes; what was *replicated* must be there
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -15,6 +16,8 @@ import signal
 import time
 import traceback
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import msgspec
 import torch
 
 import aiockpt
-from aiockpt.errors import NoValidCheckpointError
+from aiockpt.errors import NoValidCheckpointError, RankFailedError
 from tests.campaigns.campaign import Campaign, Outcomes, in_folders, noted
 from tests.campaigns.sigkill import fork
 from tests.peers.cluster import Cluster
@@ -40,11 +43,16 @@ class Kept(msgspec.Struct, frozen=True):
     value: int
 
 
+RunJob = Callable[["Case", str, int, bool], bool]
+"""Runs a job of a case: ranks on these hosts make so many saves, and wait for copies or not; returns whether it has ended by
+itself. What happens is noted in the case's `notes`, line by line."""
+
+
 class Case:
     """One history."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
-        self.dice, self.folder = random.Random(seed), folder
+    def __init__(self, seed: int, folder: Path, run_job: RunJob) -> None:
+        self.dice, self.folder, self.run_job = random.Random(seed), folder, run_job
         self.cluster = Cluster(folder)
         self.flipped: set[Path] = set()
         self.value = 0
@@ -53,6 +61,7 @@ class Case:
         self.known: set[str] = set()
         self.story: list[str] = []
         self.outcomes: Outcomes = Counter()
+        self.notes = folder / "notes"
 
     def look(self) -> Outcomes:
         """Go through all runs."""
@@ -70,15 +79,22 @@ class Case:
 
     def newest(self, hosts: str) -> Kept | None:
         """Return the newest step that is whole on *hosts*."""
-        kept, seen = [], set()
-        for host in dict.fromkeys(hosts):  # of two lines with one name, that of the first host counts
+        newest: dict[str, tuple[int, int, dict[str, Any]]] = {}
+        for host in dict.fromkeys(hosts):  # of two lines with one step, the later save counts
+            of_host: dict[str, tuple[int, int, dict[str, Any]]] = {}
             for path in self.cluster.memory(host).glob("step-*/MANIFEST-*.json"):
-                if (path.parent.name, path.name) in seen:
-                    continue
-                seen.add((path.parent.name, path.name))
                 manifest = json.loads(path.read_bytes().split(b"\n")[0])
-                if all(self.is_there(hosts, f"{path.parent.name}/{file['p']}") for file in manifest["files"]):
-                    kept.append(Kept(manifest["sequence"], manifest["step"], manifest["user"]["value"]))
+                found = (manifest["sequence"], manifest["generation"], manifest)
+                if found[1] > of_host.get(path.parent.name, (0, -1))[1]:
+                    of_host[path.parent.name] = found
+            for folder, found in of_host.items():
+                if folder not in newest or found[0] > newest[folder][0]:
+                    newest[folder] = found
+        kept = [
+            Kept(sequence, manifest["step"], manifest["user"]["value"])
+            for folder, (sequence, _, manifest) in newest.items()
+            if all(self.is_there(hosts, f"{folder}/{file['p']}") for file in manifest["files"])
+        ]
         return max(kept, key=lambda one: (one.sequence, one.value), default=None)
 
     def is_there(self, hosts: str, key: str) -> bool:
@@ -87,90 +103,29 @@ class Case:
 
     def run(self, hosts: str, expected: Kept | None) -> bool:
         """Run a job; return whether another one may follow it."""
-        notes = self.folder / "notes"
-        notes.write_text("")
-        count, lasts_s = self.dice.randint(1, 4), self.dice.choice((None, self.dice.uniform(0.3, 3.0)))
-        waits = self.dice.random() < 0.7
-        self.story.append(
-            f"{hosts}: {count} saves, {'to its end' if lasts_s is None else f'{lasts_s:.1f} s'}, expects {expected}"
-        )
-        child = fork(lambda: self.be_the_job(hosts, count, waits=waits))
-        ends_s = time.monotonic() + (RUN_S if lasts_s is None else lasts_s)
-        status: int | None = None
-        while status is None and time.monotonic() < ends_s:
-            time.sleep(0.01)
-            done, code = os.waitpid(child, os.WNOHANG)
-            status = code if done else None
-        if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        assert status is not None or lasts_s is not None, "the run hangs"
-        assert status in (None, 0), f"the run failed: {(self.folder / 'error').read_text()}"
+        self.notes.write_text("")
+        count, waits = self.dice.randint(1, 4), self.dice.random() < 0.7
+        self.story.append(f"{hosts}: {count} saves{', each replicated' * waits}, expects {expected}")
+        has_ended = self.run_job(self, hosts, count, waits)
         self.promised = None
-        for line in notes.read_text().splitlines():
+        loaded: set[int] = set()
+        for line in self.notes.read_text().splitlines():
             what, _, text = line.partition(" ")
             if what == "invalid":
                 assert expected is None, f"{text} although {expected} is whole"
                 self.outcomes["nothing whole was left"] += 1
                 return False
             if what == "loaded":
-                self.judge_loaded(int(text), expected)
+                loaded.add(int(text))
             elif what == "replicated":
                 self.promised = max(self.promised or 0, int(text))
+        assert len(loaded) < 2, f"ranks have loaded {loaded}"
+        for value in loaded:
+            assert expected is None or value >= expected.value, f"loaded value {value}, and {expected} is whole"
         self.value += 100
-        self.outcomes["killed" if status is None else "ended"] += 1
+        what = "has not loaded" if not loaded else "loaded nothing" if loaded == {-1} else "loaded a step"
+        self.outcomes[f"{what}, {'ended' if has_ended else 'was killed'}"] += 1
         return True
-
-    def judge_loaded(self, value: int, expected: Kept | None) -> None:
-        self.outcomes["loaded nothing" if value < 0 else "loaded"] += 1
-        if expected is None:
-            return
-        assert value >= expected.value, f"loaded value {value}, and {expected} is whole"
-
-    def be_the_job(self, hosts: str, count: int, *, waits: bool) -> int:
-        """Train; leave what goes wrong in a file."""
-        try:
-            self.train(hosts, count, waits=waits)
-        except BaseException:
-            (self.folder / "error").write_text(traceback.format_exc())
-            raise
-        return 0
-
-    def train(self, hosts: str, count: int, *, waits: bool) -> None:
-        """Be the job: load, and save *count* steps."""
-        notes = os.open(self.folder / "notes", os.O_WRONLY | os.O_APPEND)
-        with self.cluster.start(hosts, keep=KEEP, on_error="raise") as crew:
-
-            def load(rank: int, ckpt: aiockpt.Checkpointer) -> tuple[int, int]:
-                state = made(0)
-                result = ckpt.load(state).result(RUN_S)
-                value = int(state["value"])
-                assert result is None or all(
-                    torch.equal(state[name], tensor) for name, tensor in made(value).items()
-                ), f"torn: {value}"
-                return (-1, -1) if result is None else (result.step, value)
-
-            try:
-                loaded = crew.on_all(load)
-            except NoValidCheckpointError as error:
-                os.write(notes, f"invalid {str(error)[:500]!r}\n".encode())
-                return
-            assert len(set(loaded)) == 1, loaded
-            os.write(notes, f"loaded {loaded[0][1]}\n".encode())
-            step = loaded[0][0]
-            for number in range(count):
-                step += 1
-                value = self.value + number + 1
-
-                def save(rank: int, ckpt: aiockpt.Checkpointer, step: int = step, value: int = value) -> None:
-                    future = ckpt.save(step, made(value), user={"value": value})
-                    future.result(RUN_S)
-                    if waits:
-                        future.replicated().result(RUN_S)
-
-                crew.on_all(save)
-                if waits and len(set(hosts)) > 1:
-                    os.write(notes, f"replicated {value}\n".encode())
 
     def harm(self, hosts: str) -> None:
         """Lose hosts, and flip bits."""
@@ -192,14 +147,90 @@ class Case:
 
 def made(value: int) -> dict[str, Any]:
     """Return the state of a step."""
-    tensors = {f"w{index}": torch.full((300, 33), float(value + index)) for index in range(3)}
+    tensors = {f"w{index}": torch.full((100, 33), float(value + index)) for index in range(3)}
     return {"value": torch.tensor(value), **tensors}
 
 
-def look(seed: int, folder: Path) -> Outcomes:
-    case = Case(seed, folder)
+def run_in_a_fork(case: Case, hosts: str, count: int, waits: bool) -> bool:
+    """Run a job in a process of its own, whose ranks are threads; kill it at some moment, or let it end."""
+    lasts_s = case.dice.choice((None, case.dice.uniform(0.3, 3.0)))
+    case.story.append("  to its end" if lasts_s is None else f"  killed after {lasts_s:.1f} s")
+    child = fork(lambda: _be_the_job(case, hosts, count, waits))
+    ends_s = time.monotonic() + (RUN_S if lasts_s is None else lasts_s)
+    status: int | None = None
+    while status is None and time.monotonic() < ends_s:
+        time.sleep(0.01)
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = code if done else None
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert status is not None or lasts_s is not None, "the run hangs"
+    assert status in (None, 0), f"the run failed: {(case.folder / 'error').read_text()}"
+    return status is not None
+
+
+def _be_the_job(case: Case, hosts: str, count: int, waits: bool) -> int:
+    """Train; leave what goes wrong in a file."""
+    try:
+        with case.cluster.start(hosts, keep=KEEP, on_error="raise") as crew:
+            crew.on_all(lambda rank, ckpt: asyncio.run(be_rank(case, ckpt, hosts, count, waits)))
+    except BaseException:
+        (case.folder / "error").write_text(traceback.format_exc())
+        raise
+    return 0
+
+
+Call = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+async def _at_once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+async def be_rank(
+    case: Case, ckpt: aiockpt.Checkpointer, hosts: str, count: int, waits: bool, call: Call = _at_once
+) -> None:
+    """Be a rank of the job: load, and save *count* steps; *call* makes what blocks the caller."""
+
+    def note(line: str) -> None:
+        with case.notes.open("a") as file:
+            file.write(line + "\n")
+
+    state = made(0)
+    try:
+        result = await ckpt.load(state)
+    except (NoValidCheckpointError, RankFailedError) as error:
+        if isinstance(error, RankFailedError) and "none is valid" not in str(error):
+            raise
+        note(f"invalid {str(error)[:500]!r}")
+        return
+    value = int(state["value"]) if result else -1
+    assert result is None or all(torch.equal(state[name], tensor) for name, tensor in made(value).items()), "torn"
+    note(f"loaded {value}")
+    step = result.step if result else -1
+    for number in range(count):
+        step += 1
+        value = case.value + number + 1
+        future = await call(partial(ckpt.save, step, made(value), user={"value": value}))
+        await future
+        if waits:
+            await future.replicated()
+            if len(set(hosts)) > 1:
+                note(f"replicated {value}")
+
+
+def look(seed: int, folder: Path, run_job: RunJob) -> Outcomes:
+    """Go through the history of a seed."""
+    case = Case(seed, folder, run_job)
     with noted(lambda: "\n".join(case.story)):
         return case.look()
 
 
-CAMPAIGN = Campaign(name="peer-memory", counts="runs", prepare=lambda: in_folders(look), smoke_count=4, apart=True)
+CAMPAIGN = Campaign(
+    name="peer-memory",
+    counts="runs",
+    prepare=lambda: in_folders(partial(look, run_job=run_in_a_fork)),
+    smoke_count=4,
+    apart=True,
+)

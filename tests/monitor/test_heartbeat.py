@@ -32,6 +32,7 @@ from aiockpt.events import (
     DataWritten,
     Loaded,
     Opened,
+    Replicated,
     SaveFailed,
     SaveStarted,
     SnapshotTaken,
@@ -229,12 +230,19 @@ def test_what_is_wrong_is_said_above_the_table(tmp_path: Path) -> None:
         tmp_path,
         beat_of(0, failed=1, last_error="step 9: StorageFullError('no space [left]')"),
         beat_of(1, time_s=time.time() - 600, pending=[pending(11, 1.0, bytes=4 << 30, done_bytes=1 << 30)]),
-        beat_of(2, pending=[pending(11, 3000.0)]),
+        beat_of(2, pending=[pending(11, 3000.0)], places={"peer://run": 10}),
     )
     text = shown(view(str(tmp_path), look(tmp_path), height=40))
     assert "2 of 4 ranks reporting" in text
     above, _, rows = text.partition("rank  host")
-    for told in ("silent: rank 1", "no report yet: rank 3", "no space [left]", "step 10 is durable", "1 save failed"):
+    for told in (
+        "silent: rank 1",
+        "no report yet: rank 3",
+        "no space [left]",
+        "step 10 is durable",
+        "1 save failed",
+        "step 10 to peer://run",
+    ):
         assert told in above
     first = rows.splitlines()[1]
     assert first.split()[0] == "1"
@@ -331,6 +339,13 @@ def test_beats_tell_what_was_written_since_the_last_one() -> None:
     heart.on_event(BytesWritten(bytes=1 << 40, at_ns=1))
     assert heart.beat().bytes_per_s > 0
     assert heart.beat().bytes_per_s == 0
+
+
+def test_a_beat_tells_which_step_other_hosts_hold() -> None:
+    heart = Heartbeat()
+    heart.on_event(Opened(at_ns=0, time_ns=0, pid=1, host="h", rank=0, world_size=1, urls=()))
+    heart.on_event(Replicated(at_ns=1, step=7, url="peer://run", seconds=0.1))
+    assert heart.beat().places == {"peer://run": 7}
 
 
 def test_the_command_looks_once_where_there_is_no_terminal(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.events import Closed, Opened, SaveFailed, SaveStarted, StageEnded
+from aiockpt.events import Closed, Opened, PromotionQueued, Replicated, SaveFailed, SaveStarted, StageEnded
 from aiockpt.monitor import OpenTelemetry
 from tests.small_run import small_checkpointer
 
@@ -218,3 +218,13 @@ def test_without_the_api_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(aiockpt.UsageError, match="pip install opentelemetry-api"):
         OpenTelemetry()
+
+
+def test_a_step_on_other_hosts_ends_its_span_and_those_of_older_steps() -> None:
+    traced = Traced()
+    url, observer = "peer://run", traced.observer
+    observer.on_event(OPENED)
+    for step in (1, 2, 3):
+        observer.on_event(PromotionQueued(at_ns=step, step=step, url=url))
+    observer.on_event(Replicated(at_ns=10, step=2, url=url, seconds=0.1))
+    assert {span.attributes["aiockpt.step"] for span in traced.finished() if span.attributes} == {1, 2}

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.backends.peer import PeerBackend
+from aiockpt.runtime.peer_link import MakeNetwork, TcpNetwork
 from aiockpt.storage.backend import Backend
 from tests.ranks.crew import Crew
 
@@ -21,9 +22,10 @@ class Cluster:
 
     def memory(self, host: str) -> Path:
         """Return where the objects of a host lie."""
-        return next(iter(self._mount(host).glob("aiockpt-*/peer/run")), self._mount(host) / "nothing")
+        return next(iter(self.mount(host).glob("aiockpt-*/peer/run")), self.mount(host) / "nothing")
 
-    def _mount(self, host: str) -> Path:
+    def mount(self, host: str) -> Path:
+        """Return what stands for the mounted memory of a host."""
         mount = self._folder / f"host-{host}"
         mount.mkdir(mode=0o700, exist_ok=True)
         return mount
@@ -31,7 +33,7 @@ class Cluster:
     def lose(self, *hosts: str) -> None:
         """Forget all that these hosts held, as new ones of their names would."""
         for host in hosts:
-            shutil.rmtree(self._mount(host))
+            shutil.rmtree(self.mount(host))
 
     def start(
         self,
@@ -42,6 +44,7 @@ class Cluster:
         more: Sequence[Any] = (),
         wrap: Callable[[int, PeerBackend], Backend] = lambda rank, backend: backend,
         apart: Any = None,
+        make_network: MakeNetwork = TcpNetwork,
         **options: Any,
     ) -> PeerCrew:
         """Return a crew with a rank for each letter of *hosts*, on the host of that name.
@@ -50,8 +53,9 @@ class Cluster:
             more: farther tiers.
             apart: for each rank; None for the names of hosts, which then decide who holds whose copies.
             wrap: what a rank gets in place of its backend.
+            make_network: how its hosts reach each other.
         """
-        backends = [PeerBackend("run", mount=str(self._mount(host))) for host in hosts]
+        backends = [PeerBackend("run", mount=str(self.mount(host)), make_network=make_network) for host in hosts]
 
         def tiers(rank: int) -> list[Any]:
             near = wrap(rank, backends[rank])

@@ -14,9 +14,12 @@ import torch
 import aiockpt
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import Event, Replicated
+from aiockpt.monitor import Metrics
+from aiockpt.pipeline.discover import list_step
 from aiockpt.places.peers import keeper
 from aiockpt.places.peers.hosts import FoundHosts
 from aiockpt.places.tiers import tiers
+from aiockpt.runtime.notes import NoteBoard
 from tests.peers.cluster import Cluster, PeerCrew
 from tests.ranks.test_save import equal, replicated
 from tests.watch import until
@@ -79,7 +82,10 @@ def test_a_lost_host_costs_nothing_that_was_replicated(cluster: Cluster, lost: s
     cluster.lose(lost)
     with cluster.start("aabbcc") as crew:
         load(crew, 3)
-        until(lambda: all(copies == 2 for copies in count_copies(cluster, "abc", 3)), "the copies are made again")
+        until(
+            lambda: all(set(count_copies(cluster, "abc", step)) == {2} for step in (2, 3)),
+            "the copies of the newest two are made again",
+        )
     cluster.lose("abc"[("abc".index(lost) + 1) % 3])
     with cluster.start("aabbcc") as crew:
         load(crew, 3)
@@ -102,6 +108,29 @@ def test_other_ranks_on_other_hosts_take_it_over(cluster: Cluster) -> None:
     cluster.lose("a")
     with cluster.start("cbb") as crew:
         load(crew, 1)
+
+
+@pytest.mark.parametrize("hosts", ["acb", "bac"])
+def test_what_a_host_brings_that_was_away_is_older_than_what_was_saved_meanwhile(
+    cluster: Cluster, tmp_path: Path, hosts: str
+) -> None:
+    disk = [aiockpt.Tier(tmp_path / "disk", every=2)]
+    with cluster.start("ab", more=disk, keep=4) as crew:
+        for step in (2, 3, 5):
+            crew.save(step, replicated)
+    cluster.lose("a")
+    with cluster.start("ac", more=disk, keep=4) as crew:
+        load(crew, 2)
+        crew.save(3, lambda step: replicated(13))
+    with cluster.start(hosts, more=disk) as crew:
+
+        def load_one(rank: int, ckpt: aiockpt.Checkpointer) -> tuple[int, bool]:
+            state = replicated(0)
+            result = ckpt.load(state).result(100)
+            assert result is not None
+            return result.step, equal(state, replicated(13))
+
+        assert crew.on_all(load_one) == [(3, True)] * 3
 
 
 def test_a_flipped_bit_is_read_from_the_other_copy(cluster: Cluster) -> None:
@@ -164,6 +193,75 @@ def test_a_copy_that_failed_is_made_again(cluster: Cluster, monkeypatch: pytest.
         for future in futures:
             future.replicated().result(100)
     assert count_copies(cluster, "ab", 1) == [2, 2]
+
+
+def test_a_damaged_file_is_not_copied(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LAGGING_S", 0.1)
+    with cluster.start("ab") as crew:
+        away = _cut_off(monkeypatch)
+        (future, _) = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)))
+        future.result(100)
+        _flip(cluster, "a", 1)
+        away.clear()
+        until(lambda: crew.received_bytes()[1] > WHOLE_BYTES, "it came and was refused")
+        until(lambda: len(files(cluster, "a", 1)) == 2, "the other way a copy is made")
+        with pytest.raises(TimeoutError):
+            future.replicated().result(0.3)
+    assert [name[:6] for name in files(cluster, "b", 1)] == ["r00001"]
+
+
+def test_a_copy_is_made_of_the_copy_that_is_not_damaged(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "RANGE_BYTES", 8192)
+    with cluster.start("abc", copies=2) as crew:
+        crew.save(1, replicated)
+    cluster.lose("c")
+    _flip(cluster, "a", 1)
+    with cluster.start("abc", copies=2):
+        until(lambda: len(files(cluster, "c", 1)) == 3, "the copies are made again")
+    name = files(cluster, "c", 1)[0]
+    made, good = (next(cluster.memory(host).glob(f"step-*/a-*/d/{name}")).read_bytes() for host in "cb")
+    assert made == good
+    assert not list(cluster.memory("c").glob(".pulling/*"))
+
+
+def test_the_end_of_a_run_waits_for_the_copies_of_its_last_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = keeper.Keeper._pull
+
+    async def pull_late(self: keeper.Keeper, manifest: Any, wanted: Any) -> None:
+        await anyio.sleep(0.5)
+        await pull(self, manifest, wanted)
+
+    monkeypatch.setattr(keeper.Keeper, "_pull", pull_late)
+    monkeypatch.setattr(keeper, "SETTLE_S", 100)
+    with cluster.start("ab") as crew:
+        crew.save(1, replicated, replicated=False)
+    assert count_copies(cluster, "ab", 1) == [2, 2]
+
+
+def test_a_step_that_is_saved_again_before_its_copy_is_counted_once_by_each_host(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[str] = []
+    arrive = NoteBoard.arrive
+
+    async def list_late(*arguments: Any) -> Any:
+        await anyio.sleep(1)
+        return await list_step(*arguments)
+
+    async def arrive_noted(self: NoteBoard, key: str) -> int:
+        if key.startswith("replicated/"):
+            arrived.append(f"{key} of {self.rank}")
+        return await arrive(self, key)
+
+    monkeypatch.setattr(NoteBoard, "arrive", arrive_noted)
+    monkeypatch.setattr(keeper, "list_step", list_late)
+    with cluster.start("ab", on_exists="new_generation") as crew:
+        crew.save(1, replicated, replicated=False)
+        crew.save(1, replicated)
+        crew.save(2, replicated)  # its copies come after those
+    assert len(arrived) == len(set(arrived)), arrived
 
 
 def _cut_off(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -323,3 +421,30 @@ def test_memory_is_waited_for_though_a_disk_answers_at_once(
         load(crew, 3)
     assert known
     assert set(known) == {1}, "a tier was asked before the other host was known"
+
+
+def test_an_estimate_counts_what_this_host_holds(cluster: Cluster) -> None:
+    with cluster.start("aabbccdd", keep=2) as crew:
+        estimates = crew.on_all(lambda rank, ckpt: ckpt.estimate(replicated(1)).result(100))
+    for estimate in estimates:
+        (place,) = estimate.places
+        assert place.step_bytes == round(estimate.disk_bytes / 2)  # of four hosts each holds two's
+        assert place.kept_steps == 2 + 4  # being saved, being removed, being saved next; and the newest replicated one
+        assert place.kept_bytes == (place.kept_steps or 0) * place.step_bytes
+
+
+def test_metrics_say_what_is_replicated_and_how_far_it_lags(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    with cluster.start("ab", observers=[Metrics(registry)]) as crew:
+
+        def read(name: str, **more: str) -> float | None:
+            value: float | None = registry.get_sample_value(f"aiockpt_{name}", {"url": "peer://run", **more})
+            return value
+
+        away = _cut_off(monkeypatch)
+        crew.save(1, replicated, replicated=False)
+        until(lambda: read("copies_waiting") == 1, "it waits")
+        away.clear()
+        crew.save(2, replicated)
+        until(lambda: read("copies_waiting") == 0, "the newer one has ended its wait")

@@ -22,19 +22,26 @@ import anyio
 
 from aiockpt.backends.peer import HostMemory, Hosts, PeerBackend
 from aiockpt.engine.context import Place
-from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, RankError, SaveSkippedError
-from aiockpt.events import Committed, Event, Replicated
-from aiockpt.format.manifest import Manifest
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RankError,
+    SaveSkippedError,
+)
+from aiockpt.events import Committed, Event, PromotionQueued, Replicated, SaveFailed
+from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.options import MIB, Tier
-from aiockpt.pipeline.copy import CopySource, Windows, open_copy_source, rewrite_files
 from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest, scan
+from aiockpt.pipeline.fetch import BlockCheck
 from aiockpt.places.peers.hosts import FoundHosts
 from aiockpt.planning.copy_placement import exposed, place_copies, sources_of
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.incarnation import Incarnation
-from aiockpt.runtime.limits import Pace, open_tasks
-from aiockpt.runtime.notes import NoteBoard, StoreLostError
+from aiockpt.runtime.limits import Limiter, open_tasks
+from aiockpt.runtime.notes import NoteBoard, StoreLostError, growing_pauses
 from aiockpt.runtime.peer_link import find_address
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.storage.backend import Backend
@@ -42,10 +49,14 @@ from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, delete_below, walk
 
 logger = logging.getLogger("aiockpt")
 
-LAGGING_S = 10.0
+LAGGING_S, RETRY_S = 10.0, 0.5
+"""Seconds until a step that is not copied is told; and between two attempts to copy it, from the first on."""
+SETTLE_S = 5.0
+"""How long the end of a run waits for the copies of its last step."""
 RESTORED = 2
 """Steps that are copied again after a restart, the newest."""
-WINDOWS, WINDOW_BYTES = 6, 8 * MIB
+STREAMS, RANGE_BYTES = 4, 64 * MIB
+"""Ranges that come at once, each with a thread and a connection; blocks are powers of two, as a range is."""
 KEPT_NOTES = 4
 
 
@@ -60,9 +71,10 @@ class Keeper:
     def __init__(self, place: Place, backend: PeerBackend, found: FoundHosts, board: NoteBoard, copies: int) -> None:
         self._place, self._backend, self._found, self._board = place, backend, found, board
         self._copies = copies
-        self._windows = Windows(WINDOWS, WINDOW_BYTES)
-        self._unlimited = Pace(None, place.engine.world.clock)
+        self._streams = Limiter("copies from other hosts", STREAMS)
         self._saves: dict[int, SavePromise] = {}
+        self._newest: SavePromise | None = None
+        self._settling: anyio.CancelScope | None = None
         self._committed: dict[int, Committed] = {}
         self._changed = anyio.Event()
         self._scope: anyio.CancelScope | None = None
@@ -72,13 +84,31 @@ class Keeper:
     def follow(self, promise: SavePromise) -> None:
         """Settle *promise*'s `replicated` when its step is, or will not be."""
         promise.is_copied = True
-        self._saves[promise.step] = promise
+        self._saves[promise.step] = self._newest = promise
+
+    async def settle(self) -> None:
+        """Wait a moment for the copies of the last save, which others pull from here; not where something has failed."""
+        if self._newest is not None:
+            with anyio.move_on_after(SETTLE_S) as self._settling:
+                await self._newest.replicated.settled()
+
+    def _end_settling(self) -> None:
+        self._newest = None
+        if self._settling is not None:
+            self._settling.cancel()
+
+    def fraction_here(self) -> float:
+        """Return the part of a step that this host holds: its own, and what it has copies of; all until hosts are known."""
+        hosts = 1 if self._found.hosts is None else len(self._found.hosts.all)
+        return min((self._copies + 1) / hosts, 1.0)
 
     def on_event(self, event: Event) -> None:
-        """Note a commit: its files are to be copied."""
+        """Note a commit: its files are to be copied; and a failed save, as after the death of a rank."""
         if isinstance(event, Committed):
             self._committed[event.step] = event
             self._changed.set()
+        elif isinstance(event, SaveFailed):
+            self._end_settling()
 
     async def run(self) -> None:
         """Copy what is saved until the end."""
@@ -103,8 +133,10 @@ class Keeper:
                 self._changed = anyio.Event()
                 while self._committed:
                     committed = self._committed.pop(max(self._committed))
+                    engine = self._place.engine
+                    engine.emit(PromotionQueued(at_ns=engine.now_ns(), step=committed.step, url=self._backend.url))
                     tasks.start_soon(self._follow_to_the_end, committed)
-                    if leads and (problem := await self._pull_saved(committed.step, hosts, sources)):
+                    if leads and (problem := await self._pull_saved(committed, hosts, sources)):
                         tasks.start_soon(self._pull_again, committed, hosts, sources, problem)
 
     async def _find_hosts(self) -> Hosts:
@@ -121,7 +153,6 @@ class Keeper:
         """End it; what is not copied is left."""
         if self._scope is not None:
             self._scope.cancel()
-        self._windows.close()
         await self._found.close()
 
     async def other_copies(self, manifest: Manifest) -> Sequence[StepCopy]:
@@ -133,17 +164,23 @@ class Keeper:
     async def _pull_again(self, committed: Committed, hosts: Hosts, sources: Sequence[str], problem: str) -> None:
         """Copy a step after a *problem*, unless it goes meanwhile."""
         step = committed.step
+        self._end_settling()
         logger.warning("%s: step %d is not copied to this host yet: %s", self._backend.url, step, problem)
-        while problem and not await self._is_over(step_id(step), committed.generation):
-            await anyio.sleep(LAGGING_S)
-            problem = await self._pull_saved(step, hosts, sources)
+        for pause_s in growing_pauses(RETRY_S, LAGGING_S):
+            await anyio.sleep(pause_s)
+            if await self._is_over(step_id(step), committed.generation):
+                return
+            if not await self._pull_saved(committed, hosts, sources):
+                return
 
-    async def _pull_saved(self, step: int, hosts: Hosts, sources: Sequence[str]) -> str:
+    async def _pull_saved(self, committed: Committed, hosts: Hosts, sources: Sequence[str]) -> str:
         """Copy what this host is to hold of a step that was committed; return why it could not be, or nothing."""
         ranks = {rank for host in hosts.all if host.id in sources for rank in host.ranks}
         try:
-            entry = await list_step(self._backend, step_id(step))
+            entry = await list_step(self._backend, step_id(committed.step))
             manifest = await newest_manifest(self._backend, entry)
+            if manifest.generation != committed.generation:
+                return ""  # it was saved again, and that save is copied by itself
             await self._pull(manifest, [index for index, file in enumerate(manifest.files) if file.rank in ranks])
             await self._arrive(manifest, hosts)
         except StoreLostError:
@@ -153,7 +190,17 @@ class Keeper:
         return ""
 
     async def _restore(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
-        """Copy again what hosts that are gone had held of the newest steps."""
+        """Copy again what hosts that are gone had held of the newest steps, until that is done or newer ones are copied."""
+        for pause_s in growing_pauses(RETRY_S, LAGGING_S):
+            problem = await self._restore_once(hosts, holders)
+            if not problem or self._posted:
+                return
+            if pause_s == RETRY_S:
+                logger.warning("%s: the copies of an earlier run are not complete yet: %s", self._backend.url, problem)
+            await anyio.sleep(pause_s)
+
+    async def _restore_once(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> str:
+        """Do so; return why it could not be done, or nothing."""
         try:
             entries = sorted(await scan(self._backend), key=lambda entry: entry.head.sequence if entry.head else -1)
             for entry in [entry for entry in entries if entry.head is not None][-RESTORED:]:
@@ -166,7 +213,8 @@ class Keeper:
                         wanted.append(index)
                 await self._pull(manifest, wanted)
         except CheckpointError as error:
-            logger.warning("%s: the copies of an earlier run are not completed: %s", self._backend.url, error)
+            return str(error)
+        return ""
 
     async def _who_holds(self, manifest: Manifest) -> dict[str, set[str]]:
         """Return the paths of the data files of a step that each host has."""
@@ -196,26 +244,39 @@ class Keeper:
                 await self._backend.own.stat(f"{manifest.id}/{manifest.files[index].p}")
             except ObjectNotFoundError:
                 indexes.append(index)
-        if indexes:
-            source = await self._source(manifest)
-            engine = self._place.engine
-            pulled = await rewrite_files(
-                source, indexes, self._backend.pulling, engine.world, windows=self._windows, pace=self._unlimited
-            )
-            for index, file in pulled.items():
-                came, key = f"{manifest.id}/{file.p}", f"{manifest.id}/{manifest.files[index].p}"
-                try:
-                    await self._backend.move_in(came, key)
-                except ObjectExistsError:
-                    await self._backend.pulling.delete([came])
+        async with open_tasks() as tasks:
+            for index in indexes:
+                tasks.start_soon(self._pull_file, manifest.id, manifest.files[index])
         async for stat in walk(self._backend, f"{attempt_folder(manifest.id, manifest.attempt)}/p"):
             await self._copy_record(stat.key)
         await self._copy_record(manifest_key(manifest.id, manifest.generation))
 
-    async def _source(self, manifest: Manifest) -> CopySource:
-        copies = [StepCopy(self._backend, manifest), *(StepCopy(memory, manifest) for memory in self._backend.hosts)]
-        file_bytes = self._place.engine.options.io.file_bytes
-        return await open_copy_source(copies, "full", window_bytes=WINDOW_BYTES, file_bytes=file_bytes)
+    async def _pull_file(self, id: str, file: FileEntry) -> None:
+        """Copy a data file here from the first host that has it whole."""
+        key, trouble = f"{id}/{file.p}", None
+        for memory, _ in await self._backend.holders(key):
+            try:
+                async with self._backend.new_copy(key, file.size) as fd, open_tasks() as tasks:
+                    for offset in range(0, file.size, max(RANGE_BYTES, file.block)):
+                        await self._streams.__aenter__()  # a file of any size has no more tasks than there are streams
+                        tasks.start_soon(self._pull_range, memory, key, file, offset, fd)
+            except ObjectExistsError:
+                return
+            except CheckpointError as error:
+                trouble = trouble or error
+            else:
+                return
+        assert trouble is not None
+        raise trouble
+
+    async def _pull_range(self, memory: HostMemory, key: str, file: FileEntry, offset: int, fd: int) -> None:
+        try:
+            size, check = min(max(RANGE_BYTES, file.block), file.size - offset), BlockCheck(file, offset)
+            await memory.copy(key, offset, size, fd, check)
+            if check.bad_blocks or check.seen_bytes != size:
+                raise CorruptionError(f"{key} in {memory.url} is damaged", key=key)
+        finally:
+            await self._streams.__aexit__()
 
     async def _copy_record(self, key: str) -> None:
         with suppress(ObjectNotFoundError):
@@ -297,10 +358,12 @@ def keep_copies(place: Place, tier: Tier, incarnation: Incarnation) -> Callable[
         address=find_address(tier.network, incarnation.store),
         token=engine.world.token,
     )
-    backend.connect(found.find)
     keeper = Keeper(place, backend, found, board, tier.copies)
+    backend.connect(found.find, keeper.settle)
     place.ready = found.find
+    engine.lineage.leaves_room = True
     place.follow = keeper.follow
+    place.fraction_here = keeper.fraction_here
     place.other_copies = keeper.other_copies
     engine.add_observer(keeper)
     return run_background(engine.loop, keeper, engine.emit, engine.drop)

@@ -160,6 +160,11 @@ def _header(root: str, job: JobNow) -> list[str]:
         f"in flight: {steps}   {show.speed(job.bytes_per_s)}   {show.count(job.failed, 'save')} failed, "
         f"{show.count(job.retried, 'call')} retried",
     ]
+    copied = {
+        url: max(rank.beat.places.get(url, -1) for rank in job.ranks) for rank in job.ranks for url in rank.beat.places
+    }
+    if copied:
+        lines.append(f"copied: {escape(', '.join(f'step {step} to {url}' for url, step in sorted(copied.items())))}")
     for ranks, what in (
         (job.doubled, "two processes report as one rank, so two jobs have one place"),
         (job.silent, "silent"),
