@@ -298,6 +298,36 @@ class LoadFuture(Future[T]):
 _FORGOTTEN = "was never waited for, so the state is not complete"
 
 
+def wait_for(work: Generator[Stage[Any], Any, T]) -> T:
+    """Run *work* to its end: it yields what is to be waited for, and receives the value, or the error. Return its result."""
+    try:
+        stage = next(work)
+        while True:
+            try:
+                value = stage.result()
+            except Exception as error:  # noqa: BLE001  *work* handles it
+                stage = work.throw(error)
+            else:
+                stage = work.send(value)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+async def wait_for_async(work: Generator[Stage[Any], Any, T]) -> T:
+    """`wait_for`, in an event loop."""
+    try:
+        stage = next(work)
+        while True:
+            try:
+                value = await stage
+            except Exception as error:  # noqa: BLE001  *work* handles it
+                stage = work.throw(error)
+            else:
+                stage = work.send(value)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
 class StartedLoads:
     """The loads of one checkpointer that no caller has waited for yet."""
 

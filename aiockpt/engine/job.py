@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine, Place
-from aiockpt.errors import SaveCancelledError, TornSnapshotError
+from aiockpt.errors import BadStepError, SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
@@ -483,7 +483,9 @@ class SaveJob:
         self.guard.expedite()
         engine = self.engine
         seconds = engine.since_s(self.begun_ns)
-        if not isinstance(error, SaveCancelledError):
+        if isinstance(error, BadStepError):
+            logger.info("%s", error)
+        elif not isinstance(error, SaveCancelledError):
             engine.failures.add(self.future)
             logger.log(engine.failures.log_level, "the save of step %d failed: %r", self.step, error)
         self.stages.flush()
