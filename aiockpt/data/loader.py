@@ -462,13 +462,14 @@ class Loader(Generic[Batch]):
             return FrozenState("whole" if self._reader is None else "parts", None, own)
 
     def _own_position(self, after: Any) -> dict[str, Any]:
-        """Return position and skips; and what is left without those to come, where that can be known without reading."""
+        """Return position and skips; and what is left of the epoch without those to come, where that can be computed."""
         own: dict[str, Any] = {"position": self.position}
         if self._skips.ranges:
             own["skips"] = [list(each) for each in self._skips.ranges]
             to_come = self._skips.offsets_from(self.position)
             if to_come and isinstance(self._reader, ShardedSampler):
-                own["without"] = [write_part(self._reader.without(after[0], to_come))]
+                without = self._reader.without(after[0], to_come)
+                own |= {} if without is None else {"without": [write_part(without)]}
         return own
 
     def _left(self, parts: tuple[LoaderPart, ...] | None) -> list[EpochLeft]:

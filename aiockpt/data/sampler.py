@@ -96,12 +96,15 @@ class ShardedSampler:
         drawn, self._left = self._drawn.popleft()
         return LoaderPart(self._shared, spans=drawn)
 
-    def without(self, left: LoaderPart, numbers: Collection[int]) -> LoaderPart:
-        """Return what is *left* of this rank without the batches of these *numbers*, counted from the next one."""
+    def without(self, left: LoaderPart, numbers: Collection[int]) -> LoaderPart | None:
+        """Return what is *left* of this rank without the batches of these *numbers*, counted from the next one.
+
+        None where some of them are not of this epoch.
+        """
         kept: list[Span] = []
         for number in range(max(numbers) + 1):
             if not self._batch_count(left):
-                break
+                return None
             drawn, left = self._draw(left)
             kept += () if number in numbers else drawn
         return LoaderPart(left.shared, spans=(*kept, *left.spans))

@@ -22,6 +22,7 @@ from tests.ranks.crew import Crew
 
 Sign = Literal["nan", "spike", "asked", "screen"]
 SAMPLES, BATCH, EPOCHS = 36, 2, 2
+FILES = 6
 WAIT_S = 100.0
 StartCrew = Callable[..., Crew]
 
@@ -158,7 +159,7 @@ class Line:
         self._part = aiockpt.LoaderPart()
 
     def whole(self, epoch: int) -> aiockpt.LoaderPart:
-        streams = tuple(aiockpt.Stream(f"file-{number}", 0, SAMPLES // 4) for number in range(4))
+        streams = tuple(aiockpt.Stream(f"file-{number}", 0, SAMPLES // FILES) for number in range(FILES))
         return aiockpt.LoaderPart({"order": epoch}, streams=streams)
 
     def load_part(self, part: aiockpt.LoaderPart) -> None:
@@ -175,7 +176,7 @@ class Line:
                 continue
             after = aiockpt.Stream(first.source, first.cursor + 1, first.remaining_count - 1)
             self._part = aiockpt.LoaderPart(self._part.shared, streams=(after, *others))
-            yield int(first.source[5:]) * SAMPLES // 4 + first.cursor
+            yield int(first.source[5:]) * (SAMPLES // FILES) + first.cursor
 
 
 class Trainee:

@@ -40,6 +40,7 @@ from aiockpt.errors import (
 from aiockpt.events import Event, NotFiniteFound, Rewound
 from aiockpt.format.names import join_name
 from aiockpt.futures import Future, LoadFuture, SaveFuture, Stage, promise_of
+from aiockpt.redaction import redact
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.loop import Mutex
 from aiockpt.runtime.promise import Promise
@@ -122,7 +123,7 @@ class Rewinder:
 
     def ask(self, reason: str, step: int | None) -> None:
         """Go back in the next call of all ranks. Any thread."""
-        self._asked = Alarm(-1 if step is None else step, reason, self._engine.rank)
+        self._asked = Alarm(-1 if step is None else step, redact(reason), self._engine.rank)
 
     def _raise(self, alarm: Alarm) -> None:
         """Note the first bad step of this rank, and notify the others. Any thread."""
