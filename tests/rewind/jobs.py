@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -220,10 +221,11 @@ class Job:
 
     Args:
         start: makes the crew of one start, with the options that it is given.
+        notes: a folder for what must outlive a process that is killed: which bad batches were met, and each rewind.
     """
 
-    def __init__(self, plan: Plan, start: StartCrew) -> None:
-        self.plan, self._start = plan, start
+    def __init__(self, plan: Plan, start: StartCrew, notes: Path | None = None) -> None:
+        self.plan, self._start, self._notes = plan, start, notes
         self._batches = [plan.batches(rank) for rank in range(plan.world_size)]
         self._met: set[tuple[int, int]] = set()
         self.trainees: list[Trainee] = []
@@ -256,6 +258,8 @@ class Job:
         def went_back(rank: int, one: aiockpt.WentBack) -> None:
             if rank == 0:
                 self.rewinds.append(one)
+                if self._notes is not None:
+                    (self._notes / f"rewind-{time.monotonic_ns()}").touch()
             if kill is not None and kill.rewind == one.number - 1 and rank in kill.ranks:
                 raise Killed
 
@@ -305,10 +309,9 @@ class Job:
         self, rank: int, position: int, trainee: Trainee, ckpt: aiockpt.Checkpointer
     ) -> dict[str, float | torch.Tensor]:
         bad = self.plan.bad.get(position)
-        is_bad = bad is not None and rank in bad.ranks and (self.plan.skip or (rank, position) not in self._met)
+        is_bad = bad is not None and rank in bad.ranks and (self.plan.skip or not self._has_met(rank, position))
         loss: float | torch.Tensor = 1.0 + 0.001 * (position % 3)
         if bad is not None and is_bad:
-            self._met.add((rank, position))
             if bad.sign == "asked":
                 ckpt.rewind("a test asks")
             elif bad.sign == "screen":
@@ -318,11 +321,13 @@ class Job:
                 loss = torch.tensor(float("nan" if bad.sign == "nan" else 1e6))
         return {"loss": loss}
 
-
-def run_jobs(seeds: Iterable[int], start: Callable[[int], StartCrew]) -> None:
-    """Run one random job for each seed, and check it."""
-    for seed in seeds:
-        job = Job(Plan.draw(random.Random(seed)), start(seed))
-        with suppress(KeyboardInterrupt):
-            job.run()
-        job.check()
+    def _has_met(self, rank: int, position: int) -> bool:
+        """Return whether a rank has met its bad batch before; note that it has."""
+        if self._notes is None:
+            has_met = (rank, position) in self._met
+            self._met.add((rank, position))
+            return has_met
+        note = self._notes / f"met-{rank}-{position}"
+        has_met = note.exists()
+        note.touch()
+        return has_met
