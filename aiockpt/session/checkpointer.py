@@ -787,7 +787,8 @@ class Checkpointer:
         """
         request = self._request(step, state, metrics, only, exclude)
         if self._rewinder is not None:
-            refuse_in_event_loop("advance() with rewind=", "write `step = await ckpt.aadvance(step, state, …)`")
+            if not self._rewinder.has_begun:  # once: it takes some microseconds
+                refuse_in_event_loop("advance() with rewind=", "write `step = await ckpt.aadvance(step, state, …)`")
             if not self._rewinder.passes(request, due=self._is_due(request.step)):
                 back = wait_for(self._set_back(request))
                 if back is not None:

@@ -163,6 +163,11 @@ class Rewinder:
 
     # ------------------------------------------------------------------ the training thread
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether ``advance`` was called."""
+        return self._step >= 0
+
     def passes(self, request: SaveRequest, *, due: bool) -> bool:
         """Enter a call of ``advance``; return whether nothing is known to be bad, on any rank.
 
@@ -234,7 +239,7 @@ class Rewinder:
             )
         if not loaders and self._engine.rank == 0:
             logger.warning(
-                "Rewind(skip=%r): the state has no aiockpt.Loader, so that a rewind sets back the state and no loop over "
+                "Rewind(skip='%s'): the state has no aiockpt.Loader, so that a rewind sets back the state and no loop over "
                 "data: the program goes on with its next batch. Put an aiockpt.Loader into the state, and iterate over it",
                 self.policy.skip,
             )
