@@ -100,7 +100,7 @@ class _TakenBatch(msgspec.Struct, frozen=True):
     stop: int = 0
 
 
-class Mark(msgspec.Struct, frozen=True):
+class LoaderMark(msgspec.Struct, frozen=True):
     """A loader right before a rewind loads an older state into it; see `Loader.go_on`.
 
     Attributes:
@@ -599,11 +599,11 @@ class Loader(Generic[Batch]):
         self.position = self._dealt_at = max(at for at, _ in read)
         self._skips = Skips()
 
-    def mark(self) -> Mark:
+    def mark(self) -> LoaderMark:
         """Return what `go_on` needs to know of the time before a load."""
-        return Mark(self._iteration, self._skips, self._dealt_at)
+        return LoaderMark(self._iteration, self._skips, self._dealt_at)
 
-    def go_on(self, mark: Mark, skip: tuple[int | None, int] | None) -> int:
+    def go_on(self, mark: LoaderMark, skip: tuple[int | None, int] | None) -> int:
         """Go on at the loaded position after a rewind: also the loop that was in progress, with its next batch.
 
         Args:

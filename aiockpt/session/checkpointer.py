@@ -64,7 +64,7 @@ from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
 from aiockpt.session.loop_watch import LoopWatch
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
-from aiockpt.session.rewind.policy import Rewind
+from aiockpt.session.rewind.rules import Rewind
 from aiockpt.session.wiring import Assembly
 from aiockpt.sizing.estimate import Estimate, estimate
 from aiockpt.sizing.to_come import find_state_to_come

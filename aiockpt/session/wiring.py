@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
     from aiockpt.session.preemption.policy import OnPreempt, Preemption
-    from aiockpt.session.rewind.handler import Rewinder
-    from aiockpt.session.rewind.policy import Rewind
+    from aiockpt.session.rewind.rewinder import Rewinder
+    from aiockpt.session.rewind.rules import Rewind
 
 
 class Assembly:
@@ -297,7 +297,7 @@ def make_rewinder(policy: Rewind | None) -> Rewinder | None:
     """Return what sets the run back from bad steps; None where it is never set back."""
     if policy is None:
         return None
-    from aiockpt.session.rewind.handler import Rewinder
+    from aiockpt.session.rewind.rewinder import Rewinder
 
     return Rewinder(policy)
 

@@ -1,5 +1,5 @@
-"""Rewind, the way back from a bad step: `policy` (the options), `alarm` (the bad step), `handler` (all ranks go back)."""
+"""Rewind, the way back from a bad step: `rules` (the options), `alarm` (the bad step), `rewinder` (all ranks go back)."""
 
-from aiockpt.session.rewind.policy import Rewind, WentBack
+from aiockpt.session.rewind.rules import Rewind, WentBack
 
 __all__ = ["Rewind", "WentBack"]

@@ -21,7 +21,7 @@ import torch
 
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
-from aiockpt.session.rewind.policy import Rewind
+from aiockpt.session.rewind.rules import Rewind
 
 LEAST_SPREAD = 0.01
 """The least spread that losses are thought to have, as a share of their median: equal ones have none at all."""

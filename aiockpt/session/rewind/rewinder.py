@@ -46,7 +46,7 @@ from aiockpt.runtime.loop import Mutex
 from aiockpt.runtime.promise import Promise
 from aiockpt.session.agreed_call import CallNotes
 from aiockpt.session.rewind.alarm import Alarm, MetricWatch
-from aiockpt.session.rewind.policy import Rewind, WentBack
+from aiockpt.session.rewind.rules import Rewind, WentBack
 
 if TYPE_CHECKING:
     from aiockpt.runtime.notes import NoteBoard
@@ -58,14 +58,14 @@ REMEMBERED_STEPS = 4096
 """Steps of which the batches are known; with an earlier bad one, all batches since the loaded step are left out."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class CallDecision(msgspec.Struct, frozen=True):
     """The call in which all ranks go back; or why they could not agree."""
 
     call: int
     failure: str = ""
 
 
-class Target(msgspec.Struct, frozen=True):
+class GoodStep(msgspec.Struct, frozen=True):
     """Rank 0's note: the bad step, and the one to load, with the metrics it was saved with; or why there is none."""
 
     alarm: Alarm
@@ -95,7 +95,7 @@ class Rewinder:
         self._positions: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=REMEMBERED_STEPS)
         self._went_back: list[WentBack] = []
         self._woken, self._done = anyio.Event(), anyio.Event()
-        self._decision: Promise[Decision] = Promise("the agreement of the ranks where to go back")
+        self._decision: Promise[CallDecision] = Promise("the agreement of the ranks where to go back")
 
     def begin(self, engine: Engine, destination: Destination, submitter: Submitter, board: NoteBoard | None) -> None:
         """Listen for bad steps, from now until `stop`.
@@ -134,7 +134,7 @@ class Rewinder:
             self._waits = True
         logger.warning("step %d is bad on rank %d: %s", alarm.step, alarm.rank, alarm.reason)
         if self._notes is None:
-            self._decision.resolve(Decision(0))
+            self._decision.resolve(CallDecision(0))
         else:
             self._engine.loop.call_soon(self._woken.set)
 
@@ -258,7 +258,7 @@ class Rewinder:
             RewindExhaustedError: it was too often, or there is no step to go back to.
             RankError: the ranks could not agree.
         """
-        decision: Decision = yield Future(self._decision)
+        decision: CallDecision = yield Future(self._decision)
         self._calls += 1
         if decision.failure:
             raise RankError(f"a step is bad, and the ranks could not agree where to go back: {decision.failure}")
@@ -283,11 +283,11 @@ class Rewinder:
         self._next = target.step + 1
         return self._next
 
-    def _load(self, load: Callable[[int], LoadFuture[Any]]) -> Generator[Stage[Any], Any, Target]:
+    def _load(self, load: Callable[[int], LoadFuture[Any]]) -> Generator[Stage[Any], Any, GoodStep]:
         """Load the newest good step that can be read."""
         trial, below = 0, None
         while True:
-            target: Target = yield self._operation("choice of a good step", self._choose, trial, below)
+            target: GoodStep = yield self._operation("choice of a good step", self._choose, trial, below)
             if target.failure:
                 raise RewindExhaustedError(target.failure, target.alarm.step, target.alarm.reason)
             try:
@@ -309,7 +309,7 @@ class Rewinder:
         is_exact = self.policy.skip == "bad" and alarm.exact and before
         return [(before[-1][at] if is_exact else None, bad[at]) for at in range(count)]
 
-    def _note(self, target: Target, skipped: int, begun_ns: int) -> WentBack:
+    def _note(self, target: GoodStep, skipped: int, begun_ns: int) -> WentBack:
         engine, alarm = self._engine, target.alarm
         went_back = WentBack(target.step, alarm.step, alarm.reason, alarm.rank, skipped, len(self._went_back) + 1)
         self._went_back.append(went_back)
@@ -378,11 +378,11 @@ class Rewinder:
                 with self._lock:
                     self._waits, calls = True, self._calls
                 what = "in which call to go back"
-                self._decision.resolve(await self._notes.agree(calls, Decision, Decision, deadline_s, what, key))
+                self._decision.resolve(await self._notes.agree(calls, CallDecision, CallDecision, deadline_s, what, key))
                 await self._done.wait()
                 self._done = anyio.Event()
         except CheckpointError as error:
-            self._decision.resolve(Decision(0, str(error)))
+            self._decision.resolve(CallDecision(0, str(error)))
 
     async def _wait_for_notice(self, key: str) -> None:
         assert self._notes is not None
@@ -399,7 +399,7 @@ class Rewinder:
                 self._woken = anyio.Event()
             tasks.cancel_scope.cancel()
 
-    async def _choose(self, trial: int, below: int | None) -> Target:
+    async def _choose(self, trial: int, below: int | None) -> GoodStep:
         """Return what all go back to, the same on all ranks.
 
         Args:
@@ -417,7 +417,7 @@ class Rewinder:
         board, key = self._notes.board, f"{self._round}/{trial}"
         await board.post(f"{key}/alarm/{board.rank}", [] if self.alarm is None else [self.alarm])
         if not self._notes.leads:
-            return await board.wait(f"{key}/target", Target, 3 * close_s, "the choice of a good step")
+            return await board.wait(f"{key}/target", GoodStep, 3 * close_s, "the choice of a good step")
         keys = {rank: f"{key}/alarm/{rank}" for rank in range(board.world_size)}
         alarms = await board.gather(keys, list[Alarm], 2 * close_s, "the bad steps of all ranks")
         first = min((one for some in alarms.values() for one in some), key=lambda alarm: (alarm.step, alarm.rank))
@@ -425,12 +425,12 @@ class Rewinder:
         await board.post(f"{key}/target", target)
         return target
 
-    async def _find_target(self, alarm: Alarm, below: int | None) -> Target:
+    async def _find_target(self, alarm: Alarm, below: int | None) -> GoodStep:
         """Find the newest good step, and delete later ones of this line; on rank 0."""
         try:
             found, later = await find_good(self._destination, alarm.step if below is None else below)
         except CheckpointError as error:
-            return Target(alarm, failure=f"step {alarm.step} is bad, {alarm.reason}; steps cannot be listed: {error}")
+            return GoodStep(alarm, failure=f"step {alarm.step} is bad, {alarm.reason}; steps cannot be listed: {error}")
         for step in sorted({step for step in later if step >= alarm.step}):
             try:
                 await maintenance.delete(self._destination, step)
@@ -441,8 +441,8 @@ class Rewinder:
                 f"step {alarm.step} is bad on rank {alarm.rank}, {alarm.reason}, and no good step before it is saved: "
                 "save more often (every=), or before the first step"
             )
-            return Target(alarm, failure=failure)
-        return Target(alarm, found.step, dict(found.metrics))
+            return GoodStep(alarm, failure=failure)
+        return GoodStep(alarm, found.step, dict(found.metrics))
 
     async def _settle(self, save: SaveFuture) -> None:
         await promise_of(save).settled_within(self._engine.options.deadlines.close_s)
