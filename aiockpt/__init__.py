@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.session.preemption import Preempted, Preemption
-    from aiockpt.session.rewind import Rewind, WentBack
+    from aiockpt.session.rewind import Rewind
     from aiockpt.state.codecs import register_codec
 
 __version__ = "0.1.0"
@@ -122,7 +122,6 @@ __all__ = [
     "UnsupportedStateError",
     "UsageError",
     "Verified",
-    "WentBack",
     "WriterLostError",
     "per_rank",
     "register_codec",

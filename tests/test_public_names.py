@@ -16,7 +16,7 @@ PUBLIC = frozenset(
     Retention Rewind RewindExhaustedError SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler
     Shards Span StateMismatchError StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError
     StorageFullError StorageTimeoutError Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError
-    UsageError Verified WentBack WriterLostError per_rank register_codec trainable
+    UsageError Verified WriterLostError per_rank register_codec trainable
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
 )
 

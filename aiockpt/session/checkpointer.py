@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -33,7 +33,16 @@ from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Ve
 from aiockpt.engine.submit import check_step, detach, plain_json
 from aiockpt.errors import BadStepError, StepNotFoundError, UsageError
 from aiockpt.events import Observer, Statistics, StatisticsReader
-from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, Stage, wait_for, wait_for_async
+from aiockpt.futures import (
+    Future,
+    LoadFuture,
+    LoadResult,
+    SaveFuture,
+    Stage,
+    run_blocking_here,
+    wait_here,
+    wait_in_loop,
+)
 from aiockpt.options import (
     Best,
     Lazy,
@@ -790,7 +799,7 @@ class Checkpointer:
             if not self._rewinder.has_begun:  # once: it takes some microseconds
                 refuse_in_event_loop("advance() with rewind=", "write `step = await ckpt.aadvance(step, state, …)`")
             if not self._rewinder.passes(request, due=self._is_due(request.step)):
-                back = wait_for(self._set_back(request))
+                back = run_blocking_here(self._set_back(request, wait_here))
                 if back is not None:
                     return back
         self._reach(request)
@@ -808,7 +817,7 @@ class Checkpointer:
         """`advance`, in an event loop: ``step = await ckpt.aadvance(step, state, metrics={"loss": loss})``."""
         request = self._request(step, state, metrics, only, exclude)
         if self._rewinder is not None and not self._rewinder.passes(request, due=self._is_due(request.step)):
-            back = await wait_for_async(self._set_back(request))
+            back = await self._set_back(request, wait_in_loop)
             if back is not None:
                 return back
         self._reach(request)
@@ -833,10 +842,10 @@ class Checkpointer:
         self._check_call()
         self._rewinder.ask(reason, _number(step))
 
-    def _set_back(self, request: SaveRequest) -> Generator[Stage[Any], Any, int | None]:
+    async def _set_back(self, request: SaveRequest, wait: Callable[[Stage[Any]], Awaitable[Any]]) -> int | None:
         assert self._rewinder is not None
         load = partial(self.load, request.state, **self._resumed_with)
-        back = yield from self._rewinder.set_back(request, load, self._start_save)
+        back = await self._rewinder.set_back(request, load, self._start_save, wait)
         if back is not None:
             self._last_step.drop()
         return back

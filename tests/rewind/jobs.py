@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import aiockpt
+from aiockpt.events import Rewound
 from tests.adapters.loaders import Numbers
 from tests.ranks.crew import Crew
 
@@ -229,7 +230,7 @@ class Job:
         self._batches = [plan.batches(rank) for rank in range(plan.world_size)]
         self._met: set[tuple[int, int]] = set()
         self.trainees: list[Trainee] = []
-        self.rewinds: list[aiockpt.WentBack] = []
+        self.rewinds: list[Rewound] = []
         self.killed = 0
 
     def run(self) -> None:
@@ -253,15 +254,16 @@ class Job:
         world_size = self.plan.world_size
         barrier = threading.Barrier(world_size)
         self.trainees = [Trainee(rank) for rank in range(world_size)]
-        counts = [0] * world_size
+        counts, seen = [0] * world_size, [0] * world_size
 
-        def went_back(rank: int, one: aiockpt.WentBack) -> None:
+        def went_back(rank: int, one: Rewound) -> None:
             if rank == 0:
                 self.rewinds.append(one)
                 if self._notes is not None:
                     (self._notes / f"rewind-{time.monotonic_ns()}").touch()
-            if kill is not None and kill.rewind == one.number - 1 and rank in kill.ranks:
+            if kill is not None and kill.rewind == seen[rank] and rank in kill.ranks:
                 raise Killed
+            seen[rank] += 1
 
         def work(rank: int, ckpt: aiockpt.Checkpointer) -> None:
             trainee, loader = self.trainees[rank], self.plan.loader(rank)

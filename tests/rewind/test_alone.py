@@ -127,13 +127,13 @@ def test_a_start_after_the_rewind_knows_what_is_skipped(tmp_path: Path) -> None:
 def test_the_callback_lowers_the_rate_and_a_later_start_has_it(tmp_path: Path) -> None:
     run, told = Run(), []
 
-    def lower(went_back: aiockpt.WentBack) -> None:
-        told.append(went_back)
+    def lower(rewound: Rewound) -> None:
+        told.append(rewound)
         run.rates["lr"] *= 0.5
 
     with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind(on_rewind=lower)) as ckpt:
         go(ckpt, run, bad_at(20))
-    assert [(one.step, one.bad_step, one.reason, one.number) for one in told] == [(9, 10, "loss is nan", 1)]
+    assert [(one.step, one.bad_step, one.reason, one.skipped) for one in told] == [(9, 10, "loss is nan", 1)]
     anew = Run()
     with small_checkpointer(tmp_path) as ckpt:
         ckpt.load(anew.state, 9).result()

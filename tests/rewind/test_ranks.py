@@ -136,7 +136,7 @@ state = {"weight": torch.zeros(50), "loader": loader, "rng": aiockpt.RNG()}
 BAD = int(sampler_batch)
 
 
-def end(went_back):
+def end(rewound):
     say("back")
     if rank == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)

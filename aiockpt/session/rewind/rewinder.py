@@ -12,9 +12,10 @@ is now: a new branch, which a resume takes, with the batches that are left out. 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from aiockpt.adapters.kinds import find_objects
 from aiockpt.data.loader import Loader
 from aiockpt.engine import maintenance
-from aiockpt.engine.alone import Destination
+from aiockpt.engine.alone import Destination, StartSave
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import find_good
 from aiockpt.engine.job import SaveRequest
@@ -39,14 +40,14 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Event, NotFiniteFound, Rewound
 from aiockpt.format.names import join_name
-from aiockpt.futures import Future, LoadFuture, SaveFuture, Stage, promise_of
+from aiockpt.futures import Future, LoadFuture, Stage, promise_of
 from aiockpt.redaction import redact
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.loop import Mutex
-from aiockpt.runtime.promise import Promise
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.session.agreed_call import CallNotes
 from aiockpt.session.rewind.alarm import Alarm, MetricWatch
-from aiockpt.session.rewind.rules import Rewind, WentBack
+from aiockpt.session.rewind.rules import Rewind
 
 if TYPE_CHECKING:
     from aiockpt.runtime.notes import NoteBoard
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
+LoadStep = Callable[[int], LoadFuture[Any]]
+Wait = Callable[[Stage[Any]], Awaitable[Any]]
 REMEMBERED_STEPS = 4096
 """Steps of which the batches are known; with an earlier bad one, all batches since the loaded step are left out."""
 
@@ -93,7 +96,7 @@ class Rewinder:
         self._is_checked = self._has_missed = False
         self._known: tuple[Mapping[str, Any], list[Loader[Any]]] | None = None
         self._positions: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=REMEMBERED_STEPS)
-        self._went_back: list[WentBack] = []
+        self._bad_steps: list[int] = []
         self._woken, self._done = anyio.Event(), anyio.Event()
         self._decision: Promise[CallDecision] = Promise("the agreement of the ranks where to go back")
 
@@ -244,59 +247,54 @@ class Rewinder:
                 self.policy.skip,
             )
 
-    def set_back(
-        self,
-        request: SaveRequest,
-        load: Callable[[int], LoadFuture[Any]],
-        save: Callable[[SaveRequest], SaveFuture],
-    ) -> Generator[Stage[Any], Any, int | None]:
+    async def set_back(self, request: SaveRequest, load: LoadStep, save: StartSave, wait: Wait) -> int | None:
         """Set the run back, if it is this call; return the step to go on with, or None where the call passes.
 
-        Yields what is to be waited for, and expects its value, or its error.
+        Args:
+            wait: waits for what it is given, and returns its value.
 
         Raises:
             RewindExhaustedError: it was too often, or there is no step to go back to.
             RankError: the ranks could not agree.
         """
-        decision: CallDecision = yield Future(self._decision)
+        decision = await wait(Future(self._decision))
         self._calls += 1
         if decision.failure:
             raise RankError(f"a step is bad, and the ranks could not agree where to go back: {decision.failure}")
         if self._calls < decision.call:
             return None
-        begun_ns = self._engine.now_ns()
-        loaders = self._loaders_in(request.state)
+        begun_ns, loaders = self._engine.now_ns(), self._loaders_in(request.state)
         marks = [loader.mark() for loader in loaders]
-        target = yield from self._load(load)
-        skips = self._find_skips(target.alarm, len(loaders))
+        good = await self._load(load, wait)
+        skips = self._find_skips(good.alarm, len(loaders))
         skipped = [loader.go_on(mark, skip) for loader, mark, skip in zip(loaders, marks, skips, strict=True)]
-        went_back = self._note(target, max(skipped, default=0), begun_ns)
-        self._check_count(went_back)
+        self._reset(good.step)
+        self.note_position(good.step, request.state)
+        rewound = self._report(good, max(skipped, default=0), begun_ns)
+        self._check_count(rewound)
         if self.policy.on_rewind is not None:
-            self.policy.on_rewind(went_back)
-        self._reset()
-        self.note_position(target.step, request.state)
+            self.policy.on_rewind(rewound)
         if self._engine.options.on_exists == "new_generation":
-            metrics = self.with_skipped(target.metrics, request.state)
-            again = save(msgspec.structs.replace(request, step=target.step, metrics=metrics))
-            yield self._operation("save of the step gone back to", self._settle, again)
-        self._next = target.step + 1
+            metrics = self.with_skipped(good.metrics, request.state)
+            again = save(msgspec.structs.replace(request, step=good.step, metrics=metrics))
+            await wait(self._operation("save of the step gone back to", self._settle, [promise_of(again)]))
+        self._next = good.step + 1
         return self._next
 
-    def _load(self, load: Callable[[int], LoadFuture[Any]]) -> Generator[Stage[Any], Any, GoodStep]:
+    async def _load(self, load: LoadStep, wait: Wait) -> GoodStep:
         """Load the newest good step that can be read."""
-        trial, below = 0, None
-        while True:
-            target: GoodStep = yield self._operation("choice of a good step", self._choose, trial, below)
-            if target.failure:
-                raise RewindExhaustedError(target.failure, target.alarm.step, target.alarm.reason)
+        below: int | None = None
+        for trial in itertools.count():
+            good = await wait(self._operation("choice of a good step", self._choose, trial, below))
+            if good.failure:
+                raise RewindExhaustedError(good.failure, good.alarm.step, good.alarm.reason)
             try:
-                yield load(target.step)
+                await wait(load(good.step))
+                break
             except CorruptionError as error:
-                logger.warning("step %d cannot be gone back to: %s", target.step, error)
-                trial, below = trial + 1, target.step
-            else:
-                return target
+                logger.warning("step %d cannot be gone back to: %s", good.step, error)
+                below = good.step
+        return good  # type: ignore[no-any-return]
 
     def _find_skips(self, alarm: Alarm, count: int) -> list[tuple[int | None, int] | None]:
         """Return the positions to skip in each loader: from, or None for the loaded position, and to."""
@@ -309,42 +307,8 @@ class Rewinder:
         is_exact = self.policy.skip == "bad" and alarm.exact and before
         return [(before[-1][at] if is_exact else None, bad[at]) for at in range(count)]
 
-    def _note(self, target: GoodStep, skipped: int, begun_ns: int) -> WentBack:
-        engine, alarm = self._engine, target.alarm
-        went_back = WentBack(target.step, alarm.step, alarm.reason, alarm.rank, skipped, len(self._went_back) + 1)
-        self._went_back.append(went_back)
-        event = Rewound(
-            at_ns=engine.now_ns(),
-            step=target.step,
-            bad_step=alarm.step,
-            reason=alarm.reason,
-            bad_rank=alarm.rank,
-            skipped=skipped,
-            seconds=engine.since_s(begun_ns),
-        )
-        engine.loop.call_soon(engine.emit, event)
-        if engine.rank == 0:
-            logger.warning(
-                "the run is set back from step %d to step %d, for step %d is bad on rank %d: %s (batches skipped: %d)",
-                *(self._step, target.step, alarm.step, alarm.rank, alarm.reason, skipped),
-            )
-        return went_back
-
-    def _check_count(self, went_back: WentBack) -> None:
-        policy = self.policy
-        recent = [one for one in self._went_back if one.bad_step > went_back.bad_step - policy.within]
-        if len(recent) > policy.most:
-            self.alarm = None  # this error says it
-            raise RewindExhaustedError(
-                f"{len(recent)} rewinds within {policy.within} steps, and Rewind(most={policy.most}): step "
-                f"{went_back.bad_step} is bad, {went_back.reason}. The state is that of step {went_back.step}, which a "
-                "resume takes: look at the data and the rate before you go on",
-                *(went_back.bad_step, went_back.reason),
-            )
-
-    def _reset(self) -> None:
-        """Go on: what was known of later steps is forgotten."""
-        step = self._went_back[-1].step
+    def _reset(self, step: int) -> None:
+        """Forget what was known of later steps than the good one, and of what was bad."""
         self._watch.go_back(step)
         while self._positions and self._positions[-1][0] >= step:
             self._positions.pop()
@@ -353,6 +317,36 @@ class Rewinder:
             self.alarm, self._waits = None, False
             self._round += 1
         self._engine.loop.call_soon(self._done.set)
+
+    def _report(self, good: GoodStep, skipped: int, begun_ns: int) -> Rewound:
+        engine, alarm = self._engine, good.alarm
+        rewound = Rewound(
+            at_ns=engine.now_ns(),
+            step=good.step,
+            bad_step=alarm.step,
+            reason=alarm.reason,
+            bad_rank=alarm.rank,
+            skipped=skipped,
+            seconds=engine.since_s(begun_ns),
+        )
+        engine.loop.call_soon(engine.emit, rewound)
+        if engine.rank == 0:
+            logger.warning(
+                "the run is set back from step %d to step %d, for step %d is bad on rank %d: %s (batches skipped: %d)",
+                *(self._step, good.step, alarm.step, alarm.rank, alarm.reason, skipped),
+            )
+        return rewound
+
+    def _check_count(self, rewound: Rewound) -> None:
+        policy, bad = self.policy, rewound.bad_step
+        self._bad_steps = [step for step in self._bad_steps if step > bad - policy.within] + [bad]
+        if len(self._bad_steps) > policy.most:
+            raise RewindExhaustedError(
+                f"{len(self._bad_steps)} rewinds within {policy.within} steps, and Rewind(most={policy.most}): step {bad} "
+                f"is bad, {rewound.reason}. The state is that of step {rewound.step}, which a resume takes: look at the "
+                "data and the rate before you go on",
+                *(bad, rewound.reason),
+            )
 
     def with_skipped(self, metrics: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the metrics of a save with the number of batches that the run has skipped, where it has."""
@@ -378,7 +372,9 @@ class Rewinder:
                 with self._lock:
                     self._waits, calls = True, self._calls
                 what = "in which call to go back"
-                self._decision.resolve(await self._notes.agree(calls, CallDecision, CallDecision, deadline_s, what, key))
+                self._decision.resolve(
+                    await self._notes.agree(calls, CallDecision, CallDecision, deadline_s, what, key)
+                )
                 await self._done.wait()
                 self._done = anyio.Event()
         except CheckpointError as error:
@@ -408,24 +404,22 @@ class Rewinder:
         close_s = self._engine.options.deadlines.close_s
         if not trial:
             # What is under way is committed, or turns out bad on this rank or another, before all look at the outcome.
-            with anyio.move_on_after(close_s):
-                for promise in self._submitter.in_flight:
-                    await promise.settled_within(close_s)
+            await self._settle(self._submitter.in_flight)
         if self._notes is None:
             assert self.alarm is not None
-            return await self._find_target(self.alarm, below)
+            return await self._find_good(self.alarm, below)
         board, key = self._notes.board, f"{self._round}/{trial}"
         await board.post(f"{key}/alarm/{board.rank}", [] if self.alarm is None else [self.alarm])
         if not self._notes.leads:
-            return await board.wait(f"{key}/target", GoodStep, 3 * close_s, "the choice of a good step")
+            return await board.wait(f"{key}/good", GoodStep, 3 * close_s, "the choice of a good step")
         keys = {rank: f"{key}/alarm/{rank}" for rank in range(board.world_size)}
         alarms = await board.gather(keys, list[Alarm], 2 * close_s, "the bad steps of all ranks")
         first = min((one for some in alarms.values() for one in some), key=lambda alarm: (alarm.step, alarm.rank))
-        target = await self._find_target(first, below)
-        await board.post(f"{key}/target", target)
-        return target
+        good = await self._find_good(first, below)
+        await board.post(f"{key}/good", good)
+        return good
 
-    async def _find_target(self, alarm: Alarm, below: int | None) -> GoodStep:
+    async def _find_good(self, alarm: Alarm, below: int | None) -> GoodStep:
         """Find the newest good step, and delete later ones of this line; on rank 0."""
         try:
             found, later = await find_good(self._destination, alarm.step if below is None else below)
@@ -444,5 +438,9 @@ class Rewinder:
             return GoodStep(alarm, failure=failure)
         return GoodStep(alarm, found.step, dict(found.metrics))
 
-    async def _settle(self, save: SaveFuture) -> None:
-        await promise_of(save).settled_within(self._engine.options.deadlines.close_s)
+    async def _settle(self, saves: Sequence[SavePromise]) -> None:
+        """Wait until saves have ended, for as long as the end of a run would."""
+        with anyio.move_on_after(self._engine.options.deadlines.close_s):
+            for save in saves:
+                save.expedite()
+                await save.settled()

@@ -1,4 +1,4 @@
-"""The policy for a run that goes back from a bad step, and what its callback is told."""
+"""The policy for a run that goes back from a bad step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from aiockpt.events import Rewound
 from aiockpt.options import KeywordsChecked, check_amount, check_count, refuse_value
 
 Skip = Literal["bad", "all"]
-
-
-class WentBack(msgspec.Struct, frozen=True):
-    """One rewind, the same on all ranks.
-
-    Attributes:
-        step: the good step that was loaded; training goes on with the next one.
-        bad_step: the first one that was bad, and *reason* why, *rank* where.
-        skipped: batches after *step* that this rank does not train.
-        number: of this rewind, from 1, since the program began.
-    """
-
-    step: int
-    bad_step: int
-    reason: str
-    rank: int = 0
-    skipped: int = 0
-    number: int = 1
 
 
 class Rewind(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecked):
@@ -45,7 +28,8 @@ class Rewind(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecke
         most, within: with more than *most* rewinds within *within* steps `RewindExhaustedError` is raised.
         skip: batches that are not trained again: ``"bad"``, those of the bad step; ``"all"``, those from the step that was
             loaded up to the bad one; None skips none.
-        on_rewind: called with a `WentBack` on each rank after the load, on the training thread: it may lower the rate.
+        on_rewind: called with an `aiockpt.events.Rewound` on each rank after the load, on the training thread; it may
+            lower the rate.
     """
 
     spike: float | None = 6.0
@@ -55,7 +39,7 @@ class Rewind(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecke
     most: int = 3
     within: int = 1000
     skip: Skip | None = "bad"
-    on_rewind: Callable[[WentBack], object] | None = None
+    on_rewind: Callable[[Rewound], object] | None = None
 
     def __post_init__(self) -> None:
         check_amount("Rewind", "spike", self.spike, "", optional=True)
@@ -68,7 +52,7 @@ class Rewind(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecke
         if self.skip not in ("bad", "all", None):
             refuse_value("Rewind", "skip", self.skip, "'bad', 'all' or None")
         if self.on_rewind is not None and not callable(self.on_rewind):
-            refuse_value("Rewind", "on_rewind", self.on_rewind, "a function of one aiockpt.session.rewind.WentBack")
+            refuse_value("Rewind", "on_rewind", self.on_rewind, "a function of one aiockpt.events.Rewound")
 
     @property
     def names(self) -> tuple[str, ...]:
