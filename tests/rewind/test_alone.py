@@ -101,6 +101,23 @@ def test_what_is_skipped_follows_the_policy(tmp_path: Path, skip: Any, expected:
     assert run.trained == expected
 
 
+def test_random_numbers_are_those_of_a_run_that_never_met_the_batch(tmp_path: Path) -> None:
+    drawn: list[list[float]] = []
+    for bad, place in ((20, "met"), (-1, "never")):
+        run, loss = Run(), bad_at(bad)
+        run.state |= {"rng": aiockpt.RNG(), "drawn": (numbers := [])}
+        torch.manual_seed(7)
+        with small_checkpointer(tmp_path / place, every=3, rewind=aiockpt.Rewind()) as ckpt:
+            step = ckpt.resume(run.state)
+            for batch in run.loader:
+                if place == "met" or int(batch[0]) != 20:
+                    numbers.append(float(torch.rand(())))
+                    step = ckpt.advance(step, run.state, metrics={"loss": loss(int(batch[0]))})
+        drawn.append(numbers)
+    assert len(drawn[0]) == len(evens()) - 1
+    assert drawn[0] == drawn[1]
+
+
 def test_a_second_rewind_to_before_the_first_one_forgets_no_skip(tmp_path: Path) -> None:
     run = Run()
     with small_checkpointer(tmp_path, every=7, rewind=aiockpt.Rewind()) as ckpt:
