@@ -100,18 +100,8 @@ class _TakenBatch(msgspec.Struct, frozen=True):
     stop: int = 0
 
 
-class LoaderMark(msgspec.Struct, frozen=True):
-    """A loader right before a rewind loads an older state into it; see `Loader.go_on`.
-
-    Attributes:
-        iteration: the loop over the loader that is in progress; None between two loops.
-        skips: the batches that are skipped, by their positions.
-        dealt_at: the position at which this number of readers began.
-    """
-
-    iteration: object
-    skips: Skips
-    dealt_at: int
+LoaderMark = tuple[object, Skips, int]
+"""A loader right before a rewind: the loop in progress, what is skipped, and where this number of readers began."""
 
 
 class Loader(Generic[Batch]):
@@ -601,7 +591,7 @@ class Loader(Generic[Batch]):
 
     def mark(self) -> LoaderMark:
         """Return what `go_on` needs to know of the time before a load."""
-        return LoaderMark(self._iteration, self._skips, self._dealt_at)
+        return self._iteration, self._skips, self._dealt_at
 
     def go_on(self, mark: LoaderMark, skip: tuple[int | None, int] | None) -> int:
         """Go on at the loaded position after a rewind: also the loop that was in progress, with its next batch.
@@ -613,13 +603,14 @@ class Loader(Generic[Batch]):
         Returns:
             How many batches are skipped, of those after the loaded position.
         """
+        iteration, skips, dealt_at = mark
         with self._lock:
-            self._set_back = mark.iteration
+            self._set_back = iteration
             self._resumed_in, self.before_next = 0, None
             ranges = [] if skip is None else [(self.position if skip[0] is None else skip[0], skip[1])]
-            if mark.dealt_at == self._dealt_at:
-                self._skips = self._skips.union([*mark.skips.ranges, *ranges])
-            elif self._speaks and (mark.skips.ranges or ranges):
+            if dealt_at == self._dealt_at:
+                self._skips = self._skips.union([*skips.ranges, *ranges])
+            elif self._speaks and (skips.ranges or ranges):
                 warn_of_forgotten_skips(self._source)
             self.is_over |= self._goes_on and self._skipped_rest() > 0
             return len(self._skips.offsets_from(self.position))

@@ -51,11 +51,7 @@ class CallNotes:
         return True
 
     async def receive(self, kind: type[N], round_key: str = "") -> N:
-        """Poll for the notice of any rank.
-
-        Args:
-            round_key: the prefix of all notes about one call, where there may be several; the same in all methods.
-        """
+        """Poll for the notice of any rank; *round_key* begins the keys of all notes about one call of several."""
         while True:
             if self.board.begun:
                 notice = await self.board.find(f"{round_key}notice", kind)

@@ -101,18 +101,13 @@ class Rewinder:
         self._decision: Promise[CallDecision] = Promise("the agreement of the ranks where to go back")
 
     def begin(self, engine: Engine, destination: Destination, submitter: Submitter, board: NoteBoard | None) -> None:
-        """Listen for bad steps, from now until `stop`.
-
-        Args:
-            board: of the notes of these ranks; None for a process by itself.
-        """
+        """Listen, until `stop`, for bad steps of the ranks with this *board* of notes; None: of this process alone."""
         self._engine, self._destination, self._submitter = engine, destination, submitter
         self._watch = MetricWatch(self.policy, lambda: engine.accelerator, engine.rank)
         self._notes = None if board is None else CallNotes(board)
         self._running = None if board is None else engine.loop.submit(self._run)
 
     def stop(self) -> None:
-        """Stop listening on the loop."""
         if self._running is not None:
             self._running.cancel()
 
@@ -151,11 +146,7 @@ class Rewinder:
         return BadStepError(f"step {step} is not saved: step {alarm.step} is bad on rank {alarm.rank}, {alarm.reason}")
 
     def check_end(self) -> None:
-        """Raise where the run ends with a bad step.
-
-        Raises:
-            RewindExhaustedError: there is one.
-        """
+        """Raise `RewindExhaustedError` where the run ends with a bad step."""
         alarm, self.alarm = self.alarm, None
         if alarm is not None:
             raise RewindExhaustedError(
@@ -172,10 +163,7 @@ class Rewinder:
         return self._step >= 0
 
     def passes(self, request: SaveRequest, *, due: bool) -> bool:
-        """Enter a call of ``advance``; return whether nothing is known to be bad, on any rank.
-
-        Args:
-            due: whether the step is to be saved.
+        """Enter a call of ``advance``, of a step that is *due* to be saved or not; return whether nothing is bad, anywhere.
 
         Raises:
             UsageError: after a rewind, the program has not gone on with the step that was returned.
@@ -250,12 +238,7 @@ class Rewinder:
     async def set_back(self, request: SaveRequest, load: LoadStep, save: StartSave, wait: Wait) -> int | None:
         """Set the run back, if it is this call; return the step to go on with, or None where the call passes.
 
-        Args:
-            wait: waits for what it is given, and returns its value.
-
-        Raises:
-            RewindExhaustedError: it was too often, or there is no step to go back to.
-            RankError: the ranks could not agree.
+        It raises as `aiockpt.Checkpointer.advance`. *wait* waits for what it is given, and returns its value.
         """
         decision = await wait(Future(self._decision))
         self._calls += 1
@@ -396,11 +379,7 @@ class Rewinder:
             tasks.cancel_scope.cancel()
 
     async def _choose(self, trial: int, below: int | None) -> GoodStep:
-        """Return what all go back to, the same on all ranks.
-
-        Args:
-            below: the number of a step that could not be read.
-        """
+        """Return what all go back to, the same on all ranks; *below* a step that could not be read."""
         close_s = self._engine.options.deadlines.close_s
         if not trial:
             # What is under way is committed, or turns out bad on this rank or another, before all look at the outcome.
