@@ -118,11 +118,24 @@ def test_random_numbers_are_those_of_a_run_that_never_met_the_batch(tmp_path: Pa
     assert drawn[0] == drawn[1]
 
 
-def test_a_second_rewind_to_before_the_first_one_forgets_no_skip(tmp_path: Path) -> None:
+def test_a_second_rewind_to_the_same_step_forgets_no_skip(tmp_path: Path) -> None:
     run = Run()
     with small_checkpointer(tmp_path, every=7, rewind=aiockpt.Rewind()) as ckpt:
         go(ckpt, run, bad_at(20, 24))
     assert run.trained == evens(20, 24)
+
+
+def test_a_way_back_to_before_an_earlier_rewind_forgets_no_skip(tmp_path: Path) -> None:
+    run, loss, asked = Run(), bad_at(20), False
+    with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind()) as ckpt:
+        step = ckpt.resume(run.state)
+        for batch in run.loader:
+            run.train(batch)
+            if step == 15 and not asked:
+                ckpt.rewind("it has been worse for long", step=4)  # step 3 knows nothing of the first rewind
+                asked = True
+            step = ckpt.advance(step, run.state, metrics={"loss": loss(int(batch[0]))})
+    assert run.trained == evens(8, 20)
 
 
 def test_a_start_after_the_rewind_knows_what_is_skipped(tmp_path: Path) -> None:
