@@ -126,7 +126,7 @@ def test_a_second_rewind_to_the_same_step_forgets_no_skip(tmp_path: Path) -> Non
 
 
 def test_a_way_back_to_before_an_earlier_rewind_forgets_no_skip(tmp_path: Path) -> None:
-    run, loss, asked = Run(), bad_at(20), False
+    run, loss, asked = Run(), bad_at(20, times=1), False
     with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind()) as ckpt:
         step = ckpt.resume(run.state)
         for batch in run.loader:
