@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
         BackgroundSaveError,
+        BadStepError,
         BlockingCallError,
         CheckpointError,
         ClosedError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         RankTimeoutError,
         ReplicasDifferError,
+        RewindExhaustedError,
         SaveCancelledError,
         SaveSkippedError,
         StateMismatchError,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.session.preemption import Preempted, Preemption
+    from aiockpt.session.rewind import Rewind
     from aiockpt.state.codecs import register_codec
 
 __version__ = "0.1.0"
@@ -60,6 +63,7 @@ __all__ = [
     "IO",
     "RNG",
     "BackgroundSaveError",
+    "BadStepError",
     "Best",
     "BlockingCallError",
     "Cadence",
@@ -93,6 +97,8 @@ __all__ = [
     "RanksDisagreeError",
     "ReplicasDifferError",
     "Retention",
+    "Rewind",
+    "RewindExhaustedError",
     "SaveCancelledError",
     "SaveFuture",
     "SaveResult",
@@ -131,6 +137,7 @@ _HOMES = (
     "aiockpt.data.samples",
     "aiockpt.policies.cadence",
     "aiockpt.session.preemption",
+    "aiockpt.session.rewind",
     "aiockpt.adapters.rng",
     "aiockpt.data.loader",
     "aiockpt.data.sampler",

@@ -23,6 +23,8 @@
     │   └── RanksDisagreeError                         their calls differ in step, state or world size
     ├── SaveCancelledError                           .cancel() was called
     ├── SaveSkippedError                             a save, or its copy to a tier, was skipped by policy or abandoned
+    │   └── BadStepError                               the step is bad, and the run is set back (rewind=)
+    ├── RewindExhaustedError                         a step is bad, and the run is not set back (again)
     ├── TornSnapshotError                            the state changed while it was copied; nothing was published
     ├── WriterLostError                              the writer process has died; the storage holds what it wrote
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
@@ -234,6 +236,26 @@ class SaveCancelledError(CheckpointError):
 
 class SaveSkippedError(CheckpointError):
     """The save was not started (``when_full="skip"``, or no tier accepts the step), or a tier skipped or abandoned it."""
+
+
+class BadStepError(SaveSkippedError):
+    """The step is bad on this rank or another one (`aiockpt.Rewind`): it is not saved, and the run is set back."""
+
+
+class RewindExhaustedError(CheckpointError):
+    """A step is bad, and the run is not set back: it was too often, there is no good step before, or the run is over.
+
+    No bad step was saved: the newest good step is what a resume takes.
+
+    Attributes:
+        step: the bad one.
+        reason: why it is bad, in words.
+    """
+
+    def __init__(self, message: str, step: int = -1, reason: str = "") -> None:
+        super().__init__(message)
+        self.step = step
+        self.reason = redact(reason)
 
 
 class TornSnapshotError(CheckpointError):

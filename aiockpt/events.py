@@ -193,6 +193,21 @@ class LoadFailed(Event, frozen=True, tag=True):
         return "the newest step" if self.step < 0 else f"step {self.step}"
 
 
+class Rewound(Event, frozen=True, tag=True):
+    """The run was set back to *step*, which took *seconds* (`aiockpt.Rewind`): *bad_step* is bad.
+
+    Attributes:
+        reason: why it is bad, and *bad_rank* where that was found.
+        skipped: batches after *step* that are not trained.
+    """
+
+    bad_step: int
+    reason: str
+    bad_rank: int
+    skipped: int
+    seconds: float
+
+
 class StepDeleted(Event, frozen=True, tag=True):
     """Retention removed a step; *reason* says which rule did not keep it."""
 

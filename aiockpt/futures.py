@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
@@ -296,6 +296,25 @@ class LoadFuture(Future[T]):
 
 
 _FORGOTTEN = "was never waited for, so the state is not complete"
+
+
+def run_blocking_here(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, because it waits by `wait_here` alone; return its result."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise AssertionError("it waits in another way")
+
+
+async def wait_here(stage: Stage[T]) -> T:
+    """Block until *stage* is reached; return its value."""
+    return stage.result()
+
+
+async def wait_in_loop(stage: Stage[T]) -> T:
+    """Await *stage*; return its value."""
+    return await stage
 
 
 class StartedLoads:

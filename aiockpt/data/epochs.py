@@ -229,7 +229,7 @@ def deal_epochs(
     Raises:
         UsageError: two readers have the same sample, or the parts of a rank in an epoch are unknown.
     """
-    same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
+    same = are_same_readers(saved, size, count)
     dealt: list[EpochLeft] = []
     for number in range(min(epochs[0].number for epochs in saved), max(epochs[-1].number for epochs in saved) + 1):
         of_ranks = [_left_of(number, epochs) for epochs in saved]
@@ -255,6 +255,11 @@ def deal_epochs(
             own_parts = tuple(readers[rank * count : (rank + 1) * count]) or None
             dealt.append(EpochLeft(number, tuple(batches[rank::size]), own_parts))
     return dealt
+
+
+def are_same_readers(saved: Sequence[Sequence[EpochLeft]], size: int, count: int) -> bool:
+    """Return whether *size* ranks with *count* readers each continue what as many have saved: each its own."""
+    return len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
 
 
 def _left_of(number: int, epochs: Sequence[EpochLeft]) -> EpochLeft | None:

@@ -40,10 +40,27 @@ from aiockpt.data.data_source import (
     without_data,
     worker_count,
 )
-from aiockpt.data.epochs import EpochLeft, HandedOut, Untrained, add_untrained, deal_epochs, read_epochs, write_epochs
-from aiockpt.data.resume_log import Place, log_resumed, warn_of_last_batch, warn_of_left_loop, warn_of_range
+from aiockpt.data.epochs import (
+    EpochLeft,
+    HandedOut,
+    Untrained,
+    add_untrained,
+    are_same_readers,
+    deal_epochs,
+    read_epochs,
+    write_epochs,
+)
+from aiockpt.data.resume_log import (
+    Place,
+    log_resumed,
+    warn_of_forgotten_skips,
+    warn_of_last_batch,
+    warn_of_left_loop,
+    warn_of_range,
+)
 from aiockpt.data.sampler import ShardedSampler
 from aiockpt.data.samples import LoaderPart, write_part
+from aiockpt.data.skips import Skips, read_skips, without_skipped
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.options import refuse_value
 from aiockpt.runtime.loop import Mutex
@@ -74,12 +91,17 @@ class FrozenState(msgspec.Struct, frozen=True):
 
 
 class _TakenBatch(msgspec.Struct, frozen=True):
-    """A batch read from the source: raw, as passed to training, its part, and the state of the source after it."""
+    """A batch read from the source: raw, as passed to training, its part, and state and position of the source after it."""
 
     raw: Any
     prepared: Any
     part: LoaderPart | None
     after: Any
+    stop: int = 0
+
+
+LoaderMark = tuple[object, Skips, int]
+"""A loader right before a rewind: the loop in progress, what is skipped, and where this number of readers began."""
 
 
 class Loader(Generic[Batch]):
@@ -105,6 +127,8 @@ class Loader(Generic[Batch]):
 
     Attributes:
         handed_count: batches that this object has yielded.
+        position: batches of this run up to the one that was yielded last, the skipped ones among them (`aiockpt.Rewind`);
+            a load sets it back.
         is_over: whether the loaded checkpoint was made at the last batch of its epoch, and the loop was not left.
 
     Args:
@@ -147,7 +171,10 @@ class Loader(Generic[Batch]):
         if isinstance(self._reader, ShardedSampler):
             self._reader.even = self._untrained is None
         self._lock = Mutex()
-        self.handed_count = 0
+        self.handed_count = self.position = 0
+        self._skips = Skips()
+        self._dealt_at = 0
+        self._set_back: object = None
         self.before_next: Callable[[], object] | None = None
         self._resumed_in = 0
         self._left_after, self._has_warned = 0, False
@@ -263,6 +290,11 @@ class Loader(Generic[Batch]):
         return self._untrained is None and self.epoch_from != "trainer" and self.handed_count > 0
 
     @property
+    def counts_trained(self) -> bool:
+        """Whether a batch counts when `trained` is called with it."""
+        return self._untrained is not None
+
+    @property
     def has_moved(self) -> bool:
         """Whether batches were yielded, or the position moves with the source."""
         return self.handed_count > 0 or not isinstance(self._reader, Prefetched)
@@ -289,14 +321,13 @@ class Loader(Generic[Batch]):
         # A source that only knows its own state ends its epoch itself, in a loop that is empty.
         if self.is_over and self._reader is not None:
             self._goes_on = False
+            self.position += self._skipped_rest()
             self._end_epoch()
             if self.epoch_from == "loop":
                 return
         # Before `_begin`, which resets `_goes_on`.
         may_be_over, is_told = self._goes_on, self.is_over
-        if self._left_after > 1 and self._speaks and not self._has_warned:  # one batch: a look at the data
-            self._has_warned = True
-            warn_of_left_loop(self._left_after)
+        self._warn_of_left_loop()
         iteration, batches = self._begin()
         try:
             for taken in self._prefetch(iteration, batches):
@@ -306,16 +337,28 @@ class Loader(Generic[Batch]):
                     number = self._note(taken, by_number=by_number)
                 yield deliver(number, taken.prepared)
                 self._call_before_next()
-            self._end_epoch()
+                if self._set_back is iteration:
+                    break
+            else:
+                self._end_epoch()
         finally:
             # A load, or another loop, may have replaced it meanwhile.
             if self._iteration is iteration:
                 self._iteration = None
+        if self._set_back is iteration:
+            del batches  # with its workers
+            yield from self._iterate(deliver, by_number=by_number)
+            return
         if may_be_over:  # the checkpoint was made at the last batch, which only an empty loop shows of some sources
             if self._speaks and not is_told:
                 warn_of_last_batch(self._number - 1, by_step=self.epoch_from == "step")
             if self.epoch_from != "loop" and self._reader is None:
                 yield from self._iterate(deliver, by_number=by_number)
+
+    def _warn_of_left_loop(self) -> None:
+        if self._left_after > 1 and self._speaks and not self._has_warned:  # one batch: a look at the data
+            self._has_warned = True
+            warn_of_left_loop(self._left_after)
 
     def _begin(self) -> tuple[object, Iterator[Batch]]:
         with self._lock:
@@ -335,16 +378,24 @@ class Loader(Generic[Batch]):
         """Yield each batch once `ahead_count` batches were read after it, or the source has ended."""
         taken: deque[_TakenBatch] = deque()
         keeps = bool(self._ahead_count) or self._untrained is not None
+        position = self.position
         for raw in batches:
             if self._iteration is not iteration:
                 raise UsageError(
                     "the loader was loaded, or another loop over it began: end this loop, and start a new one"
                 )
-            part = self._reader.hand_out() if isinstance(self._reader, Prefetched) else None
-            taken.append(_TakenBatch(raw, self._prepared(raw), part, self._read() if keeps else None))
+            with self._lock:
+                part = self._reader.hand_out() if isinstance(self._reader, Prefetched) else None
+                position += 1
+                if not keeps:
+                    self.position = position
+            if position - 1 in self._skips:
+                continue
+            taken.append(_TakenBatch(raw, self._prepared(raw), part, self._read() if keeps else None, position))
             if len(taken) > self._ahead_count:
                 yield taken.popleft()
         yield from taken
+        self.position = position
 
     def _prepared(self, raw: Batch) -> Batch:
         return raw if self._prepare is None else self._prepare(raw)
@@ -358,6 +409,7 @@ class Loader(Generic[Batch]):
             given = NOTHING if by_number else taken.prepared
             number = self._untrained.add(HandedOut(self._number, kept, taken.part, given))
         self._after = taken.after
+        self.position = max(self.position, taken.stop)
         return number
 
     def _end_epoch(self) -> None:
@@ -387,6 +439,7 @@ class Loader(Generic[Batch]):
         with self._lock:
             after = self._read() if self._after is None else self._after
             own: dict[str, Any] = {"iterating": self._goes_on or self._iteration is not None}
+            own |= self._own_position(after)
             if self._source_epoch() is None:
                 own["epoch"] = self._number
             if self._reader is None:
@@ -397,6 +450,17 @@ class Loader(Generic[Batch]):
                 return FrozenState("parts", after[0].shared, {"parts": [write_part(part) for part in after], **own})
             own["epochs"] = write_epochs(self._left(None if self._reader is None else after))
             return FrozenState("whole" if self._reader is None else "parts", None, own)
+
+    def _own_position(self, after: Any) -> dict[str, Any]:
+        """Return position and skips; and what is left of the epoch without those to come, where that can be computed."""
+        own: dict[str, Any] = {"position": self.position}
+        if self._skips.ranges:
+            own["skips"] = [list(each) for each in self._skips.ranges]
+            to_come = self._skips.offsets_from(self.position)
+            if to_come and isinstance(self._reader, ShardedSampler):
+                without = self._reader.without(after[0], to_come)
+                own |= {} if without is None else {"without": [write_part(without)]}
+        return own
 
     def _left(self, parts: tuple[LoaderPart, ...] | None) -> list[EpochLeft]:
         """Return the rest of each epoch: batches in training, batches that come again, and *parts* of the source."""
@@ -480,7 +544,11 @@ class Loader(Generic[Batch]):
             UsageError: the state was not returned by `held`, or the source refuses it.
         """
         saved = [read_epochs(own, shared) for own in owns]
+        is_dealt = self._reader is not None and not are_same_readers(saved, self.size, len(self._reader.parts()))
+        if is_dealt:
+            saved = [read_epochs(without_skipped(own), shared) for own in owns]
         with self._lock:
+            self._read_position(owns, is_dealt=is_dealt)
             if self._reader is None:
                 (epochs,) = saved
                 of_source = epochs[-1]
@@ -508,12 +576,63 @@ class Loader(Generic[Batch]):
             place: Place = "last batch" if self.is_over else "within" if self._goes_on else "behind"
             log_resumed(self._source, self._number, place, by_step=self.epoch_from == "step")
 
+    def _read_position(self, owns: Sequence[Mapping[str, Any]], *, is_dealt: bool) -> None:
+        """Adopt position and skips of this rank; for readers that were dealt anew no position is that of the same batch."""
+        if not is_dealt:
+            self.position, self._skips = read_skips(owns[0 if len(owns) == 1 else self.rank])
+            return
+        read = [read_skips(own) for own in owns]
+        if self._speaks and any(
+            skips.offsets_from(at) and "without" not in own for own, (at, skips) in zip(owns, read, strict=True)
+        ):
+            warn_of_forgotten_skips(self._source)
+        self.position = self._dealt_at = max(at for at, _ in read)
+        self._skips = Skips()
+
+    def mark(self) -> LoaderMark:
+        """Return what `go_on` needs to know of the time before a load."""
+        return self._iteration, self._skips, self._dealt_at
+
+    def go_on(self, mark: LoaderMark, skip: tuple[int | None, int] | None) -> int:
+        """Go on at the loaded position after a rewind: also the loop that was in progress, with its next batch.
+
+        Args:
+            mark: from before the load.
+            skip: the positions to skip from now on, beside those of before; from the loaded position on for None.
+
+        Returns:
+            How many batches are skipped, of those after the loaded position.
+        """
+        iteration, skips, dealt_at = mark
+        with self._lock:
+            self._set_back = iteration
+            self._resumed_in, self.before_next = 0, None
+            ranges = [] if skip is None else [(self.position if skip[0] is None else skip[0], skip[1])]
+            if dealt_at == self._dealt_at:
+                self._skips = self._skips.union([*skips.ranges, *ranges])
+            elif self._speaks and (skips.ranges or ranges):
+                warn_of_forgotten_skips(self._source)
+            self.is_over |= self._goes_on and self._skipped_rest() > 0
+            return len(self._skips.offsets_from(self.position))
+
+    @property
+    def skipped_count(self) -> int:
+        """The batches of this run that are skipped (`aiockpt.Rewind`), also those still to come."""
+        return len(self._skips)
+
+    def _skipped_rest(self) -> int:
+        """Return how many batches are left of the epoch of a `ShardedSampler`, if all of them are skipped; else 0."""
+        if not (isinstance(self._reader, ShardedSampler) and self._skips.ranges):
+            return 0
+        rest = range(self.position, self.position + len(self._reader))
+        return len(rest) if all(position in self._skips for position in rest) else 0
+
     def _is_at_end(self, saved: Sequence[Sequence[EpochLeft]], owns: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether nothing is left of the loaded epoch on any rank, as far as that can be known."""
         if self._reader is None:
             return is_at_end(self._source, owns[0]["state"])
         if isinstance(self._reader, ShardedSampler) and self._reader.even:
-            return not len(self._reader)
+            return len(self._reader) == self._skipped_rest()
         return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:

@@ -78,6 +78,15 @@ def warn_of_left_loop(batch_count: int) -> None:
     )
 
 
+def warn_of_forgotten_skips(source: Any) -> None:
+    """Warn of batches that a rewind has skipped, and that other readers of *source* cannot tell apart."""
+    logger.warning(
+        "Loader: batches that a rewind skips are not known on another number of ranks or workers of a %s: they come again. "
+        "Rewind goes back again if they are bad; a ShardedSampler keeps them",
+        type(source).__name__,
+    )
+
+
 def warn_of_range(epoch: int, frame: FrameType | None) -> None:
     """Warn if a program whose loader goes on in *epoch* counts its loops over it from a constant on.
 

@@ -7,7 +7,7 @@ remaining positions in the epoch's order, distributed to the ranks one by one, a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -95,6 +95,19 @@ class ShardedSampler:
         """Note that training has received the oldest batch that was drawn; return it as a part."""
         drawn, self._left = self._drawn.popleft()
         return LoaderPart(self._shared, spans=drawn)
+
+    def without(self, left: LoaderPart, numbers: Collection[int]) -> LoaderPart | None:
+        """Return what is *left* of this rank without the batches of these *numbers*, counted from the next one.
+
+        None where some of them are not of this epoch.
+        """
+        kept: list[Span] = []
+        for number in range(max(numbers) + 1):
+            if not self._batch_count(left):
+                return None
+            drawn, left = self._draw(left)
+            kept += () if number in numbers else drawn
+        return LoaderPart(left.shared, spans=(*kept, *left.spans))
 
     def _batch_count(self, left: LoaderPart) -> int:
         """Return how many batches every rank has still to yield, where this rank has *left*."""

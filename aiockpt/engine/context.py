@@ -173,6 +173,7 @@ class Engine:
         busy_attempts: nonces of attempts under way here; garbage collection skips them.
         differing_buffers: those that differed between ranks when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
+        refuses_not_finite: whether a step with such numbers is not to be committed.
         failures: the saves that have failed, until the caller has received them.
         last_saves: their durations.
         notify_abandoned: called with a step and an error, when a place with ``on_error="raise"`` has abandoned the step.
@@ -207,6 +208,7 @@ class Engine:
         self.busy_attempts: set[str] = set()
         self.differing_buffers: tuple[str, ...] = ()
         self.not_finite: frozenset[str] = frozenset()
+        self.refuses_not_finite = False
         self.failures = Failures(options.on_error, loop)
         self.notify_abandoned: Callable[[int, BaseException], object] = self._note_abandoned
         self.state_work = Limiter("state", 2)

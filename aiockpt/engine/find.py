@@ -47,6 +47,7 @@ from aiockpt.pipeline.discover import (
 )
 from aiockpt.pipeline.latest import find_steps
 from aiockpt.pipeline.lineage import log_other_line
+from aiockpt.pipeline.step_info import StepInfo, read_info
 from aiockpt.pipeline.unfinished import log_newer
 from aiockpt.pipeline.wrong_places import find_hints, refuse_step
 from aiockpt.planning.weights import has_weights_only
@@ -273,6 +274,27 @@ async def find_best(places: StepPlaces, rule: Best, skipped: Skipped) -> int | N
     if best is None and skipped:
         raise NoValidCheckpointError(places.places[0].backend.url, skipped)
     return best
+
+
+async def find_good(places: StepPlaces, before: int) -> tuple[StepInfo | None, list[int]]:
+    """Return the newest full step of this line of saves *before* that number whose numbers are finite, as far as is known;
+    and the steps of this line from that number on.
+
+    Raises:
+        StorageError: the steps cannot be listed.
+    """
+    later: list[int] = []
+    for at in await committed_steps(places):
+        head = at.entry.head
+        if head is None or not places.engine.lineage.is_own(head):
+            continue
+        if head.step >= before:
+            later.append(head.step)
+            continue
+        info = await read_info(at.backend, at.entry)
+        if info.problem is None and info.finite is not False and not info.weights_only:
+            return info, later
+    return None, later
 
 
 async def find_manifest(places: StepPlaces, step: int | None) -> Found:

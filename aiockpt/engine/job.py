@@ -18,8 +18,8 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine, Place
-from aiockpt.errors import SaveCancelledError, TornSnapshotError
-from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.errors import BadStepError, SaveCancelledError, TornSnapshotError
+from aiockpt.events import Event, SaveFailed, SaveSkipped, SnapshotTaken
 from aiockpt.format.merge import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
@@ -483,9 +483,13 @@ class SaveJob:
         self.guard.expedite()
         engine = self.engine
         seconds = engine.since_s(self.begun_ns)
-        if not isinstance(error, SaveCancelledError):
+        event: Event = SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds)
+        if isinstance(error, BadStepError):
+            event = SaveSkipped(at_ns=event.at_ns, step=self.step, reason=str(error))
+            logger.info("%s", error)
+        elif not isinstance(error, SaveCancelledError):
             engine.failures.add(self.future)
             logger.log(engine.failures.log_level, "the save of step %d failed: %r", self.step, error)
         self.stages.flush()
-        engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
+        engine.emit(event)
         self.promise.fail(error)

@@ -15,7 +15,14 @@ import msgspec
 from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.maintenance import held_by_others, make_room
-from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
+from aiockpt.errors import (
+    BadStepError,
+    CheckpointError,
+    CommitTimeoutError,
+    CorruptionError,
+    StepExistsError,
+    StorageFullError,
+)
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
 from aiockpt.format.document import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt, required_for
@@ -201,6 +208,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
 
     Raises:
         TornSnapshotError: the state changed while it was copied; no receipt was written.
+        BadStepError: it has numbers that are not finite, and the run is set back for that; the same.
     """
     await job.target.confirm()
     if place.engine.options.screen is not None:
@@ -221,6 +229,8 @@ def _report_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) ->
     found = count_not_finite_in(files)
     if found:
         engine.emit(NotFiniteFound(at_ns=engine.now_ns(), step=step, tensors=dict(found)))
+    if found and engine.refuses_not_finite:
+        raise BadStepError(f"step {step} is not saved: {list_names(list(found))} has numbers that are NaN or infinite")
     if found.keys() != engine.not_finite:
         engine.not_finite = frozenset(found)
         if found:

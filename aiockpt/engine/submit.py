@@ -304,6 +304,13 @@ class Submitter:
         self._engine.loop.call_soon(self._engine.emit, event)
         return SaveFuture(promise)
 
+    def refuse(self, step: int, error: CheckpointError) -> SaveFuture:
+        """Take no part in a save of *step*, so that no rank commits it, because of *error*; return a future of that."""
+        self._coordinator.begin(step).abort(error)
+        promise = SavePromise(step)
+        promise.fail(error)
+        return SaveFuture(promise)
+
     def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
         """Return the part of *state* that *selection* chooses; on the caller's thread."""
         with self._calls:

@@ -13,6 +13,7 @@ from aiockpt.events import (
     Committed,
     Loaded,
     LoadFailed,
+    Rewound,
     SaveStarted,
     StepDamaged,
     StepRepaired,
@@ -274,6 +275,29 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
         )
 
 
+def rewinds(run: RunLog) -> Iterator[Finding]:
+    """Report that the run was set back from bad steps, with the last one."""
+    found: dict[tuple[int, int], tuple[ProcessLog, Rewound]] = {}
+    counts: Counter[int] = Counter()
+    for log, event in run.events_of(Rewound):  # each rank tells the same
+        counts[log.opened.rank] += 1
+        found[log.opened.rank, counts[log.opened.rank]] = log, event
+    if not found:
+        return
+    often = max(counts.values())
+    log, last = max(found.values(), key=lambda one: one[0].wall_s(one[1].at_ns))
+    times = "once" if often == 1 else f"{often} times, at last"
+    lost = max(last.bad_step - last.step - 1, 0)
+    yield Finding(
+        level="warning",
+        what=f"The run was set back {times} to step {last.step}: step {last.bad_step} was bad, {last.reason}.",
+        advice=f"{count(lost, 'good step')} trained again; batches left out: {last.skipped}. Look at the data of that step.",
+        since_s=log.wall_s(last.at_ns),
+        rank=last.bad_rank,
+        step=last.step,
+    )
+
+
 def not_finite(points: Sequence[SavePoint]) -> Iterator[Finding]:
     """Report NaN and infinite numbers; the level is bad where the last durable step has them, else a note."""
     durable = [point for point in points if point.durable_s is not None]
@@ -391,6 +415,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         *slower(summary, points),
         *failures(summary, points),
         *failed_loads(run),
+        *rewinds(run),
         *not_finite(points),
         *damaged(run),
         *_restarts(summary),

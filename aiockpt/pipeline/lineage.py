@@ -229,6 +229,11 @@ class Lineage:
                 family.add(head.run)
         return family
 
+    def is_own(self, head: Head) -> bool:
+        """Return whether the next save descends from that one, or is of the same run; not if a load has passed it by."""
+        ancestors = () if self._parent is None else self._parent.ancestors
+        return head.run == self._run or any(head.run == run and head.sequence <= latest for run, latest in ancestors)
+
     def is_earlier(self, sequence: int) -> bool:
         """Return whether the save with that logical clock was made before the first one of this process."""
         return self._first_clock is None or sequence <= self._first_clock

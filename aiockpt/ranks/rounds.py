@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from aiockpt.engine.job import WARM_UP, RoundName
-from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
+from aiockpt.errors import BadStepError, RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, SHARED_PLAN_NOTES, JointPlan
 from aiockpt.ranks.membership import CallNote, Membership, Missing, Waiting
@@ -48,6 +48,7 @@ class End(msgspec.Struct, frozen=True):
         ranks: at fault, where the cause is on other ranks.
         exists: whether no rank failed, but the step exists and ``on_exists="raise"`` refuses it on every rank.
         tensors: those whose replicas differ; then *ranks* are the ranks that differ.
+        is_bad: whether no rank failed, but the step is bad, and the run is set back.
     """
 
     generation: int = 0
@@ -56,6 +57,7 @@ class End(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     exists: bool = False
     tensors: tuple[str, ...] = ()
+    is_bad: bool = False
 
 
 class Rounds:
@@ -295,6 +297,7 @@ class RoundNotes:
         Raises:
             RankFailedError: a rank reported that it failed, or *lookout* that rank 0 will not answer any more.
             StepExistsError: rank 0 found the step committed.
+            BadStepError: a rank found the step bad.
             ReplicasDifferError: ranks have different values of the same tensors.
             RankTimeoutError: the end was not posted in time.
         """
@@ -304,6 +307,8 @@ class RoundNotes:
             return end.generation
         if end.exists:
             raise StepExistsError(end.failure)
+        if end.is_bad:
+            raise BadStepError(end.failure)
         if end.tensors:
             raise ReplicasDifferError(end.failure, end.tensors, end.ranks)
         what = "warm_up() was" if step == WARM_UP else f"step {step} was"
@@ -361,6 +366,8 @@ def _end_by(error: BaseException, rank: int) -> End:
     """Return the note of *rank* that there will be no checkpoint, because of *error*."""
     if isinstance(error, StepExistsError):
         return End(rank=rank, failure=str(error), exists=True)
+    if isinstance(error, BadStepError):
+        return End(rank=rank, failure=str(error), is_bad=True)
     if isinstance(error, ReplicasDifferError):
         return End(rank=rank, failure=str(error), ranks=error.ranks, tensors=error.tensors[:_TENSORS_TOLD])
     others = error.ranks if isinstance(error, RankError) and not isinstance(error, StoreLostError) else ()

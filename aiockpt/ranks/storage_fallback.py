@@ -22,6 +22,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine, Place
 from aiockpt.errors import (
+    BadStepError,
     CheckpointError,
     ManifestError,
     ObjectNotFoundError,
@@ -96,7 +97,7 @@ class StorageFallback:
             return None
         return receipt
 
-    async def failure(self) -> RankFailedError | None:
+    async def failure(self) -> RankFailedError | BadStepError | None:
         """Return why there will be no checkpoint of this attempt, if a rank has recorded it; else None."""
         try:
             listing = await self._backend.list(receipt_folder(self._id, self._nonce))
@@ -109,6 +110,8 @@ class StorageFallback:
         if not causes:
             return None
         rank, why = causes[0].rank, causes[0].failure
+        if why.startswith(BadStepError.__name__):
+            return BadStepError(why)
         return RankFailedError(f"{self._id} was given up because rank {rank} failed: {why}", [rank])
 
     async def _read_failure(self, rank: int) -> FailureRecord:
@@ -123,6 +126,7 @@ class StorageFallback:
 
         Raises:
             RankFailedError: a rank has failed.
+            BadStepError: a rank has found the step bad.
         """
         while True:
             await anyio.sleep(self._pause_s)

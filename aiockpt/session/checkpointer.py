@@ -31,9 +31,18 @@ from aiockpt.engine.job import WARM_UP, SaveRequest
 from aiockpt.engine.load import Filled, LoadRequest, log_loaded, log_resumed, read, reporting_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.submit import check_step, detach, plain_json
-from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.errors import BadStepError, StepNotFoundError, UsageError
 from aiockpt.events import Observer, Statistics, StatisticsReader
-from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
+from aiockpt.futures import (
+    Future,
+    LoadFuture,
+    LoadResult,
+    SaveFuture,
+    Stage,
+    run_blocking_here,
+    wait_here,
+    wait_in_loop,
+)
 from aiockpt.options import (
     Best,
     Lazy,
@@ -64,6 +73,7 @@ from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
 from aiockpt.session.loop_watch import LoopWatch
 from aiockpt.session.preemption import Preemption
 from aiockpt.session.preemption.policy import OnPreempt
+from aiockpt.session.rewind.rules import Rewind
 from aiockpt.session.wiring import Assembly
 from aiockpt.sizing.estimate import Estimate, estimate
 from aiockpt.sizing.to_come import find_state_to_come
@@ -122,6 +132,8 @@ class Checkpointer:
             URL. Loading, listing and verifying stay here.
         on_preempt: ``"save"``, or a `Preemption`: when the run must end (SIGTERM, SIGUSR1, the end of its allocation),
             the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
+        rewind: when a step is bad (a loss that is NaN, or far above the last ones), ``advance`` sets all ranks back to the
+            last good step, and leaves out the batches of the bad one; see `Rewind`.
         observers: notified of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
         ranks: this process among those that save one state together, and the group that reads once; None uses
             ``torch.distributed``. With several, every rank makes the same calls: saves are matched by their step, loads and
@@ -154,6 +166,7 @@ class Checkpointer:
         save_last: bool = True,
         worker: Worker = "thread",
         on_preempt: OnPreempt | Preemption | None = None,
+        rewind: Rewind | None = None,
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
         config: Mapping[str, Any] | None = None,
@@ -179,7 +192,7 @@ class Checkpointer:
             **msgspec.structs.asdict(limits),
             config=_as_config(config),
         )
-        _check_kinds(ranks=(ranks, Ranks | None), world=(world, World | None))
+        _check_kinds(ranks=(ranks, Ranks | None), world=(world, World | None), rewind=(rewind, Rewind | None))
         load_group = None if ranks is None else ranks.load_group
         # Ranks(load_group=…) takes all else from torch.distributed.
         asks = ranks is None or (load_group is not None and ranks.world_size == 1)
@@ -196,12 +209,14 @@ class Checkpointer:
             observers=others,
             cadence=self._cadence,
             on_preempt=on_preempt,
+            rewind=rewind,
             ranks=ranks or Ranks(),
             world=world,
         )
         self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
         self._coordinator, self._copies, self._submitter = parts.coordinator, parts.copies, parts.submitter
-        self._probe, self._interruption = parts.probe, parts.interruption
+        self._probe, self._interruption, self._rewinder = parts.probe, parts.interruption, parts.rewinder
+        self._resumed_with: dict[str, Any] = {}
         self._loops = LoopWatch()
         self._last_step, self._end = parts.last_step, parts.end
         for observer in others:
@@ -276,6 +291,12 @@ class Checkpointer:
         """Start a save without reporting earlier failures."""
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
+        if self._rewinder is not None:
+            refusal = self._rewinder.refusal(request.step)
+            if refusal is not None:
+                return self._submitter.refuse(request.step, refusal)
+            metrics = self._rewinder.with_skipped(request.metrics, request.state)
+            request = msgspec.structs.replace(request, metrics=metrics)
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
         self._warn_of_state_dicts(request.state, "save")
         self._last_step.drop()
@@ -677,7 +698,8 @@ class Checkpointer:
         for save in self._saves_of_others():
             save.wait_anyway(self._options.deadlines.close_s)
         how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
-        return self._resumed(how(state, _step_of_fork(step, fork), fork=fork).result(), required)
+        self._resumed_with = {key: value for key, value in how.keywords.items() if key != "only"}
+        return self._resumed(how(state, _step_of_fork(step, fork), fork=fork).result(), required, state)
 
     async def aresume(
         self,
@@ -696,9 +718,10 @@ class Checkpointer:
         for save in self._saves_of_others():
             await save.settled_within(self._options.deadlines.close_s)
         how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
-        return self._resumed(await how(state, _step_of_fork(step, fork), fork=fork), required)
+        self._resumed_with = {key: value for key, value in how.keywords.items() if key != "only"}
+        return self._resumed(await how(state, _step_of_fork(step, fork), fork=fork), required, state)
 
-    def _resumed(self, loaded: LoadResult | None, required: bool) -> int:
+    def _resumed(self, loaded: LoadResult | None, required: bool, state: State) -> int:
         """Return the next step to train, and say which step was loaded."""
         url = self._destination.places[0].backend.url
         if loaded is None and required:
@@ -707,6 +730,8 @@ class Checkpointer:
                 "correct the place, or leave required=True out"
             )
         log_resumed(self._engine, loaded, url)
+        if self._rewinder is not None:
+            self._rewinder.note_position(-1 if loaded is None else loaded.step, state)
         return 0 if loaded is None else loaded.step + 1
 
     def _saves_of_others(self) -> list[SavePromise]:
@@ -734,21 +759,117 @@ class Checkpointer:
 
         The arguments are those of `save`. At the end of the block the last step is saved, too (``save_last``).
 
-        Raises: Those of `save`.
+        Raises: Those of `save`, and
+            UsageError: the checkpointer has ``rewind=``: `advance` returns the step to go on with.
         """
-        request = SaveRequest(
+        if self._rewinder is not None:
+            raise UsageError(
+                "step() does not set a run back: with rewind= write `step = ckpt.advance(step, state, …)`, which returns "
+                "the step to train next"
+            )
+        return self._reach(self._request(step, state, metrics, only, exclude))
+
+    def advance(
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: Metrics | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> int:
+        """Save when *step* is due by ``every``, as `step` does, and return the step to train next.
+
+        That is ``step + 1``; or with ``rewind=``, when a step was bad on any rank, an earlier one, on all ranks in the
+        same call: *state* is that of the last good step then, and its loaders go on there, also in a loop over them that is
+        in progress, without the batches that the policy leaves out. Write ``step = ckpt.advance(step, state, …)`` in a
+        ``while`` loop.
+
+        Args:
+            metrics: those of this rank, which decide whether the step is bad; see `Rewind`. The rest as for `save`.
+
+        Raises: Those of `save`, and
+            RewindExhaustedError: a step is bad, and there is no good one to go back to, or it was too often.
+            RankError: a step is bad, and other ranks do not answer.
+            UsageError: the run was set back, and *step* is not the one that was returned.
+            BlockingCallError: with ``rewind=`` in a coroutine: ``step = await ckpt.aadvance(step, state, …)`` there.
+        """
+        request = self._request(step, state, metrics, only, exclude)
+        if self._rewinder is not None:
+            if not self._rewinder.has_begun:  # once: it takes some microseconds
+                refuse_in_event_loop("advance() with rewind=", "write `step = await ckpt.aadvance(step, state, …)`")
+            if not self._rewinder.passes(request, due=self._is_due(request.step)):
+                back = run_blocking_here(self._set_back(request, wait_here))
+                if back is not None:
+                    return back
+        self._reach(request)
+        return request.step + 1
+
+    async def aadvance(
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: Metrics | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> int:
+        """`advance`, in an event loop: ``step = await ckpt.aadvance(step, state, metrics={"loss": loss})``."""
+        request = self._request(step, state, metrics, only, exclude)
+        if self._rewinder is not None and not self._rewinder.passes(request, due=self._is_due(request.step)):
+            back = await self._set_back(request, wait_in_loop)
+            if back is not None:
+                return back
+        self._reach(request)
+        return request.step + 1
+
+    def rewind(self, reason: str, step: int | None = None) -> None:
+        """Set all ranks back in the next call of `advance`, as if this rank had found a bad step. Any thread.
+
+        One rank is enough.
+
+        Args:
+            reason: for people.
+            step: the first bad one; the one that `advance` is called with next for None.
+
+        Raises:
+            UsageError: the checkpointer has no ``rewind=``.
+        """
+        if self._rewinder is None:
+            raise UsageError(
+                "rewind(): give Checkpointer(…, rewind=aiockpt.Rewind()), and call advance() after each step"
+            )
+        self._check_call()
+        self._rewinder.ask(reason, _number(step))
+
+    async def _set_back(self, request: SaveRequest, wait: Callable[[Stage[Any]], Awaitable[Any]]) -> int | None:
+        assert self._rewinder is not None
+        load = partial(self.load, request.state, **self._resumed_with)
+        back = await self._rewinder.set_back(request, load, self._start_save, wait)
+        if back is not None:
+            self._last_step.drop()
+        return back
+
+    def _request(self, step: int, state: State, metrics: Metrics | None, only: Any, exclude: Any) -> SaveRequest:
+        return SaveRequest(
             step=check_step(step),
             state=state,
             selection=self._select(only, exclude),
             metrics=detach(metrics),
             config=self._options.config,
         )
+
+    def _reach(self, request: SaveRequest) -> SaveFuture | None:
+        """Enter a call at a step that was trained: save it when it is due."""
         self._interruption.reach(request, self._start_save, asked=False)
         if not self._is_due(request.step):
-            self._probe.reached(request.step, state, metrics, saved=False)
+            self._probe.reached(request.step, request.state, request.metrics, saved=False)
             self._last_step.note(request)
             return None
-        future = self._start_save(request)
+        try:
+            future = self._start_save(request)
+        except BadStepError:  # of another rank: the run is set back in a later call
+            return None
         self._engine.failures.report(future)
         return future
 
@@ -756,7 +877,7 @@ class Checkpointer:
         if self._cadence is not None:
             return self._cadence.due(step)
         if self._options.every is None:
-            if self._interruption.listens:
+            if self._interruption.listens or self._rewinder is not None:
                 return False
             raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
         return step % self._options.every == 0
@@ -786,7 +907,7 @@ class Checkpointer:
                 self._end.begin(self._start_save, in_order=in_order)
             finally:
                 self._parts.shutdown.close()
-        self._end.report()
+        self._report_end(in_order=in_order)
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
@@ -801,7 +922,12 @@ class Checkpointer:
                     await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
                 finally:
                     self._interruption.release()  # signals are given back on the main thread alone
+        self._report_end(in_order=in_order)
+
+    def _report_end(self, *, in_order: bool) -> None:
         self._end.report()
+        if in_order and self._rewinder is not None:
+            self._rewinder.check_end()
 
     def _close_at_exit(self) -> None:
         self._close(in_order=False)  # whether the program has failed is not known
@@ -906,6 +1032,7 @@ def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
 _WANTED = {
     "lazy": "an aiockpt.Lazy(…)",
     "limits": "an aiockpt.Limits(…)",
+    "rewind": "an aiockpt.Rewind(…), or None to go on after every step",
     "ranks": "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed",
     "world": "an aiockpt.runtime.world.World, or None for this machine's files and clocks",
 }

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
     from aiockpt.session.preemption.policy import OnPreempt, Preemption
+    from aiockpt.session.rewind.rewinder import Rewinder
+    from aiockpt.session.rewind.rules import Rewind
 
 
 class Assembly:
@@ -50,6 +52,7 @@ class Assembly:
     Attributes:
         probe: notified of each call, for `aiockpt.prove`.
         interruption: decides whether a call is the last one.
+        rewinder: sets the run back from bad steps; None without ``rewind=``.
         last_step: is saved at the end of a run that ends in order.
         end: of the run; then *shutdown* ends all of it.
         tiers: the places that saves are written to.
@@ -70,12 +73,14 @@ class Assembly:
         observers: Sequence[Observer],
         cadence: Cadence | None,
         on_preempt: OnPreempt | Preemption | None,
+        rewind: Rewind | None,
         ranks: Ranks,
         world: World | None,
     ) -> None:
         simulated, world = world, world or World()
         peers = find_peers(ranks)
         self.interruption = make_interruption(on_preempt, world)
+        self.rewinder = make_rewinder(rewind)
         by_process = options.worker == "process"
         self.probe: CallProbe = find_probe(checkpointer, ranks, tiers) or CallProbe()
         # A proof compares what follows a save, and nothing follows the last step.
@@ -89,6 +94,7 @@ class Assembly:
         self.loop: Loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
         cadences = [] if cadence is None else [cadence]
         observers = [*observers, *cadences, *self.interruption.observers, *self.probe.observers]
+        observers += [] if self.rewinder is None else [self.rewinder]
         try:
             self._start(options, backends, observers, ranks, peers, world, memory)
         except BaseException:
@@ -120,6 +126,7 @@ class Assembly:
             world_size=ranks.world_size,
             memory=memory,
         )
+        engine.refuses_not_finite = self.rewinder is not None
         ends = start_observers(observers, engine, incarnation)
         destination = make_destination(engine, self.tiers, backends, coordinator, working=memory is None)
         ends += connect_hosts(destination, self.tiers, incarnation)
@@ -134,6 +141,10 @@ class Assembly:
         self.end = EndOfRun(self.last_step, interruption, coordinator, engine.failures, self.probe)
         self.holds = holds = Holds(loop, destination)
         start_interruption(interruption, engine, destination, incarnation)
+        if self.rewinder is not None:
+            board = None if incarnation.world_size == 1 else NoteBoard(incarnation, "rewind")
+            self.rewinder.begin(engine, destination, self.submitter, board)
+            ends.append(self.rewinder.stop)
         self.shutdown = Shutdown(
             engine,
             self.submitter,
@@ -280,6 +291,15 @@ def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -
 
     policy = as_preemption(on_preempt)
     return PreemptionHandler(policy, policy.find_end(world.clock.time_ns() / 1e9, announced_end_s()))
+
+
+def make_rewinder(policy: Rewind | None) -> Rewinder | None:
+    """Return what sets the run back from bad steps; None where it is never set back."""
+    if policy is None:
+        return None
+    from aiockpt.session.rewind.rewinder import Rewinder
+
+    return Rewinder(policy)
 
 
 def start_interruption(

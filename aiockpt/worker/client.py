@@ -119,7 +119,9 @@ class WriterClient:
         self.engine = here.engine
         self._ranks = ranks
         self._calls = Limiter("writer", 2)
-        self._setup = compose_setup(tiers, self.engine.options, ranks)
+        self._setup = compose_setup(
+            tiers, self.engine.options, ranks, refuses_not_finite=self.engine.refuses_not_finite
+        )
         self._expedited: tuple[int, dict[str, float]] = (-1, {})
         self._replacing = anyio.Lock()
         self._pending: dict[int, PendingSave] = {}
@@ -330,7 +332,7 @@ class WriterClient:
             logger.exception("on_error of %s raised; the tier goes on", self.places[abandoned.tier or 0].backend.url)
 
 
-def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setup:
+def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks, *, refuses_not_finite: bool = False) -> Setup:
     """Return the first message for the writer of this process, whose rank is that of *ranks*."""
     return Setup(
         tiers=tuple(map(_order, tiers)),
@@ -339,6 +341,7 @@ def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setu
         on_exists=options.on_exists,
         screen=options.screen,
         log_level=logging.getLogger("aiockpt").getEffectiveLevel(),
+        refuses_not_finite=refuses_not_finite,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

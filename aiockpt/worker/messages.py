@@ -55,6 +55,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """The first message: all that the writer needs to build the engine that the trainer would have.
 
     Attributes:
+        refuses_not_finite: whether a step with numbers that are not finite is not to be committed.
         seen: the tiers that all ranks are known to see.
     """
 
@@ -64,6 +65,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     on_exists: OnExists
     screen: Screen | None
     log_level: int
+    refuses_not_finite: bool = False
     rank: int = 0
     world_size: int = 1
     seen: tuple[int, ...] = ()

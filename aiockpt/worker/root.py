@@ -106,6 +106,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
+    engine.refuses_not_finite = setup.refuses_not_finite
     engine.failures = Failures("raise", loop, limit=0)  # a save reports its own failure
     engine.notify_abandoned = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]

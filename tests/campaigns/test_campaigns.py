@@ -251,6 +251,11 @@ def test_runs_that_are_told_to_end_lose_nothing(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
+def test_jobs_that_go_back_from_bad_batches_are_killed_and_miss_nothing_else(tmp_path: Path) -> None:
+    assert '"rewinds"' in nothing_found(tmp_path, "rewinds")
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_what_is_trained_late_survives_its_killers(tmp_path: Path) -> None:
     report = nothing_found(tmp_path, "late-training")
     assert '"killed in the middle, each sample trained once"' in report

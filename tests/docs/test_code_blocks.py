@@ -94,6 +94,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "migrating.md": make_scope,
     "guide/load.md": with_a_run,
     "guide/epochs.md": make_scope,
+    "guide/rewind.md": make_scope,
     "guide/optimizers.md": with_a_run,
     "guide/commandline.md": with_a_run,
     "guide/states.md": with_adapters,

@@ -120,7 +120,7 @@ async def test_the_first_record_of_a_failure_says_most(tmp_path: Path) -> None:
         assert failure in str(await fallback.failure())
     await backend.put(failure_key("step-00000001", NONCE, 2), b"{")  # cut short
     found = await fallback.failure()
-    assert found is not None
+    assert isinstance(found, aiockpt.RankFailedError)
     assert found.ranks == (2,)
 
 

@@ -1,11 +1,4 @@
-"""Agreement on the call in which all ranks end: they stop at their next one, and rank 0 picks the first not yet passed.
-
-They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. The loop thread of a rank
-writes its notes, whatever its main thread is doing. Guarantees:
-
-- All ranks end in the same call, or each by itself, because another rank did not answer in time.
-- A rank waits in a call only until the loop threads of all have answered: never for the training of another.
-"""
+"""The end of all ranks in the same call (`aiockpt.session.agreed_call`), and of a process by itself."""
 
 from __future__ import annotations
 
@@ -17,11 +10,7 @@ import msgspec
 
 from aiockpt.errors import RankError
 from aiockpt.runtime.notes import NoteBoard
-
-POLL_S, POLL_OF_A_RANK_S = 0.2, 0.001
-"""Seconds between two polls for a notice, through the whole run: the more ranks, the more rarely each polls."""
-GOODBYE_S = 5.0
-"""For the other ranks to read how it ended, before rank 0 ends, and the store with it."""
+from aiockpt.session.agreed_call import GOODBYE_S, CallNotes
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -118,47 +107,23 @@ class EndsWithRanks:
     """
 
     def __init__(self, board: NoteBoard) -> None:
-        self._board = board
-        self.leads = board.rank == 0
-        self._begun = False
-        self._pause_s = max(POLL_S, POLL_OF_A_RANK_S * board.world_size)
+        self._board, self._notes = board, CallNotes(board)
+        self.leads = self._notes.leads
 
     def begin(self) -> bool:
-        """Adopt the name that these notes have on all ranks, once."""
-        if self._begun:
-            return False
-        self._begun = True
-        self._board.begin()
-        return True
+        return self._notes.begin()
 
     async def receive(self) -> Notice:
-        """Poll for the notice that any rank must end."""
-        while True:
-            if self._board.begun:
-                notice = await self._board.find("notice", Notice)
-                if notice is not None:
-                    return notice
-            await anyio.sleep(self._pause_s)
+        return await self._notes.receive(Notice)
 
     async def notify(self, notice: Notice) -> None:
-        """Post the notice; one of another rank has the same effect."""
-        await self._board.post("notice", notice)
+        await self._notes.notify(notice)
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
-        """Post the number of calls of this rank; return rank 0's decision."""
-        board = self._board
-        await board.post(f"at/{board.rank}", calls)
-        if not self.leads:
-            # Longer than rank 0, which posts a decision also when its own deadline has passed.
-            return await board.wait("decision", EndDecision, deadline_s + GOODBYE_S, "in which call to end")
-        keys = {rank: f"at/{rank}" for rank in range(board.world_size)}
-        try:
-            positions = await board.gather(keys, int, deadline_s, "how far the ranks are")
-            decision = EndDecision(max(positions.values()) + 1, wants_new())
-        except RankError as error:
-            decision = EndDecision(0, failure=str(error))
-        await board.post("decision", decision)
-        return decision
+        def decide(call: int, failure: str) -> EndDecision:
+            return EndDecision(call, None if failure else wants_new(), failure)
+
+        return await self._notes.agree(calls, decide, EndDecision, deadline_s, "in which call to end")
 
     async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
         """Post rank 0's *reading*, or wait for it; rank 0 returns when all have read it, or after `GOODBYE_S`."""
