@@ -59,6 +59,7 @@ from aiockpt.policies.cadence import Cadence
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread
 from aiockpt.runtime.pending_copies import Mutating
+from aiockpt.runtime.progress import find_progress
 from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
 from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
 from aiockpt.session.loop_watch import LoopWatch
@@ -202,7 +203,7 @@ class Checkpointer:
         self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
         self._coordinator, self._copies, self._submitter = parts.coordinator, parts.copies, parts.submitter
         self._probe, self._interruption = parts.probe, parts.interruption
-        self._loops = LoopWatch()
+        self._loops, self._progress = LoopWatch(), find_progress()
         self._last_step, self._end = parts.last_step, parts.end
         for observer in others:
             if isinstance(observer, StatisticsReader):
@@ -276,6 +277,7 @@ class Checkpointer:
         """Start a save without reporting earlier failures."""
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
+        self._progress.mark("save", request.step)
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
         self._warn_of_state_dicts(request.state, "save")
         self._last_step.drop()
@@ -283,6 +285,7 @@ class Checkpointer:
         self._loops.saved(request.step, request.state)
         self._interruption.watch(future)
         self._probe.saved(request.step)
+        self._progress.mark("train")
         return future
 
     def _warn_of_state_dicts(self, state: State, verb: Literal["save", "load"]) -> None:
@@ -393,6 +396,7 @@ class Checkpointer:
             which = self._as_best("load", "best", best)
         self._loop.check()
         self._submitter.refuse_inside_save("load()")
+        self._progress.mark("load")
         # Before the check, which would raise for them: this load replaces those that were refused or cancelled.
         refused = self._end.loads.take_refused()
         self._check_call_of_ranks()
@@ -707,6 +711,7 @@ class Checkpointer:
                 "correct the place, or leave required=True out"
             )
         log_resumed(self._engine, loaded, url)
+        self._progress.resume(-1 if loaded is None else loaded.step)
         return 0 if loaded is None else loaded.step + 1
 
     def _saves_of_others(self) -> list[SavePromise]:
@@ -743,6 +748,7 @@ class Checkpointer:
             metrics=detach(metrics),
             config=self._options.config,
         )
+        self._progress.mark("train", request.step)
         self._interruption.reach(request, self._start_save, asked=False)
         if not self._is_due(request.step):
             self._probe.reached(request.step, state, metrics, saved=False)
@@ -780,6 +786,7 @@ class Checkpointer:
 
     def _close(self, *, in_order: bool) -> None:
         if self._loop.usable:
+            self._progress.mark("closed")
             self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             try:
@@ -794,6 +801,7 @@ class Checkpointer:
 
     async def _aclose(self, *, in_order: bool) -> None:
         if self._loop.usable:
+            self._progress.mark("closed")
             try:
                 self._end.begin(self._start_save, in_order=in_order)
             finally:

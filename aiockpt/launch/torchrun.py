@@ -1,0 +1,85 @@
+"""The launch of a command line: torchrun's own parser and start, with the options of ``aiockpt run`` beside them.
+
+Exit status: that of torchrun, 1 where trainers have failed; `STOPPED` where another start would have failed alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from aiockpt.errors import UsageError
+from aiockpt.launch.agent import WatchedAgent, watched
+from aiockpt.launch.check import check_nodes
+
+FOLDER = "aiockpt-run"
+STOPPED = 4
+"""The exit status of a run that would fail again: a scheduler need not requeue it."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser, which knows the options of ``aiockpt run``, too."""
+    parser: argparse.ArgumentParser = torchrun.get_args_parser()
+    parser.prog = "aiockpt run"
+    own = parser.add_argument_group("options of aiockpt run, beside those of torchrun")
+    own.add_argument(
+        "--hang-s",
+        "--hang_s",
+        default="auto",
+        metavar="SECONDS",
+        help="A rank whose training thread stands at one place for so long is hung, whatever it does there. "
+        "auto (default): by the median step, at least a minute, and never a process that is busy.",
+    )
+    own.add_argument(
+        "--check",
+        action="store_true",
+        help="Before the start, test memory, disk, devices and network of all nodes; one that is slow or fails stays away.",
+    )
+    return parser
+
+
+def parse_hang_s(text: str) -> float | None:
+    """Return the seconds of ``--hang-s``; None for ``auto``.
+
+    Raises:
+        UsageError: it is no number above 0.
+    """
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--hang-s {text}: give seconds above 0, such as 300, or auto")
+    return seconds
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run what ``torchrun`` would run with *arguments*, watched; return the exit status of a run that ended.
+
+    Raises:
+        UsageError: a wrong option of ``aiockpt run``; torchrun's own end the program, as argparse does.
+        ChildFailedError: trainers have failed, and no restart is left.
+    """
+    options = make_parser().parse_args(list(arguments))
+    hang_s = parse_hang_s(options.hang_s)
+    folder = Path(options.log_dir or FOLDER)
+    earlier: list[WatchedAgent] = []
+    if options.check and (status := check_nodes(options, folder, earlier)):
+        return status
+    with watched(folder, hang_s=hang_s) as agents:
+        try:
+            torchrun.run(options)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            if not any(agent.stopped for agent in agents):
+                raise
+            sys.stderr.write(f"{error}\n")
+            return STOPPED
+    return 0
