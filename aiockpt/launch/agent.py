@@ -43,13 +43,13 @@ class WatchedAgent(LocalElasticAgent):
         settings: of torch's agent.
 
     Attributes:
-        stopped: why it has given up although restarts were left; empty where it has not.
+        stopped: why no other start was of use; empty where it has not stopped. Then *status* is for the shell.
     """
 
     def __init__(self, *, make_watch: MakeWatch, **settings: Any) -> None:
         super().__init__(**settings)
         self.watch = make_watch(self._rdzv_handler.get_run_id())
-        self.stopped = ""
+        self.stopped, self.status = "", 0
         self._pause_s = 0.0
         self._failed = False
 
@@ -97,8 +97,7 @@ class WatchedAgent(LocalElasticAgent):
         decision = self.watch.fail(failure)
         self._failed, self._pause_s = True, decision.pause_s
         if decision.reason:
-            if self._remaining_restarts:
-                self.stopped = decision.reason
+            self.stopped, self.status = decision.reason, decision.status
             self._remaining_restarts = 0
 
     def _end_hung(self, worker_group: WorkerGroup, hang: TrainerFailure) -> RunResult:

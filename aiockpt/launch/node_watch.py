@@ -119,6 +119,7 @@ class NodeWatch:
             self.write()
             self._tell(f"{telling.of_launch(self.launch)}\n  the history: {self.folder}")
         self._trainers.close()
+        os.environ.pop(FOLDER, None)
         shutil.rmtree(self._shared, ignore_errors=True)
 
     @property

@@ -12,6 +12,10 @@ from collections import Counter
 
 import msgspec
 
+STOPPED = 4
+"""The exit status of a run that would fail again: a scheduler need not requeue it."""
+PREEMPTED = {f"exit status {status}": status for status in (75, 76, 77)}
+"""How trainers end that `aiockpt.Preempted` ends; the launcher ends alike."""
 SAME_FAILURES = 3
 FRUITLESS = 2
 MOST_PAUSE_S = 30.0
@@ -48,10 +52,11 @@ class TrainerFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextStart(msgspec.Struct, frozen=True):
-    """What follows a failure: a restart after *pause_s*, or a stop, where *reason* is not empty."""
+    """What follows a failure: a restart after *pause_s*, or a stop with *status*, where *reason* is not empty."""
 
     pause_s: float = 0.0
     reason: str = ""
+    status: int = STOPPED
 
 
 class RestartPolicy:
@@ -64,6 +69,9 @@ class RestartPolicy:
     def decide(self, failure: TrainerFailure) -> NextStart:
         """Return what follows *failure*, of which there is one for each attempt that failed."""
         self._count += 1
+        if failure.told and failure.kind in PREEMPTED:
+            why = "the run was told to end, and has saved: a restart here would be ended, too"
+            return NextStart(reason=why, status=PREEMPTED[failure.kind])
         # The first attempt follows no restart.
         self._fruitless = self._fruitless + 1 if failure.told and not failure.commits and self._count > 1 else 0
         self._without_commit = 0 if failure.commits else self._without_commit + 1

@@ -1,6 +1,7 @@
 """The launch of a command line: torchrun's own parser and start, with the options of ``aiockpt run`` beside them.
 
-Exit status: that of torchrun, 1 where trainers have failed; `STOPPED` where another start would have failed alike.
+Exit status: that of torchrun, 1 where trainers have failed; 4 (`STOPPED`) where another start would have failed alike; 5
+where ``--check`` found that this node should stay away; 75 to 77 where the run was told to end (`aiockpt.Preempted`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from aiockpt.launch.agent import WatchedAgent, watched
 from aiockpt.launch.check import check_nodes
 
 FOLDER = "aiockpt-run"
-STOPPED = 4
-"""The exit status of a run that would fail again: a scheduler need not requeue it."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,5 +80,5 @@ def launch(arguments: Sequence[str]) -> int:
             if not any(agent.stopped for agent in agents):
                 raise
             sys.stderr.write(f"{error}\n")
-            return STOPPED
+            return max(agent.status for agent in agents)
     return 0

@@ -70,7 +70,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     beside: str = ""
 
 
-class ProgressMarks:
+class ProgressWriter:
     """Marks of one trainer, on its training thread, and an observer of its engine, on the loop thread.
 
     Args:
@@ -96,7 +96,7 @@ class ProgressMarks:
         self._hook, sys.excepthook = sys.excepthook, self._note_crash
 
     @property
-    def observers(self) -> tuple[ProgressMarks, ...]:
+    def observers(self) -> tuple[ProgressWriter, ...]:
         """Itself, where it has somebody to tell."""
         return () if self._memory is None else (self,)
 
@@ -153,17 +153,17 @@ class ProgressMarks:
         self._hook(kind, error, trace)
 
 
-_SILENT = ProgressMarks(None)
-_progress: ProgressMarks | None = None
+_SILENT = ProgressWriter(None)
+_progress: ProgressWriter | None = None
 
 
-def find_progress() -> ProgressMarks:
+def find_progress() -> ProgressWriter:
     """Return the progress record of this process: one for all of its checkpointers; without a launcher, a silent one."""
     global _progress
     if _progress is None:
         folder = os.environ.get(FOLDER)
         try:
-            _progress = ProgressMarks(Path(folder), int(os.environ.get("RANK", "0"))) if folder and STACKS else _SILENT
+            _progress = ProgressWriter(Path(folder), int(os.environ.get("RANK", "0"))) if folder and STACKS else _SILENT
         except (OSError, ValueError):  # another process tells of this rank, or the launcher is gone
             _progress = _SILENT
     return _progress

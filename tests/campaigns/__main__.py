@@ -34,6 +34,7 @@ from tests.campaigns import (
     sigkill,
     sigkill_ranks,
     states,
+    stalls,
     stragglers,
 )
 from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
@@ -51,6 +52,8 @@ CAMPAIGNS = {
         epoch_ends.CAMPAIGN,
         stragglers.CAMPAIGN,
         stragglers.QUIET,
+        stalls.CAMPAIGN,
+        stalls.HEALTHY,
         bit_flips.CAMPAIGN,
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,

@@ -36,6 +36,12 @@ def test_signals_before_the_first_step_are_not_the_program_s() -> None:
     assert not any(decider.decide(early).reason for _ in range(5))
 
 
+def test_a_run_that_was_told_to_end_is_not_restarted() -> None:
+    decision = RestartPolicy().decide(failure(7, kind="exit status 75", where=""))
+    assert decision.status == 75
+    assert "told to end" in decision.reason
+
+
 def test_restarts_wait_longer_from_time_to_time_until_one_commits() -> None:
     decider = RestartPolicy()
     silent = [failure(step, told=False, commits=0) for step in range(8)]

@@ -1,11 +1,15 @@
 """Trainings in real processes that die and hang under ``aiockpt run``."""
 
+import os
 import socket
+import sys
 from pathlib import Path
 
-from aiockpt.launch.torchrun import STOPPED
+from aiockpt.launch.restart_policy import STOPPED
 from aiockpt.runtime.progress import FOLDER as VARIABLE
-from tests.launch.launched import TRAINER, finish, run, start
+from tests.docs.pages import ROOT, blocks
+from tests.launch.launched import TRAINER, environment, finish, run, start
+from tests.run_python import run_python
 
 PLAIN = """
 import os, pathlib, sys
@@ -79,6 +83,12 @@ def test_a_script_without_aiockpt_is_restarted_over_a_fresh_store(tmp_path: Path
     assert (tmp_path / "done-0").read_text() == "3 ['--hang-s', 'x']"
     assert [attempt.failure is None for attempt in done.launch.attempts] == [False, False, False, True]
     assert VARIABLE not in done.output
+
+
+def test_the_block_of_the_guide_starts_a_watched_agent(tmp_path: Path) -> None:
+    (block,) = blocks((ROOT / "docs" / "guide" / "launcher.md").read_text(), "python")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert "trains" in run_python("-c", block, cwd=tmp_path, env=environment(PATH=path)).stdout
 
 
 def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from aiockpt import Checkpointer
 from aiockpt.events import Committed, NotFiniteFound
 from aiockpt.launch.trainers import Trainers, find_place
 from aiockpt.runtime import progress
-from aiockpt.runtime.progress import FOLDER, ProgressMarks, ProgressReader, find_progress, rank_path
+from aiockpt.runtime.progress import FOLDER, ProgressReader, ProgressWriter, find_progress, rank_path
 from tests.run_python import run_python
 from tests.watch import until
 
@@ -45,7 +45,7 @@ def hook() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hook")
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    marks, reader = ProgressMarks(tmp_path, 3), ProgressReader(rank_path(tmp_path, 3))
+    marks, reader = ProgressWriter(tmp_path, 3), ProgressReader(rank_path(tmp_path, 3))
     assert reader.read() is None
     marks.resume(4)
     first = reader.read()
@@ -65,7 +65,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hook")
 def test_what_people_should_know_is_passed_on_once(tmp_path: Path) -> None:
-    marks, trainers = ProgressMarks(tmp_path, 0), Trainers(tmp_path, [0])
+    marks, trainers = ProgressWriter(tmp_path, 0), Trainers(tmp_path, [0])
     marks.on_event(NotFiniteFound(at_ns=0, step=5, tensors={"model.w": 3}))
     assert list(trainers.notes()) == [(0, "step 5 has numbers that are not finite: model.w")]
     assert list(trainers.notes()) == []
