@@ -33,8 +33,8 @@ from tests.campaigns import (
     restarts,
     sigkill,
     sigkill_ranks,
-    states,
     stalls,
+    states,
     stragglers,
 )
 from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
@@ -72,8 +72,8 @@ CAMPAIGNS = {
 }
 CASE_DEADLINE_S = 120.0
 """A case that takes longer hangs, and that is a finding."""
-OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN)
-"""These watch what they run by themselves: libFuzzer each input, the mutants each test."""
+OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN, stalls.CAMPAIGN)
+"""These watch what they run by themselves: libFuzzer each input, the mutants each test, the stalls each launcher."""
 TOLD_EVERY_S = 5.0
 
 
