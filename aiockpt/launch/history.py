@@ -154,19 +154,14 @@ def effective(attempts: Sequence[NodeAttempt], lasted_s: float) -> float:
 # ------------------------------------------------------------------ files
 
 
-def launch_name(launch: NodeRun) -> str:
-    """Return the name of its file: several launchers may share a folder."""
-    return f"{_BEGINS}{launch.host}-{launch.pid}.json"
-
-
 def write_launch(folder: Path, launch: NodeRun) -> None:
-    """Write it whole or not at all.
+    """Write it whole or not at all, under a name of its own: a launcher that is started again may have the same pid.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / launch_name(launch)
+    path = folder / f"{_BEGINS}{launch.host}-{launch.began_s:.0f}-{launch.pid}.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(launch)))
     temporary.replace(path)

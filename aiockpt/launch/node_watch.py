@@ -69,7 +69,8 @@ class NodeWatch:
         self._shared = Path(tempfile.mkdtemp(prefix="aiockpt-run-", dir=memory))
         self._trainers = Trainers(self._shared, ())
         self._records: dict[int, ProgressRecord] = {}
-        self._timeline = self._timeline_before = Timeline()
+        self._timeline = Timeline()
+        self._trained: tuple[NodeAttempt, Timeline] | None = None
         self._stall: Stall | None = None
         self._has_told = False
 
@@ -90,7 +91,9 @@ class NodeWatch:
         os.environ[FOLDER] = str(memory)
         self._trainers, self._agree, self._started_s = Trainers(memory, ranks), agree, now_s
         self._detector, self._records = Detector(hang_s=self._hang_s), {}
-        self._timeline_before, self._timeline = self._timeline, Timeline()
+        if number and self._timeline.points:
+            self._trained = self._attempt, self._timeline
+        self._timeline = Timeline()
         self._next_s = self._requested_s = 0.0
         self._samples_count = 0
         self._behind: StallNotice | None = None
@@ -149,10 +152,10 @@ class NodeWatch:
         attempt.first_step, attempt.first_step_s = step, at_s - self._started_s
         self.launch.urls = self.launch.urls or self._trainers.urls()
         if attempt.number:
-            before = self.launch.attempts[-2]
-            close_attempt(before, self._timeline_before, step)
+            if self._trained is not None:
+                close_attempt(*self._trained, step)
             self._count()
-            self._tell(telling.of_restart(before, attempt, self.launch.ettr))
+            self._tell(telling.of_restart(self.launch.attempts[-2], attempt, self.launch.ettr))
         self.write()
 
     # ------------------------------------------------------------------ looking

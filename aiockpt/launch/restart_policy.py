@@ -83,7 +83,7 @@ class RestartPolicy:
         if self._fruitless >= FRUITLESS:
             return NextStart(
                 reason=f"no save was committed in the last {FRUITLESS} restarts, so each repeats the same steps: "
-                "save more often, or find what fails"
+                f"save more often, or find what fails ({failure})"
             )
         failed = self._without_commit
         return NextStart(pause_s=0.0 if failed <= 1 or self._count == 1 else min(2.0 ** (failed - 2), MOST_PAUSE_S))

@@ -19,14 +19,14 @@ _DOING = {"train": "after", "save": "in the save of", "load": "in a load after",
 def find_behind(records: Mapping[int, ProgressRecord], samples: Mapping[int, StackSample]) -> tuple[int, ...]:
     """Return the ranks that the others wait for; none where all look alike.
 
-    Those are behind in step; else those outside a collective, where others are in one; else those at a place of their own.
+    Those are behind in step; else those that wait for no other, where others do; else those at a place of their own.
     """
     steps = {rank: record.step for rank, record in records.items()}
     if steps and min(steps.values()) < max(steps.values()):
         return tuple(sorted(rank for rank, step in steps.items() if step == min(steps.values())))
-    outside = [rank for rank, sample in samples.items() if not _is_in_collective(sample.place)]
-    if outside and len(outside) < len(samples):
-        return tuple(sorted(outside))
+    alone = [rank for rank, sample in samples.items() if not _waits_for_ranks(sample)]
+    if alone and len(alone) < len(samples):
+        return tuple(sorted(alone))
     places = Counter(sample.place for sample in samples.values())
     if len(places) < 2:
         return ()
@@ -35,9 +35,11 @@ def find_behind(records: Mapping[int, ProgressRecord], samples: Mapping[int, Sta
     return others if most > len(others) else ()
 
 
-def _is_in_collective(place: tuple[str, ...]) -> bool:
-    """Return whether a thread waits for other ranks, as far as its innermost frame shows: in a collective, or a backward."""
-    return bool(place) and any(part in place[0] for part in ("/torch/distributed/", "/torch/autograd/graph.py:"))
+def _waits_for_ranks(sample: StackSample) -> bool:
+    """Return whether a rank waits for others, as far as its innermost frame shows: a collective, a backward, a save."""
+    innermost = sample.place[0]
+    collective = any(part in innermost for part in ("/torch/distributed/", "/torch/autograd/graph.py:"))
+    return collective or sample.waits_for == "aiockpt"
 
 
 def in_short(place: tuple[str, ...]) -> str:
@@ -129,7 +131,9 @@ def of_restart(before: NodeAttempt, attempt: NodeAttempt, ettr: float) -> str:
 def of_launch(launch: NodeRun) -> str:
     """Return the table of a launch."""
     ranks = count(len(launch.ranks), "rank")
-    lines = [f"{launch.outcome} after {duration(launch.lasted_s)}, {ranks} on {launch.host}, ETTR {launch.ettr:.1%}"]
+    told = any(attempt.first_step >= 0 for attempt in launch.attempts)
+    ettr = f", ETTR {launch.ettr:.1%}" if told else ""
+    lines = [f"{launch.outcome} after {duration(launch.lasted_s)}, {ranks} on {launch.host}{ettr}"]
     if len(launch.attempts) > 1 or launch.stalls:
         columns = ("attempt", "steps", "lasted", "noticed", "decided", "restart", "first step", "lost", "ended by")
         lines += _columns([columns, *map(_row, launch.attempts)])

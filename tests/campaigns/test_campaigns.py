@@ -251,6 +251,13 @@ def test_runs_that_are_told_to_end_lose_nothing(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
+def test_stalls_are_noticed_named_and_survived(tmp_path: Path) -> None:
+    report = nothing_found(tmp_path, "stalls")
+    assert "backward: named" in report
+    assert "late" not in report
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_what_is_trained_late_survives_its_killers(tmp_path: Path) -> None:
     report = nothing_found(tmp_path, "late-training")
     assert '"killed in the middle, each sample trained once"' in report
