@@ -33,9 +33,11 @@ from aiockpt.launch.restart_policy import TrainerFailure
 KILL_S = 10.0
 """For a hung process to go after SIGKILL."""
 MakeWatch = Callable[[str], NodeWatch]
+# Its methods are wrapped by a decorator of torch without types.
+_Untyped: Any = LocalElasticAgent
 
 
-class WatchedAgent(LocalElasticAgent):
+class WatchedAgent(_Untyped):  # type: ignore[misc]
     """`LocalElasticAgent` with a `NodeWatch`.
 
     Args:
@@ -53,11 +55,11 @@ class WatchedAgent(LocalElasticAgent):
         self._pause_s = 0.0
         self._failed = False
 
-    def run(self, role: str = "default") -> RunResult:
+    def run(self, role: str = "default") -> Any:
         """Run the trainers to the end, as torch's agent does."""
         outcome = "interrupted"
         try:
-            result: RunResult = super().run(role)
+            result: Any = super().run(role)
             outcome = "failed" if result is not None and result.is_failed() else "ended"
             return result
         finally:
@@ -79,7 +81,7 @@ class WatchedAgent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
             self._decide(self.watch.describe_exits(statuses))
-        elif result.state == WorkerState.HEALTHY and (hang := self.watch.look()) is not None:
+        elif result.state == WorkerState.HEALTHY and (hang := self.watch.poll()) is not None:
             result = self._end_hung(worker_group, hang)
             self._decide(hang)
         return result
@@ -143,7 +145,7 @@ def watched(folder: Path | str = "aiockpt-run", *, hang_s: float | None = None) 
     agents: list[WatchedAgent] = []
 
     def make_watch(run_id: str) -> NodeWatch:
-        return NodeWatch(Path(folder) / run_id.replace("/", "-"), run_id, hang_s=hang_s, tell=say)
+        return NodeWatch(Path(folder) / run_id.replace("/", "-"), run_id, hang_s=hang_s, report=say)
 
     def make_agent(**settings: Any) -> WatchedAgent:
         agents.append(WatchedAgent(make_watch=make_watch, **settings))

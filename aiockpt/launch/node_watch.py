@@ -35,10 +35,10 @@ from aiockpt.launch.trainers import Trainers
 from aiockpt.redaction import redact
 from aiockpt.runtime.progress import FOLDER, ProgressRecord
 
-LOOKS_APART_S = 0.1
+POLLS_APART_S = 0.1
 ANSWER_S = 0.3
 """For the processes to write their stacks: milliseconds, on a quiet machine."""
-TOLD_AFTER = 3
+SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
 Agree = Callable[[bool], bool]
 
@@ -55,13 +55,13 @@ class NodeWatch:
     Args:
         folder: of the run, for evidence and history; made when there is something to write.
         hang_s: as for `Detector`.
-        tell: takes lines for people.
+        report: takes lines for people.
     """
 
     def __init__(
-        self, folder: Path, run_id: str, *, hang_s: float | None = None, tell: Callable[[str], object] = say
+        self, folder: Path, run_id: str, *, hang_s: float | None = None, report: Callable[[str], object] = say
     ) -> None:
-        self.folder, self._hang_s, self._tell = folder, hang_s, tell
+        self.folder, self._hang_s, self._report = folder, hang_s, report
         self.launch = NodeRun(run_id=run_id, host=socket.gethostname(), pid=os.getpid(), began_s=time.time())
         self._decider = RestartPolicy()
         self._began_s = self._started_s = time.monotonic()
@@ -72,7 +72,7 @@ class NodeWatch:
         self._timeline = Timeline()
         self._trained: tuple[NodeAttempt, Timeline] | None = None
         self._stall: Stall | None = None
-        self._has_told = False
+        self._has_steps = False
 
     # ------------------------------------------------------------------ attempts
 
@@ -104,23 +104,23 @@ class NodeWatch:
         """Note that the attempt has failed; return what to do."""
         decision = self._decider.decide(failure)
         self._end_attempt(failure)
-        self._tell(telling.of_failure(failure, self._attempt, decision, self._keep_evidence()))
+        self._report(telling.of_failure(failure, self._attempt, decision, self._keep_evidence()))
         self.write()
         return decision
 
     def leave(self) -> None:
         """Note that the trainers are restarted with other nodes."""
         self._end_attempt(None)
-        self._tell("another node has failed, come or gone: the trainers here are restarted with it")
+        self._report("another node has failed, come or gone: the trainers here are restarted with it")
 
     def end(self, outcome: str) -> None:
         """Note how all of it ended, tell the table, and remove what was shared with the trainers."""
         if self.launch.attempts and not self._attempt.lasted_s:
             self._end_attempt(None)
         self.launch.outcome = outcome
-        if self._has_told or len(self.launch.attempts) > 1:
+        if self._has_steps or len(self.launch.attempts) > 1:
             self.write()
-            self._tell(f"{telling.of_launch(self.launch)}\n  the history: {self.folder}")
+            self._report(f"{telling.of_launch(self.launch)}\n  the history: {self.folder}")
         self._trainers.close()
         os.environ.pop(FOLDER, None)
         shutil.rmtree(self._shared, ignore_errors=True)
@@ -148,27 +148,27 @@ class NodeWatch:
         if not self._timeline.add(self._records.values()):
             return
         step, at_s = self._timeline.last
-        self._has_told, attempt = True, self._attempt
+        self._has_steps, attempt = True, self._attempt
         attempt.first_step, attempt.first_step_s = step, at_s - self._started_s
         self.launch.urls = self.launch.urls or self._trainers.urls()
         if attempt.number:
             if self._trained is not None:
                 close_attempt(*self._trained, step)
             self._count()
-            self._tell(telling.of_restart(self.launch.attempts[-2], attempt, self.launch.ettr))
+            self._report(telling.of_restart(self.launch.attempts[-2], attempt, self.launch.ettr))
         self.write()
 
     # ------------------------------------------------------------------ looking
 
-    def look(self) -> TrainerFailure | None:
+    def poll(self) -> TrainerFailure | None:
         """Look at the trainers, as often as wanted; return a failure when they are decided to hang."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return None
-        self._next_s = now_s + LOOKS_APART_S
+        self._next_s = now_s + POLLS_APART_S
         self._read()
         for rank, text in self._trainers.notes():
-            self._tell(f"rank {rank} tells: {redact(text)}")
+            self._report(f"rank {rank} tells: {redact(text)}")
         self._notice(now_s)
         if self._requested_s:
             return self._collect(now_s) if now_s - self._requested_s >= ANSWER_S else None
@@ -183,7 +183,7 @@ class NodeWatch:
             self._samples_count = 0
             self._stall = self._as_stall(notice, {})
             self.launch.stalls.append(self._stall)
-            self._tell(telling.of_notice(notice, self._records))
+            self._report(telling.of_notice(notice, self._records))
         elif notice is not None:
             self._behind = notice
         if self._stall is not None and self._detector.noticed is None:
@@ -195,20 +195,20 @@ class NodeWatch:
         samples = self._trainers.sample(self._records)
         if self._behind is not None:
             notice, self._behind = self._behind, None
-            self._tell(telling.of_stall(self._as_stall(notice, samples), self._records, samples))
+            self._report(telling.of_stall(self._as_stall(notice, samples), self._records, samples))
         if self._stall is None or self._detector.noticed is None:
             return None
         verdict = self._detector.add(now_s, samples)
         self._samples_count += 1
-        if self._samples_count == TOLD_AFTER:
+        if self._samples_count == SHOWN_AFTER:
             self._stall = self.launch.stalls[-1] = self._as_stall(self._detector.noticed, samples)
-            self._tell(telling.of_stall(self._stall, self._records, samples, verdict, hang_s=self._hang_s))
+            self._report(telling.of_stall(self._stall, self._records, samples, verdict, hang_s=self._hang_s))
             self.write()
         # A rank that has told nothing may be at work.
         if not self._agree(verdict.hung and len(samples) == len(self._trainers.ranks)):
             return None
         behind = telling.find_behind(self._records, samples) or tuple(samples)
-        self._tell(telling.of_hang(behind, self._records, now_s))
+        self._report(telling.of_hang(behind, self._records, now_s))
         return self._describe(behind[0], "hang", samples[behind[0]].place[0])
 
     def _as_stall(self, notice: StallNotice, samples: Mapping[int, StackSample]) -> Stall:
@@ -228,8 +228,8 @@ class NodeWatch:
         if self._stall is None:
             return
         self.launch.stalls[-1] = msgspec.structs.replace(self._stall, ended=how)
-        if self._samples_count >= TOLD_AFTER:
-            self._tell(f"the stall in step {self._stall.step} is over: {how}")
+        if self._samples_count >= SHOWN_AFTER:
+            self._report(f"the stall in step {self._stall.step} is over: {how}")
         self._stall = None
 
     # ------------------------------------------------------------------ failures
@@ -268,7 +268,7 @@ class NodeWatch:
         try:
             return str(target) if self._trainers.keep(target) else ""
         except OSError as error:
-            self._tell(f"{target}: the evidence cannot be kept there: {error}")
+            self._report(f"{target}: the evidence cannot be kept there: {error}")
             return ""
 
     def write(self) -> None:

@@ -80,7 +80,7 @@ class ProgressWriter:
 
     def __init__(self, folder: Path | None, rank: int = 0) -> None:
         self._memory: mmap.mmap | None = None
-        self._number = self._steps = self._commits = self._told = 0
+        self._number = self._steps = self._commits = self._events = 0
         self._step, self._step_s = -1, 0.0
         if folder is None:
             return
@@ -124,23 +124,21 @@ class ProgressWriter:
                 self._path.with_suffix(".urls").write_text("\n".join(event.urls))
             case Committed():
                 self._commits += 1
-                self._tell(f"commit of step {event.step}")
+                self._write_beside(f"commit of step {event.step}")
             case StageEnded():
-                self._tell(f"{event.operation} of step {event.step}: {event.stage}")
+                self._write_beside(f"{event.operation} of step {event.step}: {event.stage}")
             case StragglerFound():
-                self._tell_people(f"rank {event.rank} is slow in {event.stage}: {event.cause}")
+                self._note(f"rank {event.rank} is slow in {event.stage}: {event.cause}")
             case NotFiniteFound():
-                self._tell_people(
-                    f"step {event.step} has numbers that are not finite: {', '.join(event.tensors)[:200]}"
-                )
+                self._note(f"step {event.step} has numbers that are not finite: {', '.join(event.tensors)[:200]}")
 
-    def _tell(self, text: str) -> None:
-        self._told = number = self._told + 1
+    def _write_beside(self, text: str) -> None:
+        self._events = number = self._events + 1
         if self._memory is not None:
             what = self._commits, time.monotonic(), text.encode()[:48]
             _BESIDE.pack_into(self._memory, _BESIDE_AT, number, *what, number)
 
-    def _tell_people(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         with self._path.with_suffix(".notes").open("a") as file:
             file.write(text + "\n")
 

@@ -56,9 +56,9 @@ class Slow(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.faults.at("backward")
-        return grad, None
+        return grad_outputs[0], None
 
 
 class Counter:
