@@ -15,7 +15,7 @@ from tests.launch.launched import Launched, run
 from tests.launch.virtual_run import VirtualRun
 
 PLACES = ("backward", "collective", "loader", "save", "gil", "stop")
-HANG_S = "10"
+HANG_S = "20"
 NOTICE_S = 5.0
 HOURS = 10.0
 
