@@ -317,6 +317,16 @@ TABLES = (
         ("replicated", "replicated_s", "both"),
     ),
     _table(
+        "Restarts",
+        "recovery",
+        ("start to first step", "start_s", "median"),
+        ("last progress to first new step", "restarted_s", "both"),
+        ("beyond a start", "beyond_s", "both"),
+        ("noticed, beyond 10 steps", "beyond_steps_s", "both"),
+        ("steps lost", "lost_count", "count"),
+        ("ETTR", "ettr_fraction", "percent"),
+    ),
+    _table(
         "Copies to farther tiers",
         "promotion",
         ("mean step slowed: median (all)", "slowed_fraction", "signed"),

@@ -191,6 +191,15 @@ _ALL = (
         paired=True,
     ),
     Scenario(
+        name="recovery",
+        question="How long until a training that was killed, or hangs, does its next step?",
+        measure="measure.recovery:recovery",
+        contenders={"kill": _NOTHING, "hang": _NOTHING},
+        size_bytes=MIB,
+        smoke_bytes=MIB,
+        repetitions=5,
+    ),
+    Scenario(
         name="every",
         question="What does a checkpoint of every iteration cost a real training loop?",
         measure="measure.every:every",

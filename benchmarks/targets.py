@@ -122,6 +122,8 @@ the same, drawn; ≤ 3 s; 3; observing/a report/drawn_s;
 `top` of 1,000 ranks, of a core; ≤ 2 %; 0.02; observing/top/core_fraction;
 its pictures apart; ≤ 1.1 s; 1.1; observing/top/apart_s;
 replicated; ≤ 1.3 × the bytes over loopback; 1.3; peers/aiockpt/replicated_s; peers/floor: loopback/replicated_s
+killed to the first new step, beyond a start; ≤ 5 s; 5; recovery/kill/beyond_s;
+a hang noticed, beyond 10 steps; ≤ 5 s; 5; recovery/hang/beyond_steps_s;
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;
 """) + tuple(

@@ -68,6 +68,7 @@ from aiockpt.policies.cadence import Cadence
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread
 from aiockpt.runtime.pending_copies import Mutating
+from aiockpt.runtime.progress import find_progress
 from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
 from aiockpt.runtime.world import Ranks, World, check_found, find_ranks
 from aiockpt.session.loop_watch import LoopWatch
@@ -217,7 +218,7 @@ class Checkpointer:
         self._coordinator, self._copies, self._submitter = parts.coordinator, parts.copies, parts.submitter
         self._probe, self._interruption, self._rewinder = parts.probe, parts.interruption, parts.rewinder
         self._resumed_with: dict[str, Any] = {}
-        self._loops = LoopWatch()
+        self._loops, self._progress = LoopWatch(), find_progress()
         self._last_step, self._end = parts.last_step, parts.end
         for observer in others:
             if isinstance(observer, StatisticsReader):
@@ -297,6 +298,7 @@ class Checkpointer:
                 return self._submitter.refuse(request.step, refusal)
             metrics = self._rewinder.with_skipped(request.metrics, request.state)
             request = msgspec.structs.replace(request, metrics=metrics)
+        self._progress.mark("save", request.step)
         self._probe.reached(request.step, request.state, request.metrics, saved=True)
         self._warn_of_state_dicts(request.state, "save")
         self._last_step.drop()
@@ -304,6 +306,7 @@ class Checkpointer:
         self._loops.saved(request.step, request.state)
         self._interruption.watch(future)
         self._probe.saved(request.step)
+        self._progress.mark("train")
         return future
 
     def _warn_of_state_dicts(self, state: State, verb: Literal["save", "load"]) -> None:
@@ -414,6 +417,7 @@ class Checkpointer:
             which = self._as_best("load", "best", best)
         self._loop.check()
         self._submitter.refuse_inside_save("load()")
+        self._progress.mark("load")
         # Before the check, which would raise for them: this load replaces those that were refused or cancelled.
         refused = self._end.loads.take_refused()
         self._check_call_of_ranks()
@@ -732,6 +736,7 @@ class Checkpointer:
         log_resumed(self._engine, loaded, url)
         if self._rewinder is not None:
             self._rewinder.note_position(-1 if loaded is None else loaded.step, state)
+        self._progress.resume(-1 if loaded is None else loaded.step)
         return 0 if loaded is None else loaded.step + 1
 
     def _saves_of_others(self) -> list[SavePromise]:
@@ -861,6 +866,7 @@ class Checkpointer:
 
     def _reach(self, request: SaveRequest) -> SaveFuture | None:
         """Enter a call at a step that was trained: save it when it is due."""
+        self._progress.mark("train", request.step)
         self._interruption.reach(request, self._start_save, asked=False)
         if not self._is_due(request.step):
             self._probe.reached(request.step, request.state, request.metrics, saved=False)
@@ -901,6 +907,7 @@ class Checkpointer:
 
     def _close(self, *, in_order: bool) -> None:
         if self._loop.usable:
+            self._progress.mark("closed")
             self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             try:
@@ -915,6 +922,7 @@ class Checkpointer:
 
     async def _aclose(self, *, in_order: bool) -> None:
         if self._loop.usable:
+            self._progress.mark("closed")
             try:
                 self._end.begin(self._start_save, in_order=in_order)
             finally:

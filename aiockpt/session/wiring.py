@@ -28,6 +28,7 @@ from aiockpt.runtime.incarnation import Incarnation
 from aiockpt.runtime.loop import LoopThread, made_for_the_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
+from aiockpt.runtime.progress import find_progress
 from aiockpt.runtime.world import Loop, Ranks, World
 from aiockpt.session.end_of_run import EndOfRun, LastStep
 from aiockpt.session.shutdown import Shutdown
@@ -94,7 +95,7 @@ class Assembly:
         self.loop: Loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
         cadences = [] if cadence is None else [cadence]
         observers = [*observers, *cadences, *self.interruption.observers, *self.probe.observers]
-        observers += [] if self.rewinder is None else [self.rewinder]
+        observers += [*find_progress().observers, *([] if self.rewinder is None else [self.rewinder])]
         try:
             self._start(options, backends, observers, ranks, peers, world, memory)
         except BaseException:

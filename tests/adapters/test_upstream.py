@@ -21,7 +21,12 @@ import torch
 from torch import nn
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.launcher import api as launcher_api
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -59,6 +64,21 @@ SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
     (FlatParamHandle._use_sharded_views, "d85522069fc6dfd7", {"_use_orig_params", "_handle"}),
     (FlatParamHandle.is_sharded, "3dd699fb40f6431e", set()),
     (distributed_c10d._get_default_store, "4f987107c62d0352", {"_get_default_store"}),
+    # What `aiockpt run` overrides of torch's agent, and what it relies on there.
+    (launcher_api.launch_agent, "01534e5e0ad77098", set()),
+    (LocalElasticAgent.__init__, "dffaa0de4d27f02c", set()),
+    (LocalElasticAgent._shutdown, "615c6a545ee67bcf", set()),
+    (LocalElasticAgent._start_workers, "3a15b68937f57e63", {"_start_workers"}),
+    (LocalElasticAgent._monitor_workers, "4ba1c04fe76bba95", {"_monitor_workers"}),
+    (SimpleElasticAgent._invoke_run, "376e457facabbfbc", set()),
+    (SimpleElasticAgent._restart_workers, "7de319cd35c6f36e", {"_restart_workers"}),
+    (SimpleElasticAgent._rendezvous, "f0c843d67c04a7fc", {"_rendezvous"}),
+    (
+        DynamicRendezvousHandler.next_rendezvous,
+        "14cdaa5baee7f77b",
+        {"_shared_tcp_store_server", "_bootstrap_store_info"},
+    ),
+    (StaticTCPRendezvous.next_rendezvous, "e56c888f2484c378", {"_store"}),
     (_LearnableFakeQuantize.__init__, "bf1f53db579d8f07", {"_LearnableFakeQuantize"}),
 ]
 BY_WHAT_THEY_DO = {

@@ -35,6 +35,7 @@ from tests.campaigns import (
     rewinds,
     sigkill,
     sigkill_ranks,
+    stalls,
     states,
     stragglers,
 )
@@ -53,6 +54,8 @@ CAMPAIGNS = {
         epoch_ends.CAMPAIGN,
         stragglers.CAMPAIGN,
         stragglers.QUIET,
+        stalls.CAMPAIGN,
+        stalls.HEALTHY,
         bit_flips.CAMPAIGN,
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,
@@ -73,8 +76,8 @@ CAMPAIGNS = {
 }
 CASE_DEADLINE_S = 120.0
 """A case that takes longer hangs, and that is a finding."""
-OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN)
-"""These watch what they run by themselves: libFuzzer each input, the mutants each test."""
+OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN, stalls.CAMPAIGN)
+"""These watch what they run by themselves: libFuzzer each input, the mutants each test, the stalls each launcher."""
 TOLD_EVERY_S = 5.0
 
 

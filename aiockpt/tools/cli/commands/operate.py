@@ -33,6 +33,7 @@ from aiockpt.tools.cli.commands.app import (
 )
 
 if TYPE_CHECKING:
+    from aiockpt.launch.history import NodeRun
     from aiockpt.monitor.html.html_report import SizeMap
 
 
@@ -55,8 +56,12 @@ def report(
     from aiockpt.monitor.spans import chrome_trace, spans
     from aiockpt.monitor.summary import summarize
     from aiockpt.redaction import redact
+    from aiockpt.tools.cli.launches import show_launches
     from aiockpt.tools.cli.run_summary import show_findings, show_summary
 
+    if launches := _launches_alone(run):
+        show.json_or(as_json, launches, lambda: show_launches(launches))
+        return
     to_stdout = Path("-") in (out, chrome)
     if to_stdout and sum((out is not None, chrome is not None, text, as_json)) > 1:
         raise UsageError("- is stdout, which has room for one of -o, --chrome, --text and --json")
@@ -76,8 +81,11 @@ def report(
     points = save_points(run_events)
     problems = find_problems(run_events, found, points, time.time())
     if text or chrome is not None or as_json:
-        whole = {**msgspec.to_builtins(found), "problems": problems}
+        launches = _read_launches(run)
+        whole = {**msgspec.to_builtins(found), "problems": problems, "launches": launches}
         show.json_or(as_json, whole, lambda: show_summary(redact(run), found, problems))
+        if not as_json:
+            show_launches(launches)
     if out is not None or not (text or chrome is not None or as_json):
         from aiockpt.monitor.html.html_report import gather, html_page
 
@@ -104,6 +112,11 @@ def top(
     from aiockpt.tools.cli.live_view import follow, print_once
     from aiockpt.tools.cli.survey import open_place
 
+    if launches := _launches_alone(run):
+        from aiockpt.tools.cli.launches import show_launches
+
+        show.json_or(as_json, launches, lambda: show_launches(launches))
+        return
     backend = open_place(run)
     if once or as_json or not show.out.is_terminal:
         anyio.run(print_once, run, backend, as_json)
@@ -148,6 +161,19 @@ def watch(
         raise typer.Exit(128 + interruption.number) from None
     if failed:
         raise typer.Exit(DAMAGED)
+
+
+def _read_launches(run: str) -> list[NodeRun]:
+    """Return what launchers have noted in a folder, or beside the traces of a run there."""
+    from aiockpt.launch.history import read_launches
+
+    return [] if "://" in run.removeprefix("file://") else read_launches(Path(run.removeprefix("file://")))
+
+
+def _launches_alone(run: str) -> list[NodeRun]:
+    """Return the launches of a folder of ``aiockpt run``, which has neither traces nor heartbeats."""
+    launches = _read_launches(run)
+    return [] if launches and (Path(run.removeprefix("file://")) / "monitor").is_dir() else launches
 
 
 def _sizes(roots: list[str]) -> SizeMap | None:

@@ -26,11 +26,21 @@ SIZES = "4KiB, 16MiB, 1GiB, or bytes"
 
 
 @app.command("doctor")
-def doctor(root: Annotated[str, argument("The folder to test.")], as_json: Json = False) -> None:
-    """Test a file system: O_DIRECT, hard links, flush latency, free space, write and read speed."""
+def doctor(
+    root: Annotated[str, argument("The folder to test.")],
+    node: Annotated[
+        bool, flag("Test this node instead: memory, disk in the folder, devices, loopback; its report stays there.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Test a file system: O_DIRECT, hard links, flush latency, free space, write and read speed; or this node."""
     from aiockpt.tools.cli.doctor import run_doctor
     from aiockpt.tools.cli.survey import local_folder
 
+    if node:
+        from aiockpt.tools.cli.launches import run_node_check
+
+        raise typer.Exit(run_node_check(Path(root), as_json))
     if run_doctor(local_folder(root), as_json):
         raise typer.Exit(STORAGE_FAILED)
 

@@ -1,0 +1,218 @@
+"""Progress records: what a trainer tells the launcher that started it, in one page of shared memory for each rank.
+
+Guarantees:
+
+- Without the launcher (`FOLDER` is not set) nothing is written, opened or registered.
+- A mark costs half a microsecond: no system call, no lock. The record outlives the process.
+- A reader sees a record that was whole at some moment. Times are those of the host's monotonic clock, one for all processes.
+- On the signal `STACKS` the process writes the stacks of its threads to a file, whatever it is doing, also where C holds the
+  interpreter. On an exception that ends the program, its type and place are written. What a program has installed there
+  stays in force.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from aiockpt.events import Committed, Event, NotFiniteFound, Opened, StageEnded, StragglerFound
+
+FOLDER = "AIOCKPT_LAUNCH_FOLDER"
+"""The environment variable in which the launcher names the folder of this attempt."""
+STACKS = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
+"""Nobody else's: frameworks and schedulers use SIGUSR1, SIGUSR2 and SIGTERM."""
+STAGES = ("train", "save", "load", "closed")
+# Each has its number at both ends: the training thread writes the one, the loop thread the other.
+_TRAIN = struct.Struct("<QQQqQQddQ")
+_BESIDE = struct.Struct("<QQd48sQ")
+_BESIDE_AT, _SIZE = 128, 4096
+_TRIES = 100
+"""Reads of a record that is being written, at most: a write takes less than a microsecond."""
+
+
+class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has told.
+
+    Attributes:
+        pid: of the process.
+        thread: the identity of its training thread, as `faulthandler` prints it.
+        step: the last one, at first that which was loaded; -1 for none.
+        steps: how many steps this process has told of; each number counts when it changes.
+        stage: of `STAGES`: what the training thread does.
+        step_s: when the last step came.
+        mark_s: when the training thread told anything.
+        commits: how many saves have ended well, in this process.
+        beside: what the engine did last in the background, at *beside_s*.
+    """
+
+    pid: int
+    thread: int
+    step: int = -1
+    steps: int = 0
+    stage: str = "train"
+    step_s: float = 0.0
+    mark_s: float = 0.0
+    commits: int = 0
+    beside_s: float = 0.0
+    beside: str = ""
+
+
+class ProgressWriter:
+    """Marks of one trainer, on its training thread, and an observer of its engine, on the loop thread.
+
+    Args:
+        folder: of the launcher; None makes every method return at once.
+        rank: among those that the launcher started.
+    """
+
+    def __init__(self, folder: Path | None, rank: int = 0) -> None:
+        self._memory: mmap.mmap | None = None
+        self._number = self._steps = self._commits = self._events = 0
+        self._step, self._step_s = -1, 0.0
+        if folder is None:
+            return
+        self._path, self._pid = rank_path(folder, rank), os.getpid()
+        # Exclusively: a program that the trainer starts inherits its environment, and is no trainer.
+        with self._path.with_suffix(".progress").open("x+b") as file:
+            file.truncate(_SIZE)
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        before = signal.getsignal(STACKS)
+        # Chained only where there is something to go on with: the default of such a signal ends the process.
+        faulthandler.register(STACKS, stacks, chain=before not in (signal.SIG_DFL, signal.SIG_IGN))
+        self._hook, sys.excepthook = sys.excepthook, self._note_crash
+
+    @property
+    def observers(self) -> tuple[ProgressWriter, ...]:
+        """Itself, where it has somebody to tell."""
+        return () if self._memory is None else (self,)
+
+    def mark(self, stage: str, step: int = -1) -> None:
+        """Tell that the training thread goes on, in *stage*; with *step*, 0 or more, that it has reached that step."""
+        if self._memory is None:
+            return
+        now_s = time.monotonic()
+        if step >= 0 and step != self._step:
+            self._step, self._step_s = step, now_s
+            self._steps += 1
+        self._number = number = self._number + 1
+        what = self._pid, threading.get_ident(), self._step, self._steps, STAGES.index(stage), self._step_s, now_s
+        _TRAIN.pack_into(self._memory, 0, number, *what, number)
+
+    def resume(self, step: int) -> None:
+        """Tell that training begins behind *step*, which was loaded; -1 for the beginning."""
+        self._step = step
+        self.mark("train")
+
+    def on_event(self, event: Event) -> None:
+        """Tell what the engine has done; of what people should know, a line for the launcher."""
+        match event:
+            case Opened():
+                self._path.with_suffix(".urls").write_text("\n".join(event.urls))
+            case Committed():
+                self._commits += 1
+                self._write_beside(f"commit of step {event.step}")
+            case StageEnded():
+                self._write_beside(f"{event.operation} of step {event.step}: {event.stage}")
+            case StragglerFound():
+                self._note(f"rank {event.rank} is slow in {event.stage}: {event.cause}")
+            case NotFiniteFound():
+                self._note(f"step {event.step} has numbers that are not finite: {', '.join(event.tensors)[:200]}")
+
+    def _write_beside(self, text: str) -> None:
+        self._events = number = self._events + 1
+        if self._memory is not None:
+            what = self._commits, time.monotonic(), text.encode()[:48]
+            _BESIDE.pack_into(self._memory, _BESIDE_AT, number, *what, number)
+
+    def _note(self, text: str) -> None:
+        with self._path.with_suffix(".notes").open("a") as file:
+            file.write(text + "\n")
+
+    def _note_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == self._pid:
+            frames = traceback.extract_tb(trace)
+            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            with suppress(OSError):
+                self._path.with_suffix(".crash").write_text(f"{kind.__qualname__}\n{where}\n{error}\n")
+        self._hook(kind, error, trace)
+
+
+_SILENT = ProgressWriter(None)
+_progress: ProgressWriter | None = None
+
+
+def find_progress() -> ProgressWriter:
+    """Return the progress record of this process: one for all of its checkpointers; without a launcher, a silent one."""
+    global _progress
+    if _progress is None:
+        folder = os.environ.get(FOLDER)
+        try:
+            _progress = ProgressWriter(Path(folder), int(os.environ.get("RANK", "0"))) if folder and STACKS else _SILENT
+        except (OSError, ValueError):  # another process tells of this rank, or the launcher is gone
+            _progress = _SILENT
+    return _progress
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Return the path of what *rank* tells, without its suffix: progress, stacks, urls, notes, crash."""
+    return folder / f"rank-{rank:05}"
+
+
+class ProgressReader:
+    """Reads the record of one rank, at *path*, as often as wanted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(".progress")
+        self._memory: mmap.mmap | None = None
+
+    def read(self) -> ProgressRecord | None:
+        """Return the record; None before the trainer has begun one."""
+        if self._memory is None:
+            with suppress(OSError, ValueError), self._path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+        train, beside = self._read(_TRAIN, 0), self._read(_BESIDE, _BESIDE_AT)
+        if train is None or beside is None or not train[0]:
+            return None
+        _, pid, thread, step, steps, stage, step_s, mark_s, _ = train
+        _, commits, beside_s, text, _ = beside
+        return ProgressRecord(
+            pid=pid,
+            thread=thread,
+            step=step,
+            steps=steps,
+            stage=STAGES[stage],
+            step_s=step_s,
+            mark_s=mark_s,
+            commits=commits,
+            beside_s=beside_s,
+            beside=text.rstrip(b"\0").decode(errors="replace"),
+        )
+
+    def _read(self, form: struct.Struct, offset: int) -> tuple[Any, ...] | None:
+        """Return a part that was whole, by its number at both ends."""
+        if (memory := self._memory) is not None:
+            for _ in range(_TRIES):
+                values = form.unpack_from(memory, offset)
+                if values[0] == values[-1] and values == form.unpack_from(memory, offset):
+                    return values
+        return None
+
+    def close(self) -> None:
+        """Release the record."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None

@@ -1,0 +1,69 @@
+"""Runs of ``aiockpt run`` in real processes, and what they leave."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiockpt.launch.history import NodeRun, read_launches
+from aiockpt.launch.torchrun import FOLDER
+
+TRAINER = Path(__file__).with_name("trainer.py")
+COMMAND = (sys.executable, "-m", "aiockpt.tools.cli.main", "run")
+TIMEOUT_S = 250
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+class Launched:
+    """A launcher that has ended: its status and output, and the history in the folder that it ran in."""
+
+    def __init__(self, folder: Path, status: int, output: str) -> None:
+        self.folder, self.status, self.output = folder, status, output
+
+    @property
+    def launch(self) -> NodeRun:
+        (launch,) = [each for folder in (self.folder / FOLDER).iterdir() for each in read_launches(folder)]
+        return launch
+
+    def evidence(self, name: str, attempt: int = 0) -> str:
+        (path,) = (self.folder / FOLDER).glob(f"*/attempt-{attempt}/{name}.txt")
+        return path.read_text()
+
+    def starts(self, rank: int = 0) -> list[int]:
+        """Return the steps from which the starts of *rank* trained."""
+        lines = (self.folder / f"log-{rank}").read_text().splitlines()
+        return [int(line.split()[1]) for line in lines if line.startswith("start")]
+
+
+def start(folder: Path, arguments: Sequence[object], **more: str) -> subprocess.Popen[str]:
+    """Start a launcher in *folder*."""
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(folder: Path, process: subprocess.Popen[str]) -> Launched:
+    """Wait for the end of a launcher; one that does not end is told to, with its trainers."""
+    with process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, _ = process.communicate(timeout=60)
+            raise AssertionError(f"the launcher did not end:\n{output[-4000:]}") from None
+    return Launched(folder, process.returncode, output)
+
+
+def run(folder: Path, ranks: int, faults: str, *options: str, steps: int = 12, **more: str) -> Launched:
+    """Run the trainer on *ranks* of one node to the end."""
+    own = ["--standalone", "--nproc-per-node", ranks, *options]
+    return finish(folder, start(folder, [*own, TRAINER, folder / "place", steps, faults], **more))

@@ -1,0 +1,70 @@
+"""The checks of nodes: what is named, and what a scheduler finds."""
+
+import json
+import socket
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiockpt.launch import joint_check, node_check
+from aiockpt.launch.node_check import UNHEALTHY, check_node, read_report, report_path
+from tests.cli.small_checkpoints import Command
+from tests.launch.launched import TRAINER, finish, start
+
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, 7])
+def test_each_two_ranks_meet_once(world_size: int) -> None:
+    met: list[frozenset[int]] = []
+    schedules = [list(joint_check.find_partners(rank, world_size)) for rank in range(world_size)]
+    for row in zip(*schedules, strict=True):
+        pairs = {frozenset((rank, partner)) for rank, partner in enumerate(row) if partner is not None}
+        assert all(row[partner] == rank for rank, partner in enumerate(row) if partner is not None)
+        met += pairs
+    assert sorted(map(sorted, met)) == [list(pair) for pair in combinations(range(world_size), 2)]
+
+
+def test_a_host_that_is_twice_as_slow_as_its_peers_is_named() -> None:
+    usual = {"memory copy": 10e9, "pairs": 1e9}
+    slow = joint_check.find_slow_hosts(
+        {"a": usual, "b": {**usual, "pairs": 0.3e9}, "c": usual, "d": usual, "e": {"pairs": 0.6e9}}
+    )
+    assert slow["b"] == ["pairs: 286.1 MiB/s, 3.3 times slower than its peers"]
+    assert slow["a"] == slow["c"] == slow["e"] == []
+
+
+def test_a_node_is_compared_with_its_last_healthy_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
+) -> None:
+    figures = {"disk write": 1e9}
+    probes: Any = lambda _: {name: lambda name=name: figures[name] for name in figures}  # noqa: E731
+    monkeypatch.setattr(node_check, "_probes", probes)
+    assert check_node(tmp_path).healthy
+    figures["disk write"] = 0.3e9
+    for _ in range(2):  # a slow check is no measure for the next one
+        report = check_node(tmp_path)
+        assert report.problems == ["disk write: 286.1 MiB/s, 3.3 times slower than its last check"]
+    assert not json.loads(report_path(tmp_path, HOST).read_bytes())["healthy"]
+    assert aiockpt_command("doctor", tmp_path, "--node").status == UNHEALTHY
+    figures["disk write"] = 0.9e9
+    assert check_node(tmp_path).healthy
+
+
+def test_a_probe_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> float:
+        raise OSError("no device")
+
+    monkeypatch.setattr(node_check, "_probes", lambda _: {"gpu 3 copy": broken})
+    assert check_node(tmp_path).problems == ["gpu 3 copy: failed: no device"]
+
+
+def test_all_ranks_are_checked_before_the_start(tmp_path: Path) -> None:
+    own = ["--check", "--standalone", "--nproc-per-node", 2, TRAINER, tmp_path / "place", 4, "none"]
+    done = finish(tmp_path, start(tmp_path, own))
+    report = read_report(tmp_path / "aiockpt-run", HOST)
+    assert {"memory copy", "disk write", "loopback", "all-reduce", "pairs"} <= report.figures.keys()
+    assert done.status == 0, done.output
+    assert done.launch.attempts[0].last_step == 3

@@ -1,0 +1,110 @@
+"""Trainings in real processes that die and hang under ``aiockpt run``."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from aiockpt.launch.restart_policy import STOPPED
+from aiockpt.runtime.progress import FOLDER as VARIABLE
+from tests.docs.pages import ROOT, blocks
+from tests.launch.launched import TRAINER, environment, finish, run, start
+from tests.run_python import run_python
+
+PLAIN = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+rank, starts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 1 and starts < 3:
+    os.kill(os.getpid(), 9)
+pathlib.Path(f"done-{rank}").write_text(f"{starts} {sys.argv[1:]}")
+dist.destroy_process_group()
+"""
+
+
+def test_a_killed_trainer_goes_on_with_no_step_lost(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "kill:1:6:1", "--max-restarts", "2", WAIT="1")
+    assert done.status == 0, done.output
+    first, second = done.launch.attempts
+    assert first.failure is not None
+    assert (first.failure.kind, first.failure.rank, first.failure.step) == ("signal SIGKILL", 1, 5)
+    assert (first.lost_steps, second.first_step, second.last_step) == (0, 6, 11)
+    assert done.starts() == [0, 6]
+    assert 0 < done.launch.ettr < 1
+    assert "attempt 1 trains from step 6" in done.output
+    assert "0 steps lost" in done.output
+
+
+def test_a_rank_that_holds_the_interpreter_is_named_and_restarted(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "gil:1:6:1", "--max-restarts", "2", "--hang-s", "10", WAIT="1")
+    assert done.status == 0, done.output
+    (stall,) = done.launch.stalls
+    assert stall.behind == (1,)
+    assert "trainer.py" in stall.places["1"]
+    assert "in lock_twice" in done.evidence("rank-00001.stacks")
+    assert "in main" in done.evidence("rank-00000.stacks")
+    assert [attempt.first_step for attempt in done.launch.attempts] == [0, 6]
+    assert done.launch.attempts[0].failure is not None
+    assert done.launch.attempts[0].failure.kind == "hang"
+
+
+def test_a_long_evaluation_is_told_and_left_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "evaluation:0:6:1", "--max-restarts", "2", "--hang-s", "6", EVALUATION_S="12")
+    assert done.status == 0, done.output
+    assert len(done.launch.attempts) == 1
+    assert [stall.ended for stall in done.launch.stalls] == ["it went on by itself"]
+    assert "its training thread moves" in done.output
+
+
+def test_the_same_failure_three_times_stops_with_the_reason(tmp_path: Path) -> None:
+    done = run(tmp_path, 1, "crash:0:3:0", "--max-restarts", "9", WAIT="1")
+    assert done.status == STOPPED, done.output
+    assert len(done.launch.attempts) == 3
+    assert "the same failure 3 times" in done.launch.outcome
+    assert "ArithmeticError at trainer.py:" in done.launch.outcome
+    assert "STOPPED" in done.output
+
+
+def test_restarts_that_commit_nothing_stop_with_the_reason(tmp_path: Path) -> None:
+    done = run(tmp_path, 1, "kill:0:3:0", "--max-restarts", "9", EVERY="100", DRIFT="1")
+    assert done.status == STOPPED, done.output
+    assert [attempt.commits for attempt in done.launch.attempts] == [1, 0, 0]  # step 0 is a multiple of 100
+    assert "no save was committed in the last 2 restarts" in done.launch.outcome
+
+
+def test_a_script_without_aiockpt_is_restarted_over_a_fresh_store(tmp_path: Path) -> None:
+    """Under torchrun the second gloo start over one store fails or hangs: it finds the addresses of the dead there."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    own = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 3]
+    done = finish(tmp_path, start(tmp_path, [*own, tmp_path / "plain.py", "--hang-s", "x"]))
+    assert done.status == 0, done.output
+    assert (tmp_path / "done-0").read_text() == "3 ['--hang-s', 'x']"
+    assert [attempt.failure is None for attempt in done.launch.attempts] == [False, False, False, True]
+    assert VARIABLE not in done.output
+
+
+def test_the_block_of_the_guide_starts_a_watched_agent(tmp_path: Path) -> None:
+    (block,) = blocks((ROOT / "docs" / "guide" / "launcher.md").read_text(), "python")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert "trains" in run_python("-c", block, cwd=tmp_path, env=environment(PATH=path)).stdout
+
+
+def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place, faults = tmp_path / "place", "kill:1:4:1,loader:0:8:2"
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 4, "--rdzv-backend", "c10d", "--hang-s", 10]
+    options += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two"]
+    nodes = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        nodes.append(start(tmp_path / name, [*options, TRAINER, place, 12, faults], WAIT="1", HERE=str(tmp_path)))
+    done = [finish(tmp_path / name, node) for name, node in zip("ab", nodes, strict=True)]
+    assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
+    for each in done:
+        assert [attempt.first_step for attempt in each.launch.attempts] == [0, 4, 8], each.output
+    kinds = {attempt.failure.kind for each in done for attempt in each.launch.attempts if attempt.failure}
+    assert {"signal SIGKILL", "hang"} <= kinds

@@ -1,0 +1,131 @@
+"""Progress records: written by a trainer, read by its launcher."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiockpt import Checkpointer
+from aiockpt.events import Committed, NotFiniteFound
+from aiockpt.launch.trainers import Trainers, find_place
+from aiockpt.runtime import progress
+from aiockpt.runtime.progress import FOLDER, ProgressReader, ProgressWriter, find_progress, rank_path
+from tests.run_python import run_python
+from tests.watch import until
+
+CRASH = """
+import sys
+from aiockpt.runtime.progress import find_progress
+sys.excepthook = lambda *of: print("mine")
+find_progress()
+raise ArithmeticError("no")
+"""
+WAITS = """
+import threading
+from aiockpt.runtime.progress import find_progress
+marks = find_progress()
+marks.mark("train", 3)
+def wait_here():
+    threading.Event().wait()
+wait_here()
+"""
+
+
+@pytest.fixture
+def hook() -> Iterator[None]:
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
+
+
+@pytest.mark.usefixtures("hook")
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    marks, reader = ProgressWriter(tmp_path, 3), ProgressReader(rank_path(tmp_path, 3))
+    assert reader.read() is None
+    marks.resume(4)
+    first = reader.read()
+    assert first is not None
+    assert (first.step, first.steps, first.pid) == (4, 0, os.getpid())
+    marks.mark("save", 5)
+    marks.on_event(Committed(at_ns=0, step=5, bytes=1, seconds=0.1, generation=1))
+    marks.mark("train")
+    record = reader.read()
+    assert record is not None
+    assert (record.step, record.steps, record.stage, record.commits) == (5, 1, "train", 1)
+    assert record.beside == "commit of step 5"
+    assert record.thread == threading.get_ident()
+    assert record.mark_s >= record.step_s > 0
+    reader.close()
+
+
+@pytest.mark.usefixtures("hook")
+def test_what_people_should_know_is_passed_on_once(tmp_path: Path) -> None:
+    marks, trainers = ProgressWriter(tmp_path, 0), Trainers(tmp_path, [0])
+    marks.on_event(NotFiniteFound(at_ns=0, step=5, tensors={"model.w": 3}))
+    assert list(trainers.notes()) == [(0, "step 5 has numbers that are not finite: model.w")]
+    assert list(trainers.notes()) == []
+
+
+def test_without_a_launcher_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(progress, "_progress", None)
+    marks = find_progress()
+    marks.mark("train", 1)
+    assert marks.observers == ()
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.resume({"a": 1}) == 0
+
+
+def test_a_program_that_the_trainer_starts_leaves_its_record_alone(tmp_path: Path) -> None:
+    rank_path(tmp_path, 0).with_suffix(".progress").write_bytes(b"")
+    run_python(
+        "-c", "from aiockpt.runtime.progress import find_progress as f; assert not f().observers", env=_env(tmp_path)
+    )
+
+
+def test_the_exception_that_ends_a_trainer_is_noted_and_its_hook_called(tmp_path: Path) -> None:
+    done = run_python("-c", CRASH, status=1, env=_env(tmp_path))
+    assert done.stdout == "mine\n"
+    assert Trainers(tmp_path, [0]).first_crash([0]) == (0, "ArithmeticError", "<string>:6")
+
+
+def test_the_stacks_of_a_trainer_show_its_training_thread(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], env=_env(tmp_path)) as trainer:
+        trainers = Trainers(tmp_path, [0])
+
+        def waits_here() -> bool:
+            records = trainers.read()
+            trainers.request_stacks(records)
+            time.sleep(0.2)
+            return any(
+                frame.startswith("wait_here (") for each in trainers.sample(records).values() for frame in each.place
+            )
+
+        try:
+            until(waits_here, "the stacks")
+        finally:
+            trainer.kill()
+            trainers.close()
+
+
+def test_the_last_dump_of_a_thread_counts() -> None:
+    text = """Thread 0x0000000000000007 (most recent call first):
+  File "/a/b.py", line 3 in old
+
+Current thread 0x0000000000000009 (most recent call first):
+  File "/a/c.py", line 1 in other
+Thread 0x0000000000000007 [name] (most recent call first):
+  File "/a/b.py", line 4 in wait
+  File "/a/b.py", line 9 in <module>
+"""
+    assert find_place(text, 7) == ("wait (/a/b.py:4)", "<module> (/a/b.py:9)")
+    assert find_place(text, 8) == ()
+
+
+def _env(folder: Path) -> dict[str, str]:
+    return {**os.environ, FOLDER: str(folder), "RANK": "0"}
